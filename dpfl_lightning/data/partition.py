@@ -1,0 +1,274 @@
+"""Who holds which record: pure functions from labels to one array of indices per client.
+
+Each partition is a function `(labels [n], num_clients, rng, **options) -> list of num_clients index arrays`
+into `labels`; all but `overlapping` give every record to at most one client. `partition` finds one by its
+name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.registry import call
+
+Parts = list[np.ndarray]
+
+
+def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
+    """Divide records among clients by the partition called `name`.
+
+    Args:
+        name: one of `names()`.
+        labels: [n], the class of each record.
+        num_clients: how many clients, >= 1.
+        rng: all the randomness.
+        options: those of the partition, and for all but `sizes` also `records_per_client`: then as many
+            records as all clients need are drawn first and only they are divided. It is the exact size where
+            the partition makes equal parts and the mean size elsewhere; without it all records are divided.
+
+    Returns:
+        num_clients arrays of indices into `labels`, none of them empty.
+
+    Raises:
+        UserError: unknown name or option, more clients or records than there are, a value out of range.
+
+    Privacy:
+        The division looks at labels: it stands for how the world dealt the records, and is outside any
+        guarantee.
+
+    >>> labels, rng = np.zeros(10), np.random.default_rng(0)
+    >>> [part.size for part in partition("iid", labels, 3, rng)]
+    [4, 3, 3]
+    >>> [part.size for part in partition("iid", labels, 3, rng, records_per_client=2)]
+    [2, 2, 2]
+    """
+    if name in ("overlapping", "sizes") or "records_per_client" not in options:
+        kept = np.arange(len(labels))
+    else:
+        kept = _some(len(labels), num_clients, options.pop("records_per_client"), rng)
+    enough = 1 <= num_clients <= len(kept) or (name == "overlapping" and num_clients >= 1)
+    require(enough, "num_clients", f"be from 1 to the number of records, {len(kept)}", num_clients)
+    parts = call("data.partition", PARTITIONS, name, labels[kept], num_clients, rng, **options)
+    return [kept[part] for part in parts]
+
+
+def _some(total: int, num_clients: int, each: Any, rng: np.random.Generator) -> np.ndarray:
+    """`each` records for each client, drawn at random and not yet divided."""
+    most = total // max(num_clients, 1)
+    must = f"be a whole number from 1 to {most}: {num_clients} clients share {total} records"
+    advice = "The partition `overlapping` lets clients share records."
+    require(isinstance(each, int) and 1 <= each <= most, "data.records_per_client", must, each, advice)
+    return rng.permutation(total)[: num_clients * each]
+
+
+def names() -> list[str]:
+    """The partitions `partition` knows.
+
+    >>> names()
+    ['iid', 'stratified', 'dirichlet', 'shards', 'sizes', 'overlapping']
+    """
+    return list(PARTITIONS)
+
+
+def iid(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
+    """Random equal parts; sizes differ by at most one.
+
+    >>> sorted(np.concatenate(iid(np.zeros(5), 2, np.random.default_rng(0))).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    return np.array_split(rng.permutation(len(labels)), num_clients)
+
+
+def stratified(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
+    """Equal parts with equal shares of every class: records sorted by class are dealt out like cards.
+
+    Sizes differ by at most one, and so do the clients' counts of any class.
+
+    >>> labels = np.array([0, 0, 1, 1])
+    >>> [sorted(labels[part].tolist()) for part in stratified(labels, 2, np.random.default_rng(0))]
+    [[0, 1], [0, 1]]
+    """
+    order = rng.permutation(len(labels))
+    order = order[np.argsort(labels[order], kind="stable")]
+    return [order[client::num_clients] for client in range(num_clients)]
+
+
+def dirichlet(
+    labels: np.ndarray,
+    num_clients: int,
+    rng: np.random.Generator,
+    alpha: float = 1.0,
+    min_records: int = 128,
+    max_draws: int = 10_000,
+) -> Parts:
+    """Cut every class in proportions drawn from Dir(alpha, ..., alpha) over the clients.
+
+    The whole draw is repeated until every client has `min_records`, so that no batch size exceeds a client's
+    records.
+
+    Args:
+        labels: [n], the class of each record.
+        num_clients: how many clients.
+        rng: all the randomness.
+        alpha: concentration > 0; the smaller, the fewer classes a client has; infinity gives equal shares.
+        min_records: fewest records of a client, >= 1.
+        max_draws: give up after so many draws.
+
+    Raises:
+        UserError: a value out of range, or no draw in `max_draws` gave every client `min_records`.
+
+    Reference:
+        Class-wise as in the public code of the papers; they state neither a floor nor what to do below it.
+
+    >>> labels = np.repeat([0, 1], 50)
+    >>> parts = dirichlet(labels, 4, np.random.default_rng(0), alpha=0.5, min_records=10)
+    >>> min(part.size for part in parts) >= 10
+    True
+    """
+    require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
+    mean = len(labels) // num_clients
+    must = f"be from 1 to {mean}, the mean number of records of a client"
+    require(1 <= min_records <= mean, "data.partition.min_records", must, min_records)
+    classes, sizes = np.unique(labels, return_counts=True)
+    for _ in range(max_draws):
+        if np.isinf(alpha):
+            shares = np.full((len(classes), num_clients), 1 / num_clients)
+        else:
+            shares = rng.dirichlet(np.full(num_clients, alpha), size=len(classes))
+        # the last end is set, not rounded: every record has a client
+        ends = np.floor(np.cumsum(shares, axis=1) * sizes[:, None] + 1e-9).astype(int)
+        ends[:, -1] = sizes
+        if np.diff(ends, axis=1, prepend=0).sum(axis=0).min() >= min_records:
+            break
+    else:
+        raise UserError(
+            f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
+            f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
+        )
+    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    for label, cuts in zip(classes, ends[:, :-1], strict=True):
+        for part, piece in zip(parts, np.split(_shuffled(labels, label, rng), cuts), strict=True):
+            part.append(piece)
+    return [np.concatenate(part) for part in parts]
+
+
+def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
+    """Each client gets `max_classes` shards at random, each of one class: it has no more classes than that.
+
+    Cutting the whole list sorted by label, as the papers' code does, lets shards straddle two classes and
+    breaks the bound.
+
+    Args:
+        labels: [n], the class of each record.
+        num_clients: how many clients.
+        rng: all the randomness.
+        max_classes: shards of a client; with the number of clients enough that every class has a shard.
+
+    Raises:
+        UserError: fewer shards than classes, or a class with fewer records than shards.
+
+    >>> labels = np.repeat(np.arange(10), 60)
+    >>> parts = shards(labels, 20, np.random.default_rng(0), max_classes=3)
+    >>> max(np.unique(labels[part]).size for part in parts) <= 3
+    True
+    """
+    classes, sizes = np.unique(labels, return_counts=True)
+    total = num_clients * max_classes
+    must = f"give every one of {len(classes)} classes a shard among {num_clients} clients"
+    require(max_classes >= 1 and total >= len(classes), "data.partition.max_classes", must, max_classes)
+    shards_of = [len(part) for part in np.array_split(np.arange(total), len(classes))]
+    must = f"leave a record for each of {total} shards, the smallest class having {sizes.min()}"
+    require(bool(np.all(sizes >= shards_of)), "data.partition.max_classes", must, max_classes)
+    pieces = [
+        piece
+        for label, count in zip(classes, shards_of, strict=True)
+        for piece in np.array_split(_shuffled(labels, label, rng), count)
+    ]
+    hands = rng.permutation(total).reshape(num_clients, max_classes)
+    return [np.concatenate([pieces[shard] for shard in hand]) for hand in hands]
+
+
+def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes: Sequence[int]) -> Parts:
+    """Random parts of the given sizes; records beyond their sum belong to no client.
+
+    >>> [part.size for part in partition("sizes", np.zeros(10), 2, np.random.default_rng(0), sizes=[3, 5])]
+    [3, 5]
+    """
+    key = "data.partition.sizes"
+    require(len(sizes) == num_clients, key, f"have one size for each of {num_clients} clients", len(sizes))
+    require(min(sizes) >= 1, key, "be at least 1 each", min(sizes))
+    require(sum(sizes) <= len(labels), key, f"sum to at most the {len(labels)} records", sum(sizes))
+    return np.split(rng.permutation(len(labels)), np.cumsum(sizes))[:num_clients]
+
+
+def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
+    """Each client draws its own records from all of them, without repetition.
+
+    For simulations of more clients than there are records for.
+
+    Privacy:
+        A record may live at several clients: a client's guarantee then covers only that client's releases,
+        which `Population.caveats` says.
+
+    >>> [part.size for part in overlapping(np.zeros(10), 4, np.random.default_rng(0), records_per_client=8)]
+    [8, 8, 8, 8]
+    """
+    most = len(labels)
+    must = f"be from 1 to the {most} records"
+    require(1 <= records_per_client <= most, "data.records_per_client", must, records_per_client)
+    return [rng.choice(most, records_per_client, replace=False) for _ in range(num_clients)]
+
+
+PARTITIONS: dict[str, Callable[..., Parts]] = {
+    "iid": iid,
+    "stratified": stratified,
+    "dirichlet": dirichlet,
+    "shards": shards,
+    "sizes": sizes,
+    "overlapping": overlapping,
+}
+
+
+def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
+    """Disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
+
+    One rate, test records a training record, serves all clients and classes: the largest for which no class
+    runs out of test records. A count that is not whole is rounded at random to a neighbour (systematic
+    sampling), so a client's share is right to one record a class.
+
+    Args:
+        test_labels: [m], the class of each test record.
+        class_counts: [num_clients, num_classes], training records of each client and class.
+        rng: all the randomness.
+
+    Returns:
+        One array of indices into `test_labels` per client, disjoint; empty where a client's share rounds to
+        nothing.
+
+    >>> counts = np.array([[20, 0], [0, 20]])
+    >>> shares = matched_shares(np.array([0, 0, 1, 1]), counts, np.random.default_rng(0))
+    >>> [sorted(share.tolist()) for share in shares]
+    [[0, 1], [2, 3]]
+    """
+    num_clients, num_classes = class_counts.shape
+    held, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]
+    both = (held > 0) & (available > 0)
+    if not both.any():
+        return [np.empty(0, dtype=np.int64) for _ in range(num_clients)]
+    rate = (available[both] / held[both]).min()
+    shares: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    for label in np.flatnonzero(both):
+        ends = np.floor(rate * np.cumsum(class_counts[:, label]) + rng.uniform()).astype(int)
+        pieces = np.split(_shuffled(test_labels, label, rng), ends)[:num_clients]
+        for share, piece in zip(shares, pieces, strict=True):
+            share.append(piece)
+    return [np.concatenate(share) for share in shares]
+
+
+def _shuffled(labels: np.ndarray, label: np.integer, rng: np.random.Generator) -> np.ndarray:
+    """The indices of one class in random order."""
+    return rng.permutation(np.flatnonzero(labels == label))

@@ -1,0 +1,359 @@
+"""All clients of a run: one shared storage of records, and for each client the rows that are its own."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset as TorchDataset
+from torch.utils.data import IterableDataset, TensorDataset
+
+from dpfl_lightning.data.datasets import Dataset
+from dpfl_lightning.data.partition import Parts, matched_shares
+from dpfl_lightning.data.partition import partition as divide
+from dpfl_lightning.errors import UserError, require
+
+# Clients of these partitions are alike: any random part of a test set is like their own records.
+_ALIKE = ("iid", "sizes", "overlapping")
+_SHARED = (
+    "clients drew their records from one pool, so a record may live at several clients: a client's epsilon "
+    "covers what this client released, not what others released of the same record"
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the server may know of the clients: public by assumption; strategies see it, and releases.
+
+    Args:
+        num_records: [N] training records of each client.
+        num_classes: number of classes; 1 for a regression.
+        input_shape: shape X of one record.
+        batch_size: [N] expected batch sizes.
+        reported_epsilon: [N] budgets as the clients report them: claims, which may be false.
+        truth: what only a simulation knows, such as the true clusters; for reports, never for a strategy.
+    """
+
+    num_records: tuple[int, ...]
+    num_classes: int
+    input_shape: tuple[int, ...]
+    batch_size: tuple[int, ...] = ()
+    reported_epsilon: tuple[float, ...] = ()
+    truth: Mapping[str, object] | None = None
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.num_records)
+
+
+@dataclass(frozen=True, eq=False)
+class Population:
+    """The private records of N clients. Clients hold row numbers, never copies.
+
+    Args:
+        x: [n, *X] inputs of every record, whoever it belongs to.
+        y: [n] int64 labels, or float32 targets of a regression.
+        train_of: [N] rows of each client's training records.
+        held_out_of: [N] rows of each client's held-out records, none of them a training row; may be empty.
+        test: [m] rows of the test set of the run, or None.
+        num_classes: number of classes; 1 for a regression.
+        public: rows of records that were declared public and belong to no client, or None.
+        caveats: what a guarantee of this run must say of the data, in words.
+
+    Privacy:
+        Engines read records; strategies get `facts()`. Held-out records only ever score a released model:
+        guarantees cover training records, and reports say that held-out records are not covered.
+    """
+
+    x: Tensor
+    y: Tensor
+    train_of: list[Tensor]
+    held_out_of: list[Tensor]
+    test: Tensor | None
+    num_classes: int
+    public: Tensor | None = None
+    caveats: tuple[str, ...] = ()
+
+    @property
+    def num_clients(self) -> int:
+        """N."""
+        return len(self.train_of)
+
+    @property
+    def num_records(self) -> tuple[int, ...]:
+        """[N] training records of each client."""
+        return tuple(map(len, self.train_of))
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape X of one record."""
+        return tuple(self.x.shape[1:])
+
+    def facts(self, **extra: Any) -> Facts:
+        """What the server may know; `extra` are further fields of `Facts`."""
+        return Facts(self.num_records, self.num_classes, self.input_shape, **extra)
+
+    def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Training records of a client: `rows` [b] count within its own; returns x [b, *X] and y [b]."""
+        return self._rows(self.train_of[client][rows.to(self.x.device)])
+
+    def held_out(self, client: int) -> tuple[Tensor, Tensor]:
+        """All held-out records of a client: x [h, *X] and y [h]; h may be 0."""
+        return self._rows(self.held_out_of[client])
+
+    def test_records(self) -> tuple[Tensor, Tensor] | None:
+        """The test set: x [m, *X] and y [m]; None where there is none."""
+        return None if self.test is None else self._rows(self.test)
+
+    def public_records(self) -> tuple[Tensor, Tensor]:
+        """The records that were declared public: x [p, *X] and y [p]; p is 0 where none were."""
+        return self._rows(self.y.new_zeros(0, dtype=torch.long) if self.public is None else self.public)
+
+    def _rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        return self.x[rows], self.y[rows]
+
+    def to(self, device: torch.device | str) -> Population:
+        """The same population on a device: records move once, the rows of all clients in one go."""
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name in ("x", "y", "test", "public")
+            if (value := getattr(self, name)) is not None
+        }
+        for name in ("train_of", "held_out_of"):
+            rows = getattr(self, name)
+            moved[name] = list(torch.cat(rows).to(device).split([len(one) for one in rows]))
+        return dataclasses.replace(self, **moved)
+
+    @classmethod
+    def partitioned(
+        cls,
+        dataset: Dataset,
+        *,
+        num_clients: int,
+        partition: tuple[str, Mapping[str, Any]] = ("iid", {}),
+        records_per_client: int | None = None,
+        held_out_per_client: int | float = 0,
+        public_records: int = 0,
+        use_public: bool = False,
+        seed: int = 0,
+    ) -> Population:
+        """A public data set dealt out to simulated clients.
+
+        Args:
+            dataset: from `load`; its test set stays the test set of the run.
+            num_clients: N.
+            partition: a partition of `dpfl_lightning.data.partition` and its options.
+            records_per_client: *training* records of each client (their mean, where the partition makes
+                unequal parts); None deals out all records.
+            held_out_per_client: how many of its own records a client holds out, beside its training records:
+                a count, or a share in (0, 1). With 0 each client gets a disjoint share of the test set
+                instead, whose classes are like those of its training records.
+            public_records: the last so many training records belong to no client and are declared public.
+            use_public: deal out the public records instead, the last sixth of which is the test set: for
+                choosing settings without a look at private records.
+            seed: of the division (public).
+
+        Returns:
+            The population, on the CPU.
+
+        Raises:
+            UserError: more clients, records or held-out records than there are; an unknown partition.
+
+        >>> from dpfl_lightning.data import load
+        >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
+        >>> population.num_records, [len(rows) for rows in population.held_out_of]
+        ((200, 200, 200, 200), [90, 90, 90, 89])
+        """
+        _check_held_out(held_out_per_client)
+        rng = np.random.default_rng(seed)
+        name, options = partition[0], dict(partition[1])
+        if records_per_client is not None:
+            once = "records_per_client" not in options
+            require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
+            options["records_per_client"] = _with_held_out(records_per_client, held_out_per_client)
+        x, y, pool, test, public = _stored(dataset, public_records, use_public)
+        labels = y.numpy()
+        parts = divide(name, labels[pool], num_clients, rng, **options)
+        train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
+        if not held_out_per_client:
+            shares = _test_shares(name, labels[test], [labels[rows] for rows in train], dataset.num_classes, rng)
+            held_out = [test.start + share for share in shares]
+        return cls(
+            x=x,
+            y=y,
+            train_of=_tensors(train),
+            held_out_of=_tensors(held_out),
+            test=torch.arange(test.start, test.stop),
+            num_classes=dataset.num_classes,
+            public=public,
+            caveats=(_SHARED,) if name == "overlapping" else (),
+        )
+
+    @classmethod
+    def from_datasets(
+        cls,
+        clients: Sequence[Any],
+        test: Any = None,
+        held_out: float = 0.2,
+        seed: int = 0,
+        num_classes: int | None = None,
+    ) -> Population:
+        """Your own data, one source a client.
+
+        Args:
+            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (whole
+                numbers: classes; floating: a regression), or a map-style torch Dataset of such (x, y).
+            test: the test set of the run in the same form, or None.
+            held_out: share in [0, 1) of each client's records, chosen at random, that it holds out.
+            seed: of that choice.
+            num_classes: number of classes; None: the largest label + 1, which tells the server that this
+                label exists.
+
+        Returns:
+            The population, on the CPU.
+
+        Raises:
+            UserError: shapes, types or labels that do not fit, naming the client.
+
+        >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
+        >>> population = Population.from_datasets(hospitals, num_classes=3)
+        >>> population.num_records, population.input_shape
+        ((40, 64), (4,))
+        """
+        require(len(clients) >= 1, "clients", "name at least one client's records", len(clients))
+        require(0 <= held_out < 1, "held_out", "be a share in [0, 1)", held_out)
+        pairs = {f"client {client}": source for client, source in enumerate(clients)}
+        if test is not None:
+            pairs["test"] = test
+        pairs = {where: _pair(source, where) for where, source in pairs.items()}
+        num_classes = _check_alike(pairs, num_classes)
+        x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
+        ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]
+        rows = np.split(np.arange(ends[-1]), ends[:-1])
+        train, held = _cut(rows, held_out, np.random.default_rng(seed))
+        test_rows = None if test is None else torch.arange(ends[-1], len(y))
+        return cls(x, y, _tensors(train), _tensors(held), test_rows, num_classes)
+
+
+def _stored(
+    dataset: Dataset, public_records: int, use_public: bool
+) -> tuple[Tensor, Tensor, slice, slice, Tensor | None]:
+    """One storage x, y of all that the run may see; the rows of it to deal out, of the test set, and public."""
+    total = len(dataset.y)
+    must = f"be at least 0 and below the {total} records"
+    require(0 <= public_records < total, "data.public_records", must, public_records)
+    private = total - public_records
+    if use_public:
+        advice = "Set it to how many of the last training records are public."
+        require(public_records >= 6, "data.public_records", "be at least 6 for use_public", public_records, advice)
+        test = slice(public_records - public_records // 6, public_records)
+        return dataset.x[private:], dataset.y[private:], slice(0, test.start), test, None
+    x, y = torch.cat([dataset.x, dataset.test_x]), torch.cat([dataset.y, dataset.test_y])
+    public = torch.arange(private, total) if public_records else None
+    return x, y, slice(0, private), slice(total, len(y)), public
+
+
+def _check_held_out(held_out: int | float) -> None:
+    whole = held_out < 1 or held_out == int(held_out)
+    require(held_out >= 0 and whole, "data.held_out_per_client", "be a count, or a share in [0, 1)", held_out)
+
+
+def _with_held_out(records: int, held_out: int | float) -> int:
+    """How many records a client needs to have so many for training."""
+    return records + int(held_out) if held_out >= 1 else round(records / (1 - held_out))
+
+
+def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:
+    """Each client's training rows and held-out rows, at random: a count of its records, or a share of them."""
+    train, held = [], []
+    for client, rows in enumerate(rows_of):
+        count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
+        must = f"leave a training record of the {len(rows)} of client {client}"
+        require(count < len(rows), "data.held_out_per_client", must, held_out, "Hold out less, or have fewer clients.")
+        mixed = rng.permutation(rows)
+        train.append(mixed[count:])
+        held.append(mixed[:count])
+    return train, held
+
+
+def _test_shares(
+    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator
+) -> Parts:
+    """A disjoint share of the test set for each client, like its own records."""
+    if name in _ALIKE:
+        return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
+    counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
+    return matched_shares(test_labels, counts, rng)
+
+
+def _tensors(parts: Parts) -> list[Tensor]:
+    return [torch.from_numpy(part.astype(np.int64)) for part in parts]
+
+
+def _pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
+    """x [n, *X] float32 and y [n] (int64, or float32) of one source, checked by themselves."""
+    if isinstance(source, TorchDataset):
+        source = _collected(source, where)
+    two = isinstance(source, tuple | list) and len(source) == 2
+    require(two, where, "be a pair (x, y) or a torch Dataset of such", type(source).__name__)
+    x, y = (_tensor(part, where) for part in source)
+    require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Bytes of images? Pass x.float() / 255.")
+    require(x.ndim >= 2, f"{where}: x", "have the shape [records, ...]", tuple(x.shape))
+    require(len(x) >= 1, f"{where}: x", "hold at least one record", tuple(x.shape))
+    require(y.shape == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}]", tuple(y.shape))
+    for name, part in (("x", x), ("y", y)):
+        require(bool(part.isfinite().all()), f"{where}: {name}", "be finite", "NaN or infinity")
+    return x.float(), y.float() if y.is_floating_point() else y.long()
+
+
+def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
+    """All records of a map-style Dataset as x and y."""
+    if isinstance(source, TensorDataset):
+        return source.tensors
+    sized = hasattr(source, "__len__") and not isinstance(source, IterableDataset)
+    advice = "Collect its records into tensors."
+    require(sized, where, "be a Dataset with a length and an index", type(source).__name__, advice)
+    records = [source[row] for row in range(len(source))]  # type: ignore[arg-type]
+    require(len(records) >= 1, where, "hold at least one record", 0)
+    columns = []
+    for column in zip(*records, strict=True):
+        parts = [_tensor(part, where) for part in column]
+        shapes = {tuple(part.shape) for part in parts}
+        require(len(shapes) == 1, where, "yield records of one shape", sorted(shapes))
+        columns.append(torch.stack(parts))
+    return tuple(columns)
+
+
+def _tensor(value: Any, where: str) -> Tensor:
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        got = f"{type(value).__name__}: {error}"
+        raise UserError(f"`{where}` must hold numbers, got {got}. An image? Turn it into a tensor.") from error
+
+
+def _check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | None) -> int:
+    """Every source fits the first one; returns the number of classes, 1 for a regression."""
+    first, (first_x, first_y) = next(iter(pairs.items()))
+    regression = first_y.is_floating_point()
+    for where, (x, y) in pairs.items():
+        shape = tuple(first_x.shape[1:])
+        require(x.shape[1:] == shape, f"{where}: x", f"have records of shape {shape}, as {first}", tuple(x.shape[1:]))
+        require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
+    if regression:
+        advice = "Classes? Pass y.long()."
+        require(num_classes in (None, 1), "num_classes", "be 1 where y is floating", num_classes, advice)
+        return 1
+    if num_classes is None:
+        num_classes = max(int(y.max()) for _, y in pairs.values()) + 1
+    for where, (_, y) in pairs.items():
+        ends = int(y.min()), int(y.max())
+        must = f"hold classes from 0 to {num_classes - 1}"
+        require(ends[0] >= 0 and ends[1] < num_classes, f"{where}: y", must, ends)
+    return num_classes

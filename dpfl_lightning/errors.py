@@ -1,0 +1,51 @@
+"""One sentence form for every error a user can cause, and the one place that turns it into an exit status."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+
+
+class UserError(ValueError):
+    """A mistake the user can mend: says what must hold, what came, and what to do."""
+
+
+def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> None:
+    """Raise the one sentence unless `ok`.
+
+    >>> require(False, "sample_rate", "be in (0, 1]", 1.8, "A batch size? Divide by the number of records.")
+    Traceback (most recent call last):
+    ...
+    dpfl_lightning.errors.UserError: `sample_rate` must be in (0, 1], got 1.8. A batch size? Divide by the number of records.
+    """
+    if not ok:
+        raise UserError(f"`{key}` must {must}, got {got!r}. {advice}".rstrip())
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """The hint for a misspelt name, or nothing.
+
+    >>> nearest("rouns", ["rounds", "seed"])
+    'Did you mean `rounds`?'
+    """
+    close = difflib.get_close_matches(str(name), list(choices), n=1, cutoff=0.5)
+    return f"Did you mean `{close[0]}`?" if close else ""
+
+
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequence[str] | None], int]:
+    """Wrap a command: a `UserError` is one line on stderr and status 2; Ctrl-C is status 130; a bug keeps its traceback."""
+
+    @functools.wraps(main)
+    def wrapped(argv: Sequence[str] | None = None) -> int:
+        try:
+            return main(argv) or 0
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("stopped by Ctrl-C", file=sys.stderr)
+            return 130
+
+    return wrapped

@@ -1,0 +1,70 @@
+"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: a finished run's models on test and held-out records."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from dpfl_lightning.config import Options, load
+from dpfl_lightning.errors import UserError, command
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    options, flags = load(
+        argv,
+        lambda parser: parser.add_argument("run", metavar="RUN", help="folder of a finished run"),
+        prog="python -m dpfl_lightning.evaluate",
+        description="Evaluate a finished run; --data.* keys choose other data of the same shape.",
+        config_of=lambda flags: str(Path(flags.run) / "options.yaml"),
+    )
+    report = evaluate_run(options, Path(flags.run))
+    accuracy = report["test_accuracy"]
+    print(f"test accuracy {accuracy:.2%}" if accuracy is not None else "regression", f"test loss {report['test_loss']:.4f}")
+    for row in report["clients"]:
+        told = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
+        print(f"  client {row['client']:>3}  accuracy {told}")
+    print(json.dumps(report))
+    return 0
+
+
+def evaluate_run(options: Options, run: Path) -> dict:
+    """Accuracy and loss of the run's delivered models.
+
+    Returns:
+        `test_accuracy` in [0, 1] (None for regression), `test_loss`, `clients` with each one's held-out accuracy.
+
+    **Privacy** Nothing is released by training; held-out and test records are not covered by the run's guarantee.
+
+    Raises:
+        UserError: the run is not finished, or its models do not fit the data.
+    """
+    import torch
+
+    from dpfl_lightning.client import ClientModule
+    from dpfl_lightning.federated.evaluation import evaluate
+    from dpfl_lightning.federated.setup import build_net, build_population
+    from dpfl_lightning.federated.state import Delivered
+
+    if not (run / "result.json").is_file():
+        raise UserError(f"`RUN` must be the folder of a finished run, got {str(run)!r}. Finish it with fit --resume {run}.")
+    model_of = tuple(client["model"] for client in json.loads((run / "result.json").read_text())["clients"])
+    files = [run / "model.pt"] if (run / "model.pt").is_file() else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
+    population = build_population(options)
+    module = ClientModule(build_net(options, population))
+    models = []
+    for file in files:
+        try:
+            module.net.load_state_dict(torch.load(file, weights_only=True))
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[-1].strip()
+            raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
+        models.append(module.flat)
+    scores = evaluate(module, population, Delivered(torch.stack(models), model_of))
+    clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
+    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

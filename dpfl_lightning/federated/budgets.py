@@ -1,0 +1,114 @@
+"""Every client's budget in a running federation: what it affords, what is charged for a round, what it has spent."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.query import Query
+from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
+from dpfl_lightning.privacy.accountant import Accountant, Guarantee, guarantee
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent
+from dpfl_lightning.privacy.ledger import Charge, Ledger
+from dpfl_lightning.privacy.spending import SpentEpsilon
+
+
+class Budgets:
+    """Planned releases against paid ones.
+
+    Args:
+        schedule: calibrated.
+        fingerprint: digest of everything constant that decides a release: code, data, engine, device.
+        caveats: travel into every guarantee.
+
+    **Guarantees** What is charged is what was planned: another event than the schedule's is refused. Counters are
+    integers. A replay (same round, same start, same mechanism, same fingerprint) is not charged twice; any other second
+    release is, and gets noise of its own.
+    """
+
+    def __init__(
+        self,
+        schedule: RunSchedule,
+        ledger: Ledger,
+        accountant: Accountant,
+        sampling: str,
+        fingerprint: str,
+        caveats: Sequence[Caveat] = (),
+    ) -> None:
+        self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
+        self.sampling, self.fingerprint, self.caveats = sampling, fingerprint, tuple(caveats)
+        self._spent = SpentEpsilon(accountant)
+
+    def charge_round(self, plan: RoundPlan, starts: Sequence[Tensor]) -> tuple[RoundPlan, list[int]]:
+        """The plan without the clients that cannot pay, charged and synced, and each one's attempt number.
+
+        Args:
+            starts: `[P]` for each client of the plan: what its release begins from.
+        """
+        charges = {}
+        for row, (client, start) in enumerate(zip(plan.clients, starts, strict=True)):
+            mechanism, steps = plan.mechanism_of[row], plan.steps[row]
+            anchor = None if plan.anchors is None else plan.anchors[plan.anchor_of[row]]
+            what = (start, mechanism, steps, plan.learning_rate_of[row], plan.job, anchor, plan.pull)
+            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
+            charges[client] = Charge(client, plan.round, plan.purpose, self._digest(*what), event)
+        plan = plan.only(lambda client: self._payable(charges[client]))
+        return plan, self.ledger.charge([charges[client] for client in plan.clients])
+
+    def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
+        """The clients that can pay for their answer, charged and synced, and each one's attempt number."""
+        digest = self._digest(*dataclasses.astuple(query)) if dataclasses.is_dataclass(query) else self._digest(query)
+        charges = [Charge(client, round, query.purpose, digest, query.event) for client in query.clients]
+        charges = [charge for charge in charges if self._payable(charge)]
+        return tuple(charge.client for charge in charges), self.ledger.charge(charges)
+
+    def anyone_affords(self) -> bool:
+        """Whether any client has any planned release left."""
+        return any(
+            self.ledger.used(client, line.purpose) < line.count
+            for client, own in enumerate(self.schedule.clients)
+            for line in own.planned
+        )
+
+    def spent(self) -> tuple[float, ...]:
+        """Live epsilon of each client, rounded up."""
+        return tuple(
+            self._spent(own, lambda purpose, client=client: self.ledger.used(client, purpose))  # type: ignore[misc]
+            for client, own in enumerate(self.schedule.clients)
+        )
+
+    def steps(self, client: int) -> int:
+        """Noised steps the client has paid for."""
+        return sum(event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent))
+
+    def guarantees(self) -> tuple[Guarantee, ...]:
+        """Each client's guarantee so far, composed again from the ledger."""
+        return tuple(
+            guarantee([*self.ledger.events(client), *self.caveats], own.delta, self.accountant, sampling=self.sampling)
+            for client, own in enumerate(self.schedule.clients)
+        )
+
+    def _payable(self, charge: Charge) -> bool:
+        planned = self.schedule.planned(charge.client, charge.purpose)
+        if charge.event != planned.event:
+            raise RuntimeError(
+                f"client {charge.client} was to release {charge.event} in round {charge.round}, but its schedule plans "
+                f"{planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares it in `plan_run`"
+            )
+        return self.ledger.holds(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
+
+    def _digest(self, *values: object) -> str:
+        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16)
+        for value in values:
+            digest.update(_bytes(value))
+        return digest.hexdigest()
+
+
+def _bytes(value: object) -> bytes:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes()
+    return repr(value).encode()

@@ -1,0 +1,135 @@
+"""The table of hooks a server strategy or watcher may fill, and how answers are folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeVar
+
+from torch import Tensor
+
+from dpfl_lightning.errors import UserError, nearest
+from dpfl_lightning.federated.state import (
+    ClientUpdates,
+    Delivered,
+    RoundPlan,
+    RoundReport,
+    RunResult,
+    RunSchedule,
+    ServerState,
+    View,
+)
+
+T = TypeVar("T")
+
+
+class ServerCallback:
+    """Fill any of these hooks. Verbs return values; `on_*` hooks watch and return nothing.
+
+    A callback sees releases and public facts (`View`), never data and never the loop. Public methods other than the
+    hooks are refused at registration, so a misspelt hook is heard; name helpers with a leading underscore.
+
+    Attributes:
+        needs: "facts", or "deltas" if `weigh` must read the updates.
+        role: of `weigh`: "base" (exactly one in a run), "correction" or "mask" (multiplied in), or "route" (`[K, C]`,
+            replaces `model_of` in the aggregation).
+    """
+
+    needs: Literal["facts", "deltas"] = "facts"
+    role: Literal["base", "correction", "mask", "route"] = "correction"
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        """Before round 1 and before noise is solved: budgets, purposes, counts."""
+        return schedule
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
+        return plan
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        """Factors >= 0, `[C]` or `[K, C]`; None is no say."""
+        return None
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
+        """`[K, P]` instead of `weights @ deltas`. Two answers in one round are an error."""
+        return None
+
+    def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
+        """The new state instead of `models + combined`. Two answers in one round are an error; K may change."""
+        return None
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        """After the step: re-cluster, warm start; K may change."""
+        return state
+
+    def deliver(self, state: ServerState, view: View) -> Delivered | None:
+        """The models to evaluate and export instead of the server's."""
+        return None
+
+    def stop(self, view: View) -> str | None:
+        """The reason to end the run now, logged as is."""
+        return None
+
+    def on_run_start(self, view: View) -> None: ...
+
+    def on_round_end(self, view: View, report: RoundReport) -> None: ...
+
+    def on_run_end(self, view: View, result: RunResult) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to resume: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+HOOKS = frozenset(name for name in vars(ServerCallback) if not name.startswith("_"))
+
+
+def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
+    """The callbacks, checked.
+
+    Raises:
+        UserError: an unknown public method (a misspelt hook), or not exactly one base rule.
+    """
+    checked = list(callbacks)
+    for callback in checked:
+        public = {name for kind in type(callback).__mro__[:-1] for name in vars(kind) if not name.startswith("_")}
+        methods = {name for name in public if callable(getattr(callback, name, None))}
+        for name in sorted(methods - HOOKS):
+            raise UserError(
+                f"`{type(callback).__name__}.{name}` must be a hook ({', '.join(sorted(HOOKS))}), got an unknown name. "
+                f"{nearest(name, HOOKS)} A helper? Begin its name with an underscore.".replace("  ", " ")
+            )
+    bases = [type(callback).__name__ for callback in checked if callback.role == "base"]
+    if len(bases) != 1:
+        raise UserError(
+            f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
+            "Keep one; corrections and masks multiply onto it."
+        )
+    return checked
+
+
+def fold(callbacks: Sequence[ServerCallback], hook: str, value: T, *context: object) -> T:
+    """Pass `value` through every callback's `hook(value, *context)`, in order."""
+    for callback in callbacks:
+        value = getattr(callback, hook)(value, *context)
+    return value
+
+
+def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> Any:
+    """The one answer of `hook(*context)` that is not None, or None.
+
+    Raises:
+        UserError: two callbacks answered.
+    """
+    answers = [(callback, answer) for callback in callbacks if (answer := getattr(callback, hook)(*context)) is not None]
+    if len(answers) > 1:
+        names = " and ".join(type(callback).__name__ for callback, _ in answers)
+        raise UserError(f"`{hook}` must be answered by one strategy a round, got {names}. Remove one of them.")
+    return answers[0][1] if answers else None
+
+
+def watch(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> None:
+    """Tell every callback."""
+    for callback in callbacks:
+        getattr(callback, hook)(*context)

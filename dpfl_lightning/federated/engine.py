@@ -1,0 +1,189 @@
+"""How a round's local work is executed. Engines change speed, never meaning: `SerialEngine` is the reference."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpfl_lightning.client import ClientModule, LocalTask
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.query import Answers, Query
+from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
+from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.privacy.sampling import draw_steps
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Engine(Protocol):
+    """Runs clients. Everything it returns is noised and was charged by the caller beforehand."""
+
+    name: str
+    description: str
+
+    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
+        """Once a run, before the first round: module and population are on their device."""
+        ...
+
+    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
+        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream."""
+        ...
+
+    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+        """The noised answers of the query's clients."""
+        ...
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        """`model` `[P]` with the client's own personal parameters in place."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class SerialEngine:
+    """One client after the other through `ClientModule.training_step`; per-record gradients by `vmap(grad)`.
+
+    Slow and obviously right: every other engine is held to it.
+    """
+
+    name = "serial"
+    description = "per-record gradients by vmap(grad), torch optimiser"
+
+    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
+        self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
+        self.clipped_sum = self.choose_clipped_sum()
+        self._mask = module.personal_mask.to(module.device)
+        self._personal: dict[int, Tensor] = {}
+
+    def choose_clipped_sum(self) -> ClippedSum:
+        return VmapClippedSum(self.module.sample_loss)
+
+    @torch.no_grad()  # per-record gradients turn it on where they need it
+    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
+        deltas = [self._release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
+        noise_std = [
+            mechanism.noise_std(steps, learning_rate)
+            for mechanism, steps, learning_rate in zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
+        ]
+        return ClientUpdates(plan.clients, torch.stack(deltas), plan.steps, tuple(noise_std))
+
+    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+        answers = {}
+        for client, attempt in zip(query.clients, attempts, strict=True):
+            rows = torch.arange(self.population.num_records[client])
+            x, y = self.population.records(client, rows)
+            generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
+            answers[client] = query.answer(self.module, x, y, generator)
+        return answers
+
+    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+        """The client's parameters `[P]` after its steps from `start` `[P]`."""
+        self.module.begin(task, start)
+        for index, batch in enumerate(batches):
+            self.module.training_step(batch, index)
+        return self.module.flat
+
+    def personalised(self, model: Tensor, client: int) -> Tensor:
+        if client not in self._personal:
+            return model
+        own = model.clone()
+        own[self._mask] = self._personal[client]
+        return own
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"personal": dict(self._personal)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._personal = {client: value.to(self._mask.device) for client, value in state["personal"].items()}
+
+    def _release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
+        client = plan.clients[row]
+        start = self.personalised(state.models[plan.model_of[row]], client)
+        mechanism = plan.mechanism_of[row]
+        stream = self.streams.generator("sampling", plan.round, client, attempt)
+        num_records = self.population.num_records[client]
+        draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
+        task = LocalTask(
+            clipped_sum=self.clipped_sum,
+            mechanism=mechanism,
+            noise=self.streams.generator("noise", plan.round, client, attempt),
+            learning_rate=plan.learning_rate_of[row],
+            anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
+            pull=plan.pull,
+        )
+        batches = DrawnBatches(self.population, client, draws)
+        if isinstance(plan.job, ClassGradients):
+            return self._class_gradients(task, start, batches, plan.job.num_classes)
+        end = self.local_training(task, start, batches)
+        delta = end - start
+        if self.module.personal:
+            self._personal[client] = end[self._mask].clone()
+            delta[self._mask] = 0.0
+        return delta
+
+    def _class_gradients(self, task: LocalTask, start: Tensor, batches: DrawnBatches, num_classes: int) -> Tensor:
+        """`[num_classes, P]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
+        x, y = batches[0]
+        mechanism = task.mechanism
+        sums = task.clipped_sum(self.module.unflatten(start), x, y, mechanism.clip_norm, group=y, num_groups=num_classes)
+        return mechanism.privatise(sums, task.noise)
+
+
+class DrawnBatches:
+    """The batches of one client's round, drawn beforehand; an empty draw is an empty batch."""
+
+    def __init__(self, population: Population, client: int, draws: Sequence[Any]) -> None:
+        self.population, self.client, self.draws = population, client, draws
+
+    def __len__(self) -> int:
+        return len(self.draws)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.population.records(self.client, torch.from_numpy(self.draws[index]))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
+
+
+class TrainerEngine(SerialEngine):
+    """Every client's round is `lightning.Trainer(...).fit(module, batches)`: the same parameters, at a Trainer's price.
+
+    For who wants Trainer features around the local step; the loop stays the owner of privacy.
+    """
+
+    name = "trainer"
+    description = "a lightning.Trainer a client and round"
+
+    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+        self.module.begin(task, start)
+        device = self.module.device
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # four lines a client and round otherwise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*num_workers.*|.*does not have many workers.*")
+            trainer = L.Trainer(
+                accelerator=device.type,
+                devices=1 if device.index is None else [device.index],
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+        self.module.to(device)
+        return self.module.flat
+
+
+def engine_names() -> Mapping[str, str]:
+    """Engine name -> what it is."""
+    return {"fast": "the default", "serial": "the reference", "trainer": "a lightning.Trainer a client and round"}

@@ -1,0 +1,376 @@
+"""The federated loop: plan, charge, train, weigh, combine, step, refine. Callbacks own the strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric import Fabric
+from torch import Tensor
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated import aggregate
+from dpfl_lightning.federated.budgets import Budgets
+from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, register, watch
+from dpfl_lightning.federated.engine import Engine
+from dpfl_lightning.federated.evaluation import Evaluation, evaluate
+from dpfl_lightning.federated.fast import FastEngine, seconds_per_record
+from dpfl_lightning.federated.query import Answers, Query
+from dpfl_lightning.federated.run_folder import RunFolder, code_fingerprint, data_fingerprint
+from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule
+from dpfl_lightning.federated.state import (
+    Delivered,
+    RoundPlan,
+    RoundReport,
+    RunInfo,
+    RunResult,
+    RunSchedule,
+    ServerState,
+    View,
+)
+from dpfl_lightning.privacy.accountant import Guarantee
+from dpfl_lightning.privacy.events import Caveat
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.privacy.schedule import calibrate
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+
+
+class FederatedLoop:
+    """Differentially private federated training of one module over a population.
+
+    Args:
+        population: the clients' private records, and what they are evaluated on.
+        module: one client's step; its net's parameters are the start.
+        rounds: communication rounds of the whole run, >= 1.
+        clients: batch size, local epochs, learning rate; each one value, a list, or a named distribution.
+        privacy: budgets and mechanism, likewise; None is a run without privacy.
+        callbacks: strategies (at most one base rule; DPFedAvg unless there is one) and watchers.
+        engine: how the local work is executed; speed only.
+        seed: of everything but noise and sampling.
+        output_dir: a new or empty folder; default under `runs/`.
+        device: "auto", or what Lightning Fabric takes as accelerator.
+        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
+        checkpoint_seconds: at most this much work is lost by a kill, >= 0.
+        options: the resolved configuration, for the record.
+
+    **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
+    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit.
+
+    **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
+    test and held-out records is not covered.
+
+    Raises:
+        UserError: options out of range, or that contradict each other.
+    """
+
+    def __init__(
+        self,
+        population: Population,
+        module: ClientModule,
+        *,
+        rounds: int,
+        clients: ClientOptions | None = None,
+        privacy: PrivacyOptions | None,
+        callbacks: Sequence[ServerCallback] = (),
+        engine: Engine | None = None,
+        seed: int = 0,
+        output_dir: str | Path | None = None,
+        device: str = "auto",
+        evaluate_every: int = 1,
+        checkpoint_seconds: float = 10.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        require(rounds >= 1, "rounds", "be >= 1", rounds)
+        require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
+        with_base = callbacks if any(cb.role == "base" for cb in callbacks) else [SizeWeighted(), *callbacks]
+        self.callbacks = register(with_base)
+        self.fabric = Fabric(accelerator=device, devices=1)
+        self.population = population.to(self.fabric.device)
+        self.module = module.to(self.fabric.device)
+        self.engine = FastEngine() if engine is None else engine
+        self.rounds, self.seed, self.privacy = rounds, seed, privacy
+        self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds
+        self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        self.options = dict(options or {})
+        self.settings = client_settings(population.num_records, clients or ClientOptions(), privacy, seed)
+        self.accountant = accountant_of(privacy)
+        self.facts = population.facts(
+            batch_size=tuple(own.batch_size for own in self.settings),
+            reported_epsilon=tuple(own.epsilon for own in self.settings),
+        )
+
+    # -- the run
+
+    def run(self, resume: bool = False) -> RunResult:
+        """Train all rounds, or (`resume`) those that are left.
+
+        Raises:
+            UserError: the folder is taken, or has nothing to resume.
+        """
+        self._open(resume)
+        try:
+            state = self._restore() if resume else self._begin()
+            watch(self.callbacks, "on_run_start", self.view(state))
+            reason = self.all_rounds(state)
+            return self._end(reason, finished=True)
+        except KeyboardInterrupt:
+            self._end(f"interrupted; go on with: python -m dpfl_lightning.fit --resume {self.output_dir}", finished=False)
+            raise
+        except Exception as error:
+            self._end(f"{type(error).__name__}: {error}", finished=False)
+            raise
+        finally:
+            self.budgets.ledger.close()
+
+    def all_rounds(self, state: ServerState) -> str:
+        """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
+        while state.round < self.rounds:
+            if not self.budgets.anyone_affords():
+                return f"every client has spent its budget after {state.round} rounds"
+            if reason := one_of(self.callbacks, "stop", self.view(state)):
+                return reason
+            begun = time.perf_counter()
+            state, plan, weights = self.one_round(state)
+            self._remember(state, plan)
+            report = self._report(plan, weights, time.perf_counter() - begun)
+            watch(self.callbacks, "on_round_end", self.view(state), report)
+        return f"all {self.rounds} rounds are done"
+
+    def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
+        """Every line is one hook, or the work of one owner."""
+        view = self.view(state)
+        plan = fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view)
+        plan, attempts = self.budgets.charge_round(plan, self._starts(plan, state))  # a crash never under-reports
+        if not plan.clients:
+            return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), 0)
+        updates = self.engine.train(plan, state, attempts)
+        plan, updates = aggregate.drop_non_finite(plan, updates)
+        weights = aggregate.weigh(self.callbacks, plan, updates, view)  # [K, C]; an empty row leaves its model alone
+        combined = one_of(self.callbacks, "combine", updates, weights, view)
+        combined = aggregate.combine(weights, updates.released) if combined is None else combined
+        stepped = one_of(self.callbacks, "step", state, combined, view)
+        state = aggregate.step(state, combined) if stepped is None else stepped
+        state = fold(self.callbacks, "refine", state, updates, view)
+        return dataclasses.replace(state, round=plan.round), plan, weights
+
+    def evaluate(self, state: ServerState) -> Evaluation:
+        """The delivered models on test and held-out records."""
+        return evaluate(self.module, self.population, self.delivered(state), self.engine.personalised)
+
+    def delivered(self, state: ServerState) -> Delivered:
+        answer = one_of(self.callbacks, "deliver", state, self.view(state))
+        return Delivered(state.models, state.model_of) if answer is None else answer
+
+    def view(self, state: ServerState) -> View:
+        """What callbacks see before round `state.round + 1`."""
+        return View(
+            round=state.round + 1,
+            state=state,
+            facts=self.facts,
+            schedule=self.schedule,
+            run=self.info,
+            clip_norm=tuple(own.clip_norm for own in self.settings),
+            learning_rate=tuple(own.learning_rate for own in self.settings),
+            seed=self.seed,
+            guarantees=lambda: self.budgets.guarantees(),
+            ask=self._ask,
+        )
+
+    def plan_schedule(self) -> RunSchedule:
+        """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
+        self.info = self._info(first_round=1)
+        self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
+        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
+        self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
+        solved = calibrate(self.schedule.clients, self.accountant)
+        self.schedule = dataclasses.replace(self.schedule, clients=tuple(solved))
+        self.first_purpose = self.schedule.clients[0].planned[0].purpose
+        return self.schedule
+
+    # -- beginning, remembering, ending
+
+    def _open(self, resume: bool) -> None:
+        self.plan_schedule()  # may refuse: before anything is written
+        given_key = None if self.privacy is None else self.privacy.noise_key
+        path = self.output_dir
+        self.folder = RunFolder.reopen(path) if resume else RunFolder.claim(path, self.options, given_key)
+        sampling = "poisson" if self.privacy is None else self.privacy.sampling
+        self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), sampling)
+        device = torch.cuda.get_device_name() if self.fabric.device.type == "cuda" else self.fabric.device.type
+        parts = (code_fingerprint(), data_fingerprint(self.population), self.engine.name, self.engine.description, device)
+        self.budgets = Budgets(
+            self.schedule,
+            self.folder.open_ledger(),
+            self.accountant,
+            SAMPLINGS[sampling],
+            fingerprint=hashlib.sha256(repr(parts).encode()).hexdigest(),
+            caveats=self._caveats(),
+        )
+
+    def _begin(self) -> ServerState:
+        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
+        self.started, self.records, self.saved_at, self.last_evaluation = time.perf_counter(), 0, -math.inf, None
+        self.info = self._measured_info(first_round=1)
+        self._remember(state, None)
+        return state
+
+    def _restore(self) -> ServerState:
+        saved = self.folder.load_checkpoint(self.fabric.device)
+        self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
+        for callback, own in zip(self.callbacks, saved["callbacks"], strict=True):
+            callback.load_state_dict(own)
+        self.engine.load_state_dict(saved["engine"])
+        self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
+        self.saved_at, self.last_evaluation, self.snapshot = time.perf_counter(), None, saved
+        self.info = self._measured_info(first_round=state.round + 1)
+        return state
+
+    def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
+        """Keep the complete round in memory; write it when the last write is `checkpoint_seconds` old, or at the ends."""
+        if plan is not None:
+            self.records += _expected_records(plan)
+        self.state = state
+        self.snapshot = {
+            "models": state.models,
+            "model_of": list(state.model_of),
+            "round": state.round,
+            "callbacks": [callback.state_dict() for callback in self.callbacks],
+            "engine": self.engine.state_dict(),
+            "records": self.records,
+            "seconds": time.perf_counter() - self.started,
+        }
+        if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
+            self.folder.save_checkpoint(self.snapshot)
+            self.saved_at = time.perf_counter()
+
+    def _end(self, reason: str, finished: bool) -> RunResult:
+        view = self.view(self.state)
+        self.folder.save_checkpoint(self.snapshot)
+        if finished and (self.last_evaluation is None or self.last_evaluation[0] != self.state.round):
+            self.last_evaluation = (self.state.round, self.evaluate(self.state))
+        result = self._result(reason, finished)
+        if finished:
+            self.folder.save_models(self.module, self.delivered(self.state))
+            self.folder.save_json("guarantees.json", [one.as_dict() for one in self.budgets.guarantees()])
+            self.folder.save_json("result.json", result.as_dict())
+        watch(self.callbacks, "on_run_end", view, result)
+        return result
+
+    # -- what is told
+
+    def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
+        if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
+            self.last_evaluation = (plan.round, self.evaluate(self.state))
+        fresh = self.last_evaluation is not None and self.last_evaluation[0] == plan.round
+        scores = self.last_evaluation[1] if self.last_evaluation is not None and fresh else None
+        return RoundReport(
+            round=plan.round,
+            rounds=self.rounds,
+            seconds=seconds,
+            records=_expected_records(plan),
+            clients=plan.clients,
+            weights=weights,
+            epsilon_spent=self.budgets.spent(),
+            test_accuracy=None if scores is None else scores.test.accuracy,
+            test_loss=None if scores is None else scores.test.loss,
+            client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
+        )
+
+    def _result(self, reason: str, finished: bool) -> RunResult:
+        seconds = max(self.snapshot["seconds"], 1e-9)
+        guarantees = self.budgets.guarantees()
+        scores = self.last_evaluation[1] if self.last_evaluation is not None else None
+        clients = tuple(
+            {
+                "client": client,
+                "epsilon_spent": _finite(guarantees[client].epsilon),
+                "epsilon_budget": _finite(own.epsilon),
+                "delta": own.delta,
+                "noise_multiplier": self.schedule.clients[client].planned[0].event.noise_multiplier,
+                "batch_size": own.batch_size,
+                "num_records": own.num_records,
+                "steps": self.budgets.steps(client),
+                "accuracy": None if scores is None else scores.clients[client].accuracy,
+                "model": self.delivered(self.state).model_of[client],
+            }
+            for client, own in enumerate(self.settings)
+        )
+        return RunResult(
+            output_dir=str(self.output_dir),
+            finished=finished,
+            rounds=self.state.round,
+            wall_seconds=seconds,
+            records_per_second=self.records / seconds,
+            reason=reason,
+            guarantee=summary(guarantees),
+            clients=clients,
+            test_accuracy=None if scores is None else scores.test.accuracy,
+            test_loss=None if scores is None else scores.test.loss,
+        )
+
+    def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
+        records = sum(own.batch_size * own.steps for own in self.settings)
+        return RunInfo(
+            output_dir=self.output_dir,
+            rounds=self.rounds,
+            first_round=first_round,
+            num_params=self.module.num_params,
+            budgets=tuple(own.epsilon for own in self.settings),
+            records_per_round=records,
+            estimated_seconds=seconds_per_record * records * (self.rounds - first_round + 1),
+            engine=f"{self.engine.name} ({self.engine.description})",
+            device=str(self.fabric.device),
+            sampling="poisson" if self.privacy is None else self.privacy.sampling,
+            accountant=self.accountant.name,
+            options=self.options,
+        )
+
+    def _measured_info(self, first_round: int) -> RunInfo:
+        return self._info(first_round, seconds_per_record(self.engine, self.module, self.population))
+
+    def _caveats(self) -> list[Caveat]:
+        words = []
+        if self.privacy is not None and self.privacy.sampling == "shuffle":
+            words.append(Caveat(SAMPLINGS["shuffle"]))
+        if self.folder.noise_key_was_given:
+            words.append(Caveat("the noise key was given in the configuration: whoever reads it can subtract the noise"))
+        return [*words, *map(Caveat, self.population.caveats)]
+
+    def _ask(self, query: Query) -> Answers:
+        round = self.state.round + 1
+        clients, attempts = self.budgets.charge_query(query, round)
+        return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
+
+    def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
+        pairs = zip(plan.model_of, plan.clients, strict=True)
+        return [self.engine.personalised(state.models[row], client) for row, client in pairs]
+
+
+def summary(guarantees: Sequence[Guarantee]) -> str:
+    """The run's guarantee in words: the weakest client's, and what holds for all."""
+    weakest = max(guarantees, key=lambda one: one.epsilon)
+    return (
+        f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own "
+        "records, against everyone who sees its updates. Not covered: test and held-out records, data sizes, options."
+    )
+
+
+def _expected_records(plan: RoundPlan) -> int:
+    """Records a round processes in expectation: the observed number is private."""
+    return round(sum(m.expected_batch_size * steps for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)))
+
+
+def _finite(epsilon: float) -> float | None:
+    """JSON has no infinity: None is "no bound"."""
+    return epsilon if math.isfinite(epsilon) else None

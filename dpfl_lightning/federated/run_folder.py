@@ -1,0 +1,130 @@
+"""The output folder of one run: who owns it, what lies in it, and writes that a crash cannot tear."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dpfl_lightning
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import dump
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.privacy.ledger import Ledger
+from dpfl_lightning.privacy.noise import new_noise_key
+
+_GIVEN = "given"
+
+
+class RunFolder:
+    """`options.yaml`, `noise_key`, `ledger.jsonl`, `checkpoint.pt`, then `result.json`, `guarantees.json`, `model.pt`.
+
+    **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600 and is never logged or exported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.options = path / "options.yaml"
+        self.ledger_file = path / "ledger.jsonl"
+        self.checkpoint = path / "checkpoint.pt"
+        self.result = path / "result.json"
+
+    @classmethod
+    def claim(cls, path: str | Path, options: Mapping[str, Any], given_key: str | None = None) -> RunFolder:
+        """A new folder with the run's options and a fresh noise key (or a given one, in hexadecimal, for tests).
+
+        Raises:
+            UserError: the folder holds something already; nothing in it is touched.
+        """
+        folder = cls(Path(path))
+        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+            raise UserError(
+                f"`output_dir` must be new or empty, got {str(path)!r}, which holds another run or other files. "
+                f"Go on with it by --resume {path}, or choose another --output_dir."
+            )
+        folder.path.mkdir(parents=True, exist_ok=True)
+        line = f"{new_noise_key():032x}" if given_key is None else f"{int(given_key, 16):032x} {_GIVEN}"
+        descriptor = os.open(folder.path / "noise_key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(line + "\n")
+        folder.options.write_text(dump(options))
+        return folder
+
+    @classmethod
+    def reopen(cls, path: str | Path) -> RunFolder:
+        """The folder of a run that was begun.
+
+        Raises:
+            UserError: it is not one, or it has no checkpoint yet.
+        """
+        folder = cls(Path(path))
+        if not folder.checkpoint.is_file() or not (folder.path / "noise_key").is_file():
+            raise UserError(
+                f"`resume` must be the folder of a run with a checkpoint, got {str(path)!r}. "
+                "Runs are listed under runs/; start a new one with --config."
+            )
+        return folder
+
+    @property
+    def noise_key(self) -> int:
+        return int((self.path / "noise_key").read_text().split()[0], 16)
+
+    @property
+    def noise_key_was_given(self) -> bool:
+        """Whether the key came from a configuration that others may have read."""
+        return (self.path / "noise_key").read_text().split()[1:] == [_GIVEN]
+
+    def open_ledger(self) -> Ledger:
+        return Ledger(self.ledger_file)
+
+    def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
+        write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial))
+
+    def load_checkpoint(self, device: torch.device) -> dict[str, Any]:
+        return torch.load(self.checkpoint, map_location=device, weights_only=True)
+
+    def save_json(self, name: str, content: object) -> Path:
+        text = json.dumps(content, indent=2) + "\n"
+        return write_atomically(self.path / name, lambda partial: partial.write_text(text))
+
+
+    def save_models(self, module: ClientModule, delivered: Delivered) -> None:
+        """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""
+        for row, model in enumerate(delivered.models):
+            state = {name: value.cpu() for name, value in module.net.state_dict().items()}
+            state.update({name: value.cpu().clone() for name, value in module.unflatten(model).items()})
+            name = "model.pt" if len(delivered.models) == 1 else f"model_{row}.pt"
+            write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
+
+
+def write_atomically(path: Path, write: Any) -> Path:
+    """`write(partial_path)`, sync, rename: the file is the old one or the new one, whatever happens."""
+    partial = path.with_name(path.name + ".partial")
+    write(partial)
+    with open(partial, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return path
+
+
+def code_fingerprint() -> str:
+    """Digest of this package's source and of the libraries that decide a release bit for bit."""
+    digest = hashlib.sha256(f"torch {torch.__version__} threads {torch.get_num_threads()}".encode())
+    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+def data_fingerprint(population: Population) -> str:
+    """Digest of every client's records: another data set is another release. Never leaves the run folder."""
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in (population.x, population.y, *population.train_of):
+        digest.update(tensor.cpu().contiguous().numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,113 @@
+"""From options to numbers: every client's own settings, and the releases that a plain run plans for it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.state import RunSchedule
+from dpfl_lightning.per_client import resolve
+from dpfl_lightning.privacy.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count
+
+
+_ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """One client's own settings; `epsilon` inf is "no budget", `noise_multiplier` None is "solve it"."""
+
+    num_records: int
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    epsilon: float
+    delta: float
+    clip_norm: float
+    noise_multiplier: float | None
+
+    @property
+    def steps(self) -> int:
+        """Local steps a round: `local_epochs * ceil(num_records / batch_size)`."""
+        return self.local_epochs * math.ceil(self.num_records / self.batch_size)
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.num_records
+
+
+def client_settings(
+    num_records: Sequence[int], clients: ClientOptions, privacy: PrivacyOptions | None, seed: int
+) -> tuple[ClientSettings, ...]:
+    """Every client's settings; `privacy` None is a run without clipping, noise or guarantee.
+
+    Raises:
+        UserError: a value out of range, or a batch larger than the client's data.
+    """
+    count = len(num_records)
+    if privacy is not None and privacy.noise_multiplier is None:
+        advice = "Give an epsilon or a noise multiplier; `privacy=None` is a run without privacy."
+        require(privacy.epsilon is not None, "privacy.epsilon", "be a budget to solve the noise from", None, advice)
+
+    def column(key: str, value: object, kind: type = float) -> Sequence:
+        return resolve(key, value, count, seed, kind)
+
+    private = privacy is not None
+    columns = {
+        "batch_size": column("clients.batch_size", clients.batch_size, int),
+        "local_epochs": column("clients.local_epochs", clients.local_epochs, int),
+        "learning_rate": column("clients.learning_rate", clients.learning_rate),
+        "delta": column("privacy.delta", privacy.delta) if private else [_ANY_DELTA] * count,
+        "clip_norm": column("privacy.clip_norm", privacy.clip_norm) if private else [math.inf] * count,
+        "epsilon": column("privacy.epsilon", privacy.epsilon) if private and privacy.epsilon is not None else [math.inf] * count,
+        "noise_multiplier": [None if private else 0.0] * count,
+    }
+    if private and privacy.noise_multiplier is not None:
+        columns["noise_multiplier"] = column("privacy.noise_multiplier", privacy.noise_multiplier)
+    settings = tuple(
+        ClientSettings(num_records=num_records[i], **{name: values[i] for name, values in columns.items()})
+        for i in range(count)
+    )
+    _check(settings, private)
+    return settings
+
+
+def _check(settings: Sequence[ClientSettings], private: bool) -> None:
+    """What `resolve` cannot see: values against the client's own number of records."""
+    for client, own in enumerate(settings):
+        advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
+        require(own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice)
+    loose = [client for client, own in enumerate(settings) if private and own.delta > 1 / own.num_records]
+    if loose:
+        own = settings[loose[0]]
+        warnings.warn(
+            f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with {own.num_records} "
+            f"records ({len(loose)} clients): publishing one record at random would satisfy it.",
+            stacklevel=2,
+        )
+
+
+def default_schedule(
+    settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int, accountant: Accountant
+) -> RunSchedule:
+    """Every client trains in every round; given noise is fixed, and then the budget decides how many rounds it pays."""
+    reserve = privacy.reserve_rounds if privacy is not None else 0
+    return RunSchedule(tuple(_planned(own, rounds + reserve, accountant) for own in settings), rounds)
+
+
+def _planned(own: ClientSettings, count: int, accountant: Accountant) -> ClientSchedule:
+    event = GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps)
+    if own.noise_multiplier is not None and own.epsilon < math.inf:
+        count = min(count, affordable_count(event, own.epsilon, own.delta, accountant))
+    return ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),))
+
+
+def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
+    """The run's accountant; RDP stands in for a run without privacy, where every epsilon is infinite."""
+    return get_accountant("rdp" if privacy is None else privacy.accountant)

@@ -1,0 +1,91 @@
+"""From a configuration to a loop: the only place that knows both."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from dpfl_lightning import data, models, strategies
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import Options, to_dict
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.engine import Engine, SerialEngine, TrainerEngine
+from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.privacy.schedule import ClientSchedule
+
+ENGINES: dict[str, type[SerialEngine]] = {"fast": FastEngine, "serial": SerialEngine, "trainer": TrainerEngine}
+
+
+def build_population(options: Options) -> Population:
+    """The clients of a configuration, from the data set it names."""
+    own = options.data
+    partition = dict(own.partition)
+    return Population.partitioned(
+        data.load(own.name, own.folder, own.download),
+        num_clients=options.clients.count,
+        partition=(partition.pop("name", "iid"), partition),
+        records_per_client=own.records_per_client,
+        held_out_per_client=own.held_out_per_client,
+        public_records=own.public_records,
+        use_public=own.use_public,
+        seed=options.seed,
+    )
+
+
+def build_net(options: Options, population: Population) -> nn.Module:
+    """A model by name, or a user's own by `class_path`, initialised from `seed`."""
+    torch.manual_seed(options.seed)
+    model = dict(options.model)
+    if "class_path" in model:
+        return _import(model["class_path"])(**model.get("init_args", {}))
+    return models.build(model.pop("name", "cnn_small"), population.input_shape, population.num_classes, **model)
+
+
+def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> FederatedLoop:
+    """The loop of a configuration, with `watchers` after its strategies.
+
+    Raises:
+        UserError: whatever in the configuration cannot be built.
+    """
+    if options.engine.threads is not None:
+        torch.set_num_threads(options.engine.threads)
+    population = build_population(options)
+    engine: Engine = ENGINES[options.engine.name]()
+    return FederatedLoop(
+        population,
+        ClientModule(build_net(options, population)),
+        rounds=options.rounds,
+        clients=options.clients,
+        privacy=options.privacy,
+        callbacks=[*strategies.build(options.strategies), *watchers],
+        engine=engine,
+        seed=options.seed,
+        output_dir=options.output_dir,
+        device=options.engine.device,
+        evaluate_every=options.evaluation.every,
+        checkpoint_seconds=options.checkpoint_seconds,
+        options=to_dict(options),
+    )
+
+
+def planned_clients(options: Options) -> tuple[FederatedLoop, tuple[ClientSchedule, ...]]:
+    """Every client's solved schedule without training: what `plan --config` prints."""
+    loop = build_loop(options)
+    return loop, loop.plan_schedule().clients
+
+
+def _import(class_path: str) -> Any:
+    module, _, name = class_path.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"`model.class_path` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+    require(isinstance(kind, type) and issubclass(kind, nn.Module), "model.class_path", "be a torch.nn.Module", class_path)
+    return kind

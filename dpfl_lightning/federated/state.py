@@ -1,0 +1,244 @@
+"""The immutable values that pass between loop, engine and callbacks in one round."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dpfl_lightning.data import Facts
+from dpfl_lightning.privacy.accountant import Guarantee
+from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.query import Answers, Query
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """Every release of the whole run, planned before the first one: one `ClientSchedule` for each of the N clients."""
+
+    clients: tuple[ClientSchedule, ...]
+    rounds: int
+
+    def replan(self, change: Callable[[int, ClientSchedule], ClientSchedule]) -> RunSchedule:
+        """The schedule with every client's part passed through `change(client, schedule)`."""
+        return dataclasses.replace(self, clients=tuple(change(i, c) for i, c in enumerate(self.clients)))
+
+    def planned(self, client: int, purpose: str) -> Planned:
+        """The client's line for `purpose`."""
+        for line in self.clients[client].planned:
+            if line.purpose == purpose:
+                return line
+        known = ", ".join(line.purpose for line in self.clients[client].planned)
+        raise KeyError(f"client {client} has planned {known}, not {purpose!r}: declare it in `plan_run`")
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """The job of a usual round: `steps` DPSGD steps; the release is the change of the parameters, `[P]`."""
+
+
+@dataclass(frozen=True)
+class ClassGradients:
+    """One noised sum of clipped gradients for each class, divided by the expected batch size, `[num_classes, P]`.
+
+    A record has one label, so the whole stack has the sensitivity of one clipped gradient.
+    """
+
+    num_classes: int
+
+
+Job = LocalTraining | ClassGradients
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Who takes part in a round, from which model, with which mechanism and job. Parallel tuples of length C.
+
+    Args:
+        purpose: the line of every client's schedule that pays for this round.
+        model_of: row of `ServerState.models` each client starts from (and, unless a `route` says otherwise, adds to).
+        anchors: `[A, P]` models that `anchor_of` points to; `pull` is the strength. Post-processing.
+    """
+
+    round: int
+    clients: tuple[int, ...]
+    model_of: tuple[int, ...]
+    mechanism_of: tuple[Gaussian, ...]
+    steps: tuple[int, ...]
+    learning_rate_of: tuple[float, ...]
+    purpose: str = "train"
+    job: Job = LocalTraining()
+    anchors: Tensor | None = None
+    anchor_of: tuple[int, ...] = ()
+    pull: float = 0.0
+
+    def only(self, keep: Callable[[int], bool]) -> RoundPlan:
+        """The plan of the clients for which `keep(client)` holds."""
+        rows = [row for row, client in enumerate(self.clients) if keep(client)]
+        columns = ("clients", "model_of", "mechanism_of", "steps", "learning_rate_of", "anchor_of")
+        kept = {name: tuple(getattr(self, name)[row] for row in rows) for name in columns if getattr(self, name)}
+        return dataclasses.replace(self, **kept)
+
+
+@dataclass(frozen=True)
+class ClientUpdates:
+    """What arrived at the server: released, noised, free to post-process.
+
+    Args:
+        clients: length C.
+        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. Callbacks with `needs = "facts"` get None.
+        steps: local steps behind each release.
+        noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
+    """
+
+    clients: tuple[int, ...]
+    deltas: Tensor | None
+    steps: tuple[int, ...]
+    noise_std: tuple[float, ...]
+
+    @property
+    def released(self) -> Tensor:
+        """`deltas`, for who declared `needs = "deltas"`."""
+        if self.deltas is None:
+            raise RuntimeError('this callback reads updates: set `needs = "deltas"` on it')
+        return self.deltas
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The server's models `[K, P]`, which client starts from which `[N]`, and the number of finished rounds."""
+
+    models: Tensor
+    model_of: tuple[int, ...]
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """What the run hands over: models `[K, P]` and the row of each of the N clients."""
+
+    models: Tensor
+    model_of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run is, for watchers: fixed before the first round.
+
+    Args:
+        budgets: each client's own epsilon (inf: none), before strategies change it.
+        estimated_seconds: for all rounds, from a short measurement on random data.
+        first_round: 1, or the next round of a resumed run.
+        options: the resolved configuration without the noise key (empty when built in Python).
+    """
+
+    output_dir: Path
+    rounds: int
+    first_round: int
+    num_params: int
+    budgets: tuple[float, ...]
+    records_per_round: int
+    estimated_seconds: float
+    engine: str
+    device: str
+    sampling: str
+    accountant: str
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class View:
+    """What a callback may see: public facts and released values; never data, never the loop.
+
+    `ask(query)` charges the ledger first and returns noised answers.
+    """
+
+    round: int
+    state: ServerState
+    facts: Facts
+    schedule: RunSchedule
+    run: RunInfo
+    clip_norm: tuple[float, ...]
+    learning_rate: tuple[float, ...]
+    seed: int
+    guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
+    ask: Callable[[Query], Answers] = field(repr=False)
+
+    def mechanism(self, client: int, purpose: str = "train") -> Gaussian:
+        """The client's calibrated mechanism for a purpose of its schedule."""
+        event = self.schedule.planned(client, purpose).event
+        return Gaussian(
+            clip_norm=self.clip_norm[client],
+            noise_multiplier=event.noise_multiplier,
+            sample_rate=event.sample_rate,
+            expected_batch_size=event.sample_rate * self.facts.num_records[client],
+        )
+
+    def plan(self, purpose: str = "train", clients: Sequence[int] | None = None, job: Job | None = None) -> RoundPlan:
+        """The plain plan of a round: `clients` (all), each from its model, paid by `purpose`."""
+        cohort = tuple(range(self.facts.num_clients)) if clients is None else tuple(sorted(clients))
+        return RoundPlan(
+            round=self.round,
+            clients=cohort,
+            model_of=tuple(self.state.model_of[i] for i in cohort),
+            mechanism_of=tuple(self.mechanism(i, purpose) for i in cohort),
+            steps=tuple(self.schedule.planned(i, purpose).event.steps for i in cohort),
+            learning_rate_of=tuple(self.learning_rate[i] for i in cohort),
+            purpose=purpose,
+            job=job or LocalTraining(),
+        )
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One finished round for the watchers. Accuracies are None in rounds that were not evaluated.
+
+    Args:
+        records: records processed in the round (expected number: the observed one is private).
+        epsilon_spent: length N, live values from the schedule.
+        weights: `[K, C]` of `clients`.
+    """
+
+    round: int
+    rounds: int
+    seconds: float
+    records: int
+    clients: tuple[int, ...]
+    weights: Tensor
+    epsilon_spent: tuple[float, ...]
+    test_accuracy: float | None = None
+    test_loss: float | None = None
+    client_accuracy: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """A finished (or interrupted) run; `as_dict` is `result.json`.
+
+    Args:
+        reason: why it ended, in words; `finished` is False after Ctrl-C or an error.
+        guarantee: what the run's epsilons mean and do not cover, in words.
+        clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
+            noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
+    """
+
+    output_dir: str
+    finished: bool
+    rounds: int
+    wall_seconds: float
+    records_per_second: float
+    reason: str
+    guarantee: str
+    clients: tuple[dict, ...]
+    test_accuracy: float | None
+    test_loss: float | None
+
+    def as_dict(self) -> dict:
+        return dataclasses.asdict(self)

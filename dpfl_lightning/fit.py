@@ -1,0 +1,137 @@
+"""`python -m dpfl_lightning.fit --config conf/fmnist.yaml`: train, track, report; `--resume DIR` goes on with a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING
+
+from dpfl_lightning.config import Options, load, to_dict
+from dpfl_lightning.errors import UserError, command, require
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.state import RunResult
+
+#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
+_FREE = ("engine", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    options, flags = load(
+        argv,
+        _flags,
+        prog="python -m dpfl_lightning.fit",
+        description="Differentially private federated training, every client with its own budget.",
+        config_of=lambda flags: _options_file(flags.resume) if flags.resume else None,
+    )
+    if flags.resume:
+        options = dataclasses.replace(options, output_dir=flags.resume)
+        _check_unchanged(options, flags.resume)
+    if flags.seeds:
+        require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead.")
+        fit_seeds(options, flags.seeds)
+    else:
+        fit(options, resume=bool(flags.resume))
+    return 0
+
+
+def fit(options: Options, resume: bool = False) -> RunResult:
+    """One run with progress on the terminal and, unless `tracking` is None, in MLflow.
+
+    Raises:
+        UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
+    """
+    from dpfl_lightning.federated.setup import build_loop
+    from dpfl_lightning.watchers.progress import Progress
+
+    watchers, next_steps = [], []
+    if options.tracking is not None:
+        from dpfl_lightning.tracking import Tracking, how_to_open
+
+        watchers.append(Tracking(**dataclasses.asdict(options.tracking)))
+        next_steps.append(how_to_open(options.tracking.uri))
+    return build_loop(options, [*watchers, Progress(next_steps=next_steps)]).run(resume)
+
+
+def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
+    """The same run for every seed, in `output_dir/seed_<n>`; finished ones are not repeated, begun ones are resumed.
+
+    Returns:
+        Mean and standard deviation of the test accuracy over seeds; also written to `output_dir/result.json`.
+    """
+    require(options.output_dir is not None, "output_dir", "be given with --seeds", None, "For example --output_dir runs/mine.")
+    parent, results = Path(str(options.output_dir)), []
+    for seed in seeds:
+        own = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
+        done = parent / f"seed_{seed}" / "result.json"
+        begun = done.with_name("checkpoint.pt").exists()
+        if begun:
+            _check_unchanged(own, str(done.parent))
+        results.append(json.loads(done.read_text()) if done.exists() else fit(own, resume=begun).as_dict())
+    summary = summarise(seeds, results)
+    (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
+    accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]
+    if accuracy is not None:
+        print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
+    print(summary["guarantee"])
+    return summary
+
+
+def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
+    """Mean and spread over seeds, and what all runs together reveal."""
+    accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
+    epsilons = [max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results]
+    deltas = [max(c["delta"] for c in r["clients"]) for r in results]
+    together = (
+        f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the sum, "
+        f"{math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest)."
+    )
+    return {
+        "seeds": list(seeds),
+        "test_accuracy": fmean(accuracies) if accuracies else None,
+        "test_accuracy_std": stdev(accuracies) if len(accuracies) > 1 else 0.0,
+        "test_accuracy_of": accuracies,
+        "runs": [result["output_dir"] for result in results],
+        "guarantee": together,
+    }
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its last complete round")
+    parser.add_argument(
+        "--seeds", metavar="N,N,...", type=_seeds, help="repeat the run for these seeds and report mean and spread"
+    )
+
+
+def _seeds(text: str) -> list[int]:
+    try:
+        seeds = [int(part) for part in text.split(",")]
+    except ValueError:
+        seeds = []
+    require(bool(seeds) and len(set(seeds)) == len(seeds), "--seeds", "be different whole numbers, as 0,1,2", text)
+    return seeds
+
+
+def _options_file(folder: str) -> str:
+    path = Path(folder) / "options.yaml"
+    if not path.is_file():
+        raise UserError(f"`--resume` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/.")
+    return str(path)
+
+
+def _check_unchanged(options: Options, folder: str) -> None:
+    """A resumed run is the same run: what decides its releases must be what it began with."""
+    begun, now = to_dict(load(["--config", _options_file(folder)])[0]), to_dict(options)
+    for key in begun:
+        same = begun[key] == now[key] or key in _FREE
+        require(same, key, f"stay what the run in {folder} began with ({begun[key]!r})", now[key], "Start a new run for it.")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,103 @@
+"""The papers' models by name, and the check that a model can be trained under record-level privacy at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.parameter import UninitializedParameter
+
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.models.cnn import cnn_small, cnn_tiny, lenet5, linear, logistic
+from dpfl_lightning.models.convnet import convnet
+from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
+from dpfl_lightning.registry import call
+
+__all__ = ["build", "check_net", "names"]
+
+#: registry name -> function(input_shape, num_classes, **options)
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "cnn_small": cnn_small,
+    "cnn_tiny": cnn_tiny,
+    "lenet5": lenet5,
+    "convnet": convnet,
+    "resnet18": resnet18,
+    "resnet20": resnet20,
+    "resnet34": resnet34,
+    "logistic": logistic,
+    "linear": linear,
+}
+_ANY_SHAPE = ("logistic", "linear")
+
+
+def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
+    """A freshly initialised model.
+
+    Args:
+        name: one of `names()`.
+        input_shape: shape X of one record; (channels, height, width) for the convolutional ones.
+        num_classes: number of outputs; 1 for `linear`, the regression.
+        options: those of the model.
+
+    Returns:
+        A module [B, *X] -> [B, num_classes].
+
+    Raises:
+        UserError: an unknown name or option, a value out of range, an input shape that does not fit.
+
+    >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
+    28938
+    """
+    image = name not in MODELS or name in _ANY_SHAPE or len(input_shape) == 3
+    advice = f"It takes images, not records of shape {tuple(input_shape)}."
+    require(image, "model.name", "fit the data", name, advice)
+    require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
+    return call("model", MODELS, name, tuple(input_shape), num_classes, **options)
+
+
+def names() -> list[str]:
+    """The models `build` knows."""
+    return list(MODELS)
+
+
+def check_net(net: nn.Module) -> None:
+    """Refuse a model to which record-level privacy cannot be given.
+
+    Clipping one record's gradient bounds its influence only if the gradient is that record's own; a layer
+    that mixes records, or that remembers them outside the parameters, breaks this without a trace.
+
+    Args:
+        net: any module.
+
+    Raises:
+        UserError: a layer that mixes records (BatchNorm, InstanceNorm with running statistics), no trainable
+            parameter, or a parameter that is not floating or has no shape yet; the message names it.
+
+    >>> check_net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
+    Traceback (most recent call last):
+    ...
+    dpfl_lightning.errors.UserError: `net.1` must see one record at a time, got BatchNorm2d, which mixes the \
+records of a batch. Use nn.GroupNorm(2, 4) instead.
+    """
+    for name, layer in net.named_modules():
+        mixes = isinstance(layer, _BatchNorm)
+        remembers = isinstance(layer, _InstanceNorm) and layer.track_running_stats
+        if mixes or remembers:
+            does = "mixes the records of a batch" if mixes else "keeps statistics of records it has seen"
+            way_out = _group_norm(layer) if mixes else "track_running_stats=False"
+            got = f"{type(layer).__name__}, which {does}"
+            raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out} instead.")
+    for name, parameter in net.named_parameters():
+        shaped = not isinstance(parameter, UninitializedParameter)
+        kind, advice = type(parameter).__name__, "Pass one batch through the net first."
+        require(shaped, f"net.{name}", "have a shape", kind, advice)
+        require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype)
+    trainable = any(parameter.requires_grad for parameter in net.parameters())
+    require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")
+
+
+def _group_norm(layer: Any) -> str:
+    return f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features})"

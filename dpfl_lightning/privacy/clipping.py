@@ -1,0 +1,195 @@
+"""Sums of clipped per-record gradients: what a mechanism adds its noise to.
+
+`VmapClippedSum` is the reference: slow and obviously right. `fast_clipping.py` computes the same sums sooner.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from dpfl_lightning.errors import require
+
+Params = Mapping[str, Tensor]
+SampleLoss = Callable[[Params, Tensor, Tensor], Tensor]
+
+DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
+
+
+class ClippedSum(Protocol):
+    """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, `g_j` the gradient of j's loss.
+
+    Args (of a call):
+        params: name -> tensor, the trainable parameters; concatenated in this order: the vector `[P]`.
+        x: records `[B, *X]`, B >= 0.
+        y: labels `[B, ...]`.
+        clip_norm: L2 bound on one record's gradient, > 0; `math.inf` does not clip.
+        group: each record's group, `[B]` int64 in [0, num_groups); None puts all records into group 0.
+        num_groups: number of rows G, >= 1.
+
+    Returns:
+        `[G, P]` in the dtype of the parameters; chunks are added in float64 and rounded once. A group without
+        records has zeros.
+
+    Guarantees:
+        One record changes one row only, by at most `clip_norm` in L2 (up to rounding in the dtype). A record
+        whose gradient, or the norm of it, is not finite contributes exactly zero.
+
+    Privacy:
+        The sum is private: it must pass a mechanism before anyone reads it.
+    """
+
+    def __call__(
+        self,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        clip_norm: float,
+        group: Tensor | None = None,
+        num_groups: int = 1,
+    ) -> Tensor: ...
+
+
+def cross_entropy_of(net: nn.Module) -> SampleLoss:
+    """The default loss of each record: cross entropy of `net`'s logits, `(params, x [B, *X], y [B]) -> [B]`.
+
+    >>> net = nn.Linear(2, 3)
+    >>> params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    >>> cross_entropy_of(net)(params, torch.ones(2, 2), torch.tensor([0, 1]))
+    tensor([1.0986, 1.0986])
+    """
+
+    def sample_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(functional_call(net, dict(params), (x,)), y, reduction="none")
+
+    return sample_loss
+
+
+def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
+    """`min(1, clip_norm / norm)`, and 0 for a norm that is not finite.
+
+    Args:
+        norms: L2 norms `[B]`, >= 0, infinite or NaN.
+        clip_norm: > 0, may be infinite.
+
+    Returns:
+        Factors `[B]` in [0, 1].
+
+    >>> clip_factors(torch.tensor([0.0, 1.0, 4.0, float("nan"), float("inf")]), clip_norm=2.0)
+    tensor([1.0000, 1.0000, 0.5000, 0.0000, 0.0000])
+    """
+    # IEEE division does the rest: clip / 0 is infinite, so 1; clip / inf is 0; inf / inf is NaN, so 0.
+    return (clip_norm / norms).clamp(max=1.0).nan_to_num(nan=0.0)
+
+
+def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
+    """The fewest slices of at most `chunk` records that cover `num_records`, as even as they can be.
+
+    >>> [(piece.start, piece.stop) for piece in chunks_of(33, 32)]
+    [(0, 17), (17, 33)]
+    """
+    pieces = math.ceil(num_records / chunk)
+    size, longer = divmod(num_records, max(pieces, 1))
+    start = 0
+    for i in range(pieces):
+        stop = start + size + (i < longer)
+        yield slice(start, stop)
+        start = stop
+
+
+class GroupTotals:
+    """The rows `[G, P]` of a clipped sum as its chunks come in: added in float64, rounded once at the end."""
+
+    def __init__(self, params: Params, num_groups: int) -> None:
+        like = next(iter(params.values()))
+        self._dtype = like.dtype
+        self._wide = like.dtype if like.device.type == "mps" else torch.float64  # MPS has no float64
+        self._num_groups = num_groups
+        self._total = like.new_zeros(num_groups, sum(p.numel() for p in params.values()))
+        self._empty = True
+
+    def add(self, factors: Tensor, group: Tensor | None, weighted: Callable[[Tensor], Tensor]) -> None:
+        """Add a chunk: `weighted` turns factors `[g, B]` into sums `[g, P]` for the g groups in the chunk."""
+        if self._num_groups == 1:
+            part = weighted(factors[None])
+            self._total = part if self._empty else self._total.to(self._wide).add_(part)
+        else:
+            group = torch.zeros_like(factors, dtype=torch.long) if group is None else group
+            present, row = group.unique(return_inverse=True)
+            by_group = factors * (row == torch.arange(len(present), device=row.device)[:, None])
+            self._total = self._total.to(self._wide).index_add_(0, present, weighted(by_group).to(self._wide))
+        self._empty = False
+
+    def rounded(self) -> Tensor:
+        """The rows in the dtype of the parameters."""
+        return self._total.to(self._dtype)
+
+
+class VmapClippedSum:
+    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time.
+
+    When to use it: as the truth in tests, and for models that no fast rule covers.
+
+    Args:
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; it is called with B = 1.
+        chunk: records whose gradients are held at once, >= 1.
+
+    Raises:
+        UserError: `chunk` or `clip_norm` is not positive; `sample_loss` does not return one loss a record.
+
+    >>> net = nn.Linear(2, 2, bias=False)
+    >>> clipped_sum = VmapClippedSum(cross_entropy_of(net))
+    >>> params = {"weight": torch.zeros(2, 2)}
+    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=math.inf)
+    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]])
+    >>> float(clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=1.0).norm())
+    1.0
+    """
+
+    def __init__(self, sample_loss: SampleLoss, chunk: int = DEFAULT_CHUNK) -> None:
+        require(chunk >= 1, "chunk", "be at least 1 record", chunk)
+        self.chunk = chunk
+
+        def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+            losses = sample_loss(params, x[None], y[None])
+            require(
+                losses.shape == (1,),
+                "sample_loss",
+                "return one loss a record, shape (B,)",
+                tuple(losses.shape),
+            )
+            return losses[0]
+
+        self._grads = vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")
+
+    def __call__(
+        self,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        clip_norm: float,
+        group: Tensor | None = None,
+        num_groups: int = 1,
+    ) -> Tensor:
+        require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
+        params = {name: p.detach() for name, p in params.items()}
+        totals = GroupTotals(params, num_groups)
+        for rows in chunks_of(len(x), self.chunk):
+            by_name = self._grads(params, x[rows], y[rows])
+            grads = torch.cat([by_name[name].flatten(1) for name in params], dim=1)
+            norms = torch.linalg.vector_norm(grads, dim=1)
+            grads = torch.where(torch.isfinite(norms)[:, None], grads, 0.0)
+            groups = None if group is None else group[rows]
+            totals.add(clip_factors(norms, clip_norm), groups, partial(_times, grads))
+        return totals.rounded()
+
+
+def _times(grads: Tensor, factors: Tensor) -> Tensor:
+    return factors @ grads

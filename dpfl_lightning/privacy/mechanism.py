@@ -1,0 +1,61 @@
+"""The mechanism of one client's step: what bounds a record, how much noise, which divisor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.noise import standard_normal_like
+
+
+@dataclass(frozen=True)
+class Gaussian:
+    """The Poisson-sampled Gaussian mechanism on a sum of clipped gradients.
+
+    Args:
+        clip_norm: L2 bound on one record's contribution, > 0; infinity only without noise.
+        noise_multiplier: noise standard deviation / clip_norm, on the SUM, >= 0.
+        sample_rate: Poisson probability of one record per step, in (0, 1]; 1.0 is the full batch.
+        expected_batch_size: the divisor, > 0; never the observed batch size, which would be a release of its own.
+
+    **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm`; the noise has standard
+    deviation `noise_multiplier * clip_norm` in every coordinate and is added once per logical batch.
+
+    **Privacy** One call of `privatise` is one step of `event(steps)`.
+    """
+
+    clip_norm: float
+    noise_multiplier: float
+    sample_rate: float
+    expected_batch_size: float
+
+    def __post_init__(self) -> None:
+        require(self.clip_norm > 0, "clip_norm", "be above 0", self.clip_norm)
+        require(0 <= self.noise_multiplier < float("inf"), "noise_multiplier", "be >= 0", self.noise_multiplier)
+        advice = "A batch size? Divide by the number of records."
+        require(0 < self.sample_rate <= 1, "sample_rate", "be in (0, 1]", self.sample_rate, advice)
+        require(self.expected_batch_size > 0, "expected_batch_size", "be above 0", self.expected_batch_size)
+        bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
+        require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
+
+    def privatise(self, clipped_sum: Tensor, generator: np.random.Generator) -> Tensor:
+        """`(clipped_sum + N(0, (clip_norm * noise_multiplier)^2)) / expected_batch_size`, shape kept, `[G, P]`.
+
+        An empty batch is a zero sum and gets the same noise.
+        """
+        if self.noise_multiplier == 0:
+            return clipped_sum / self.expected_batch_size
+        noise = standard_normal_like(clipped_sum, generator)
+        return noise.mul_(self.clip_norm * self.noise_multiplier).add_(clipped_sum).div_(self.expected_batch_size)
+
+    def event(self, steps: int) -> GaussianEvent:
+        """What `steps` calls of `privatise` release."""
+        return GaussianEvent(self.sample_rate, self.noise_multiplier, steps)
+
+    def noise_std(self, steps: int, learning_rate: float) -> float:
+        """Per-coordinate standard deviation of the noise in `steps` plain SGD steps (their feedback neglected)."""
+        return learning_rate * self.clip_norm * self.noise_multiplier / self.expected_batch_size * steps**0.5

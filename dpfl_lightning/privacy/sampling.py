@@ -1,0 +1,53 @@
+"""Which records take part in a step: Poisson draws (what the accountants assume), or shuffled batches (they do not)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+#: sampling mode -> what a guarantee says of it
+SAMPLINGS = {
+    "poisson": "Poisson sampling",
+    "shuffle": "shuffled batches accounted as if they were Poisson samples: this epsilon is NOT proven",
+}
+
+
+def poisson_rows(num_records: int, sample_rate: float, generator: np.random.Generator) -> np.ndarray:
+    """Every record independently with probability `sample_rate`: row numbers `[B]`, B random and possibly 0.
+
+    Draws the size, then the rows: the same distribution as one coin a record, in time O(B).
+
+    >>> poisson_rows(3, 1.0, np.random.default_rng(0))
+    array([0, 1, 2])
+    """
+    if sample_rate >= 1.0:
+        return np.arange(num_records)
+    size = generator.binomial(num_records, sample_rate)
+    return generator.choice(num_records, size, replace=False, shuffle=False)
+
+
+def shuffled_rows(num_records: int, batch_size: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+    """Endless epochs of shuffled batches of `batch_size` (the last of an epoch may be smaller)."""
+    while True:
+        order = generator.permutation(num_records)
+        for start in range(0, num_records, batch_size):
+            yield order[start : start + batch_size]
+
+
+def draw_steps(
+    sampling: str, num_records: int, sample_rate: float, steps: int, generator: np.random.Generator
+) -> Iterator[np.ndarray]:
+    """The rows of each of `steps` steps, each `[B]`.
+
+    Args:
+        sampling: "poisson" or "shuffle".
+        sample_rate: in (0, 1]; "shuffle" takes batches of `round(sample_rate * num_records)`.
+    """
+    if sampling == "poisson":
+        for _ in range(steps):
+            yield poisson_rows(num_records, sample_rate, generator)
+    else:
+        batches = shuffled_rows(num_records, max(1, round(sample_rate * num_records)), generator)
+        for _ in range(steps):
+            yield next(batches)

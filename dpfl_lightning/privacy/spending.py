@@ -1,0 +1,46 @@
+"""Epsilons of a running federation, read off the schedule: each curve is computed once, then looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from dpfl_lightning.privacy.accountant import Accountant
+from dpfl_lightning.privacy.events import repeated
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+
+
+class SpentEpsilon:
+    """What a client has spent after so many releases of each purpose.
+
+    Live values for progress and curves; the ledger is composed again for the final ones.
+    """
+
+    def __init__(self, accountant: Accountant) -> None:
+        self.accountant = accountant
+        self._curves: dict[tuple, np.ndarray] = {}
+
+    def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
+        """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
+        counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
+        if not any(counts.values()):
+            return 0.0
+        main = max(schedule.planned, key=lambda line: line.count)
+        before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)
+        key = (main, schedule.delta, before)
+        if key not in self._curves:
+            self._curves[key] = self.accountant.curve(main.event, range(main.count + 1), schedule.delta, before)
+        return float(self._curves[key][counts[main.purpose]])
+
+
+class UsedCounts(Protocol):
+    """Integer counters of paid releases, as `Ledger` keeps them."""
+
+    def used(self, client: int, purpose: str) -> int: ...
+
+
+def affords(counts: UsedCounts, client: int, line: Planned) -> bool:
+    """Whether the client's schedule holds one more release of this line: integers are compared, never epsilons."""
+    return counts.used(client, line.purpose) < line.count

@@ -1,0 +1,61 @@
+"""Server strategies by the name that a configuration uses: one file, one line, one contract test, one conf."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from dpfl_lightning.errors import UserError, nearest
+from dpfl_lightning.federated.callback import ServerCallback
+
+#: registry name -> (file, class)
+STRATEGIES = {
+    "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
+    "fedprox": ("fedprox", "FedProx"),
+    "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
+    "size_weighted": ("size_weighted", "SizeWeighted"),
+    "uniform": ("uniform", "Uniform"),
+}
+
+
+def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[ServerCallback]:
+    """The callbacks of a configuration's `strategies`: registry name (or `class_path` of a user's own) -> options.
+
+    Raises:
+        UserError: an unknown strategy or option, with the nearest known one.
+
+    >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
+    ['SizeWeighted', 'FedProx']
+    """
+    return [_one(name, dict(options or {})) for name, options in strategies.items()]
+
+
+def _one(name: str, options: dict[str, Any]) -> ServerCallback:
+    kind = _class(name)
+    known = inspect.signature(kind).parameters
+    for option in options:
+        if option not in known:
+            raise UserError(
+                f"`strategies.{name}.{option}` must be an option of {name} ({', '.join(known) or 'it has none'}), "
+                f"got an unknown name. {nearest(option, known)}".rstrip()
+            )
+    return kind(**options)
+
+
+def _class(name: str) -> type[ServerCallback]:
+    if name in STRATEGIES:
+        module, attribute = STRATEGIES[name]
+        return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+    module, _, attribute = name.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), attribute) if module else None
+    except (ImportError, AttributeError) as error:
+        raise UserError(f"`strategies.{name}` must be importable, got: {error}. Is it on PYTHONPATH?") from None
+    if not (inspect.isclass(kind) and issubclass(kind, ServerCallback)):
+        raise UserError(
+            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own ServerCallback as package.module.Class, "
+            f"got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
+        )
+    return kind

@@ -1,0 +1,463 @@
+"""The tracked run: options, one batched write a round, ledger, model and figures in MLflow (the only mlflow import)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+from urllib.parse import quote
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no usage reports from a privacy tool
+
+import mlflow
+from matplotlib.figure import Figure
+from mlflow.entities import Metric, Param, RunTag
+from mlflow.tracking import MlflowClient
+
+import dpfl_lightning
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.state import RoundReport, RunResult, View
+from dpfl_lightning.privacy.events import GaussianEvent
+
+for chatter in ("alembic", "mlflow.store.db.utils"):
+    logging.getLogger(chatter).setLevel(logging.WARNING)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
+
+_MOST_CLIENTS = 100  # more than this are tracked as min, mean and max
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
+_LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
+# Never the folder: `noise_key` lets its reader subtract the noise, and a checkpoint holds more than was released.
+_FILES = ("ledger.jsonl", "guarantees.json", "result.json", "model.pt", "model_*.pt")
+
+
+class Tracking(ServerCallback):
+    """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
+
+    Made before the run, it refuses a store that does not answer within seconds. A store that goes away later never
+    stops training: its rounds are kept, sent when it is back, and what is missing at the end is said. A resumed run
+    goes on in the same MLflow run.
+
+    Args:
+        experiment: name of the MLflow experiment; made if missing.
+        run_name: name of the run; None is the name of the output folder.
+        uri: see `store_uri`.
+
+    **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no guarantee
+    covers. Never the noise key, never a checkpoint.
+
+    Raises:
+        UserError: the store cannot be reached or written, or the experiment was deleted.
+    """
+
+    def __init__(self, experiment: str, run_name: str | None = None, uri: str | None = None) -> None:
+        self.uri = store_uri(uri)
+        self._run_name = run_name
+        with _patience(retries=0, seconds=5), _reported(self.uri):
+            self._client = MlflowClient(self.uri)
+            self._experiment_id = _experiment(self._client, self.uri, experiment)
+        self._run_id: str | None = None
+        self._resumed = False
+        self._last_step = 0  # the last round MLflow already has
+        self._pending: list[Metric] = []
+        self._retry_at = 0.0
+        self._warned = False
+
+    # -- hooks
+
+    def on_run_start(self, view: View) -> None:
+        with _patience(), _reported(self.uri):
+            run_id = self._earlier_run(view) if self._resumed else None
+            if run_id is None:
+                self._run_id = self._new_run(view)
+            else:
+                self._run_id = run_id
+                self._client.update_run(run_id, status="RUNNING")
+                self._client.set_tag(run_id, "status", "running")
+                self._last_step = max((int(step) for step in self._history("participants")), default=0)
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        if report.round <= self._last_step:
+            return  # tracked before the run was killed, replayed now
+        self._pending += _metrics(_round_values(report), report.round)
+        if time.monotonic() >= self._retry_at:
+            self._guarded(self._send_pending)
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        if self._run_id is None:
+            return  # it ended before it began
+        missing = []
+        if result.finished:
+            self._pending += _metrics(_final_values(result), result.rounds)
+        if not self._guarded(self._send_pending):
+            rounds = sorted({metric.step for metric in self._pending})
+            missing = [f"metrics of rounds {rounds[0]} to {rounds[-1]}", "files and figures"]
+        elif not self._guarded(lambda: self._send_files(view, result)):
+            missing = ["some files and figures"]
+        if not missing and not self._guarded(lambda: self._send_status(result)):
+            missing = ["the run's status"]
+        if missing:
+            warnings.warn(
+                f"MLflow at {shown(self.uri)} did not get: {', '.join(missing)}. The result is complete in "
+                f"{result.output_dir}.",
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._run_id, self._resumed = state["run_id"], True
+
+    # -- what is sent
+
+    def _new_run(self, view: View) -> str:
+        folder = view.run.output_dir.resolve()
+        tags = {**_frame(view), "output_dir": str(folder), "status": "running", "mlflow.source.name": "dpfl_lightning"}
+        run = self._client.create_run(
+            self._experiment_id,
+            run_name=self._run_name or folder.name,
+            tags={name: str(value)[:_LONGEST_TAG] for name, value in tags.items()},
+        )
+        options = without_noise_key(view.run.options)
+        sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
+        params = [Param(name, value) for name, value in {**flattened(options), **flattened(sizes)}.items()]
+        for begin in range(0, len(params), _MOST_PARAMS):
+            self._client.log_batch(run.info.run_id, params=params[begin : begin + _MOST_PARAMS])
+        if options:
+            self._client.log_dict(run.info.run_id, options, "options.yaml")
+        return run.info.run_id
+
+    def _earlier_run(self, view: View) -> str | None:
+        """The MLflow run that a resumed run goes on with: by its id, else (killed at once) by its output folder."""
+        folder = str(view.run.output_dir.resolve())
+        if self._run_id is not None:
+            try:
+                return self._client.get_run(self._run_id).info.run_id
+            except mlflow.MlflowException as error:
+                if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another store now: a new run there
+                    raise
+        mark = '"' if "'" in folder else "'"
+        same = f"tags.output_dir = {mark}{folder}{mark}"
+        found = self._client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        return found[0].info.run_id if found else None
+
+    def _send_pending(self) -> None:
+        while self._pending:
+            batch = self._pending[:_MOST_METRICS]
+            self._client.log_batch(self._known_run, metrics=batch, synchronous=True)
+            del self._pending[: len(batch)]
+
+    def _send_files(self, view: View, result: RunResult) -> None:
+        folder = view.run.output_dir
+        for pattern in _FILES if result.finished else _FILES[:1]:
+            for path in sorted(folder.glob(pattern)):
+                self._client.log_artifact(self._known_run, str(path))
+        for name, figure in figures(self._history, result).items():
+            self._client.log_figure(self._known_run, figure, f"figures/{name}.png")
+
+    def _send_status(self, result: RunResult) -> None:
+        tags = {"status": result.reason, "guarantee": result.guarantee, "mlflow.note.content": _description(result)}
+        self._client.log_batch(self._known_run, tags=[RunTag(k, v[:_LONGEST_TAG]) for k, v in tags.items()])
+        interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
+        self._client.set_terminated(self._known_run, "FINISHED" if result.finished else interrupted)
+
+    def _history(self, metric: str) -> dict[int, float]:
+        """Round -> value, from MLflow, which also has the rounds before a resume."""
+        points = self._client.get_metric_history(self._known_run, metric)
+        return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
+
+    @property
+    def _known_run(self) -> str:
+        assert self._run_id is not None  # for mypy: set when the run starts
+        return self._run_id
+
+    def _guarded(self, action: Callable[[], None]) -> bool:
+        """Whether `action` reached MLflow. Training only ever waits a tenth of its time for a store that is away."""
+        begun = time.monotonic()
+        try:
+            with _patience():
+                action()
+        except Exception as error:  # whatever a server, a disk or a proxy does to a watcher: training goes on
+            ended = time.monotonic()
+            self._retry_at = ended + max(30.0, 10 * (ended - begun))
+            if not self._warned:
+                warnings.warn(
+                    f"MLflow at {shown(self.uri)} failed, training goes on and tracking is tried again: "
+                    f"{_why(error, self.uri)}",
+                    stacklevel=2,
+                )
+            self._warned = True
+            return False
+        return True
+
+
+# ---- where
+
+
+def store_uri(uri: str | None = None) -> str:
+    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory.
+
+    >>> store_uri("http://localhost:5000")
+    'http://localhost:5000'
+    """
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def how_to_open(uri: str | None = None) -> str:
+    """One line for a person: how to see the runs of a store in a browser.
+
+    >>> how_to_open("sqlite:///mlflow.db")
+    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open http://127.0.0.1:5000 in a browser'
+    """
+    uri = store_uri(uri)
+    if uri.startswith(("http:", "https:")):
+        return f"open {shown(uri)} in a browser"
+    return f"mlflow ui --backend-store-uri {shown(uri)}, then open http://127.0.0.1:5000 in a browser"
+
+
+def shown(uri: str) -> str:
+    """The URI without a user's name and password.
+
+    >>> shown("postgresql://me:secret@db.example.org/runs")
+    'postgresql://db.example.org/runs'
+    """
+    return re.sub(r"(?<=://)[^/@]*@", "", uri)
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Its id, made if missing; the artifacts of an SQLite store lie beside the file."""
+    known = client.get_experiment_by_name(name)
+    if known is not None and known.lifecycle_stage != "active":
+        raise UserError(
+            f"`tracking.experiment` must be an experiment that was not deleted, got {name!r} at {shown(uri)}. "
+            f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
+        )
+    if known is not None:
+        return known.experiment_id
+    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
+    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
+    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri())
+
+
+@contextmanager
+def _patience(retries: int = 1, seconds: int = 30) -> Iterator[None]:
+    """How long MLflow tries to reach a server inside: its own default is minutes. What the user has set stays."""
+    ours = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }
+    ours = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _reported(uri: str) -> Iterator[None]:
+    """A store that fails inside is a mistake the user can mend."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # MLflow, its database and its HTTP layer each have their own
+        raise UserError(
+            f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} ({_why(error, uri)}). "
+            "Start the server, set MLFLOW_TRACKING_URI to another one, unset it for an SQLite file in the working "
+            "directory, or train with --tracking null."
+        ) from error
+
+
+def _why(error: BaseException, uri: str) -> str:
+    """The innermost reason, in one line, without a password."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+# ---- what
+
+
+def without_noise_key(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, at any depth, without a key named `noise_key`.
+
+    >>> without_noise_key({"rounds": 3, "privacy": {"delta": 0.1, "noise_key": "00"}})
+    {'rounds': 3, 'privacy': {'delta': 0.1}}
+    """
+    kept = {name: value for name, value in options.items() if name != "noise_key"}
+    return {name: without_noise_key(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+
+
+def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted name -> text, cut to what MLflow takes; lists are one value.
+
+    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
+    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[key] = text if len(text) <= _LONGEST_PARAM else text[: _LONGEST_PARAM - 3] + "..."
+    return flat
+
+
+def _frame(view: View) -> dict[str, str]:
+    """What every epsilon of the run means, as tags."""
+    frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
+    events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
+    if not any(event.noise_multiplier for event in events if isinstance(event, GaussianEvent)):
+        return {**frame, "guarantee": "no privacy"}
+    one = view.guarantees()[0]
+    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
+    return {
+        **frame,
+        "unit": one.unit,
+        "adjacency": one.adjacency,
+        "sampling": one.sampling,
+        "accountant": one.accountant,
+        "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
+    }
+
+
+def _round_values(report: RoundReport) -> dict[str, float | None]:
+    accuracies = report.client_accuracy
+    known = [] if accuracies is None else [accuracy for accuracy in accuracies if accuracy is not None]
+    return {
+        "test_accuracy": report.test_accuracy,
+        "test_loss": report.test_loss,
+        "epsilon_max": max(report.epsilon_spent),
+        "epsilon_mean": fmean(report.epsilon_spent),
+        "records_per_second": report.records / max(report.seconds, 1e-9),
+        "participants": len(report.clients),
+        **_per_client("epsilon_spent", report.epsilon_spent),
+        **(_per_client("client_accuracy", accuracies) if accuracies is not None and known else {}),
+    }
+
+
+def _final_values(result: RunResult) -> dict[str, float | None]:
+    spent = [client["epsilon_spent"] for client in result.clients]
+    return {
+        "final/test_accuracy": result.test_accuracy,
+        "final/test_loss": result.test_loss,
+        "final/epsilon_max": None if None in spent else max(spent),
+        "final/rounds": result.rounds,
+        "final/wall_seconds": result.wall_seconds,
+        "final/records_per_second": result.records_per_second,
+    }
+
+
+def _per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """`name/07` for each client, or `name/min`, `name/mean`, `name/max` for many.
+
+    >>> _per_client("epsilon_spent", [1.0, 2.0])
+    {'epsilon_spent/00': 1.0, 'epsilon_spent/01': 2.0}
+    """
+    if len(values) <= _MOST_CLIENTS:
+        return {f"{name}/{client:02}": value for client, value in enumerate(values)}
+    known = [value for value in values if value is not None]
+    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) for how in (min, fmean, max)}
+
+
+def _metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
+    """What has a finite value: MLflow charts neither infinity nor "not measured"."""
+    now = int(time.time() * 1000)
+    return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
+
+
+def _description(result: RunResult) -> str:
+    """Markdown for the top of the run's page."""
+    accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
+    return "\n\n".join([*accuracy, f"**Guarantee.** {result.guarantee}", f"**Ended:** {result.reason}."])
+
+
+# ---- figures
+
+
+def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) -> dict[str, Figure]:
+    """Name -> figure, of those curves that have data.
+
+    Args:
+        history: metric name -> {round: value}, as logged.
+        result: for budgets and final accuracies.
+    """
+    drawn = {
+        "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
+        "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
+        "accuracy_over_budget": _budget_figure(result),
+    }
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
+    test = history("test_accuracy")
+    if not test:
+        return None
+    figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
+    curves = [history(f"client_accuracy/{name}") for name in _names(num_clients)]
+    rounds = [step for step in test if any(step in curve for curve in curves)]
+    if rounds:
+        spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
+        low, high = [min(values) for values in spread], [max(values) for values in spread]
+        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on own held-out records")
+    axes.plot(list(test), list(test.values()), marker="o" if len(test) <= 30 else None, markersize=3, label="test set")
+    axes.legend()
+    return figure
+
+
+def _epsilon_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
+    curves = {name: history(f"epsilon_spent/{name}") for name in _names(num_clients)}
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        return None
+    figure, axes = _axes("Epsilon spent by each client", "round", "epsilon")
+    for name, curve in curves.items():
+        (line,) = axes.plot(list(curve), list(curve.values()), linewidth=1.2)
+        last = max(curve)
+        axes.annotate(name, (last, curve[last]), (3, 0), textcoords="offset points", fontsize=7, color=line.get_color())
+    return figure
+
+
+def _budget_figure(result: RunResult) -> Figure | None:
+    points = [(c["epsilon_budget"], c["accuracy"], c["client"]) for c in result.clients]
+    points = [point for point in points if None not in point]
+    if not points:
+        return None
+    figure, axes = _axes("Accuracy on own held-out records, by budget", "epsilon budget", "accuracy")
+    axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
+    budgets = [budget for budget, _, _ in points]
+    if max(budgets) > 10 * min(budgets):
+        axes.set_xscale("log")
+    for budget, accuracy, client in points if len(points) <= _MOST_CLIENTS else []:
+        axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
+    return figure
+
+
+def _names(num_clients: int) -> list[str]:
+    """The last part of `_per_client`'s names."""
+    return [name.partition("/")[2] for name in _per_client("", [0.0] * num_clients)]
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes

@@ -1,0 +1,1 @@
+"""Callbacks that only watch: progress on the terminal, the tracked run."""

@@ -1,0 +1,299 @@
+"""What a person sees of a run: the plan first, then progress, then what it came to and where to look next."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.progress
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Column, Table
+
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.state import RoundReport, RunResult, View
+from dpfl_lightning.privacy.accountant import rounded_up
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.schedule import ClientSchedule
+
+_MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
+_NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
+
+
+class Progress(ServerCallback):
+    """Prints the plan, one live line (plain lines where the output is no terminal), and a summary.
+
+    Args:
+        console: where to print; None is standard output.
+        next_steps: lines for the end of the summary, such as how to open the tracking page.
+
+    **Privacy** Shows public facts, the schedule and accuracies on held-out records, which no guarantee covers.
+    """
+
+    def __init__(self, console: Console | None = None, next_steps: Sequence[str] = ()) -> None:
+        self.console = Console() if console is None else console
+        self.next_steps = tuple(next_steps)
+        self._bar: rich.progress.Progress | None = None
+        self._score = ""
+
+    def on_run_start(self, view: View) -> None:
+        run = view.run
+        self._say(
+            f"{_counted(view.facts.num_clients, 'client')}, {_counted(run.rounds, 'round')}, "
+            f"{_counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
+            f"estimated time: {duration(run.estimated_seconds)}",
+            style="bold",
+        )
+        self._say(_frame(view))
+        self._say(f"Output folder: {run.output_dir}")
+        if run.first_round > 1:
+            self._say(f"Going on from round {run.first_round} of {run.rounds}.")
+        self._table(_plan_columns(view))
+        self._begun, self._first = time.monotonic(), run.first_round
+        if self._live:
+            self._start_bar(view)
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        done, left = report.round - self._first + 1, report.rounds - report.round
+        seconds_left = (time.monotonic() - self._begun) / done * left
+        score = _score(report.test_accuracy, report.test_loss)
+        epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets)
+        speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
+        if self._bar is not None:
+            self._score = score or self._score  # in a round without evaluation the last one stays
+            words = f"{self._score} {epsilon} {speed.replace('records', 'rec')}".lstrip()
+            self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
+        elif report.client_accuracy is not None or report.test_loss is not None:
+            width = len(str(report.rounds))
+            clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
+            some = len(report.clients) < view.facts.num_clients
+            parts = [f"round {report.round:{width}}/{report.rounds}", score, epsilon, speed, clients if some else ""]
+            self._say(" | ".join(filter(None, [*parts, f"{duration(seconds_left)} left"])))
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        self._stop_bar()
+        if not result.finished:
+            self._say(f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}", style="bold yellow")
+            if "--resume" not in result.reason:
+                self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
+            return
+        self._table(_result_columns(result))
+        score = _score(result.test_accuracy, result.test_loss)
+        self._say(
+            f"{f'Test {score}' if score else 'Not evaluated'} after {_counted(result.rounds, 'round')} in "
+            f"{duration(result.wall_seconds)} ({result.records_per_second:,.0f} records/s); {result.reason}.",
+            style="bold",
+        )
+        self._say(f"Guarantee: {result.guarantee if _private(result) else _NO_PRIVACY}")
+        self._say("Where to look next:")
+        for line in (*_files(Path(result.output_dir)), *self.next_steps):
+            self._say(f"  {line}")
+
+    # -- how it is printed
+
+    @property
+    def _live(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """One line; a log file gets it unbroken and at once."""
+        soft_wrap = not self.console.is_terminal
+        self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
+        self.console.file.flush()
+
+    def _table(self, columns: Sequence[ClientColumn]) -> None:
+        count = len(columns[0].values)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column.title, justify="right")
+        if count <= _MOST_ROWS:
+            for row in zip(*(column.texts() for column in columns), strict=True):
+                table.add_row(*row)
+        else:
+            for name, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
+                table.add_row(name, *(column.summed_up(pick) for column in columns[1:]))
+        self.console.print()
+        self.console.print(table)
+        if count > _MOST_ROWS:
+            self._say(f"Each column by itself, over {count} clients.")
+        self.console.print()
+
+    def _start_bar(self, view: View) -> None:
+        one_line = Column(no_wrap=True)
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=one_line),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=one_line.copy()),
+            _TimeLeft(table_column=one_line.copy()),
+            console=self.console,
+            refresh_per_second=2,
+            expand=True,
+            transient=True,
+        )
+        run, ends = view.run, self._begun + view.run.estimated_seconds
+        self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
+        atexit.register(self._stop_bar)  # a second Ctrl-C while the run is ending must not leave the cursor hidden
+        self._bar.start()
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self._stop_bar)
+
+
+class _TimeLeft(rich.progress.ProgressColumn):
+    """Counts down to `ends` between the rounds."""
+
+    max_refresh = 0.5
+
+    def render(self, task: rich.progress.Task) -> str:
+        seconds = task.fields["ends"] - time.monotonic()
+        return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
+
+
+@dataclass(frozen=True)
+class ClientColumn:
+    """One column of a table of clients: numbers (None: not known) and how one of them is written."""
+
+    title: str
+    values: Sequence[float | None]
+    text: Callable[[float], str] = "{:,}".format
+
+    def texts(self) -> list[str]:
+        return ["-" if value is None else self.text(value) for value in self.values]
+
+    def summed_up(self, pick: Callable[[list[float]], float]) -> str:
+        known = [value for value in self.values if value is not None]
+        return self.text(pick(known)) if known else "-"
+
+
+def _plan_columns(view: View) -> list[ClientColumn]:
+    schedules, records = view.schedule.clients, view.facts.num_records
+    events = [_training(schedule) for schedule in schedules]
+    columns = [
+        ClientColumn("client", range(len(records))),
+        ClientColumn("records", records),
+        ClientColumn("batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]),
+        ClientColumn("steps a round", [event.steps for event in events]),
+    ]
+    if not _noised(view):
+        return columns
+    planned = [schedule.target_epsilon for schedule in schedules]
+    columns.append(ClientColumn("epsilon budget", view.run.budgets, "{:.6g}".format))
+    if planned != list(view.run.budgets):
+        columns.append(ClientColumn("epsilon planned", planned, "{:.6g}".format))
+    return [
+        *columns,
+        ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
+        ClientColumn("noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format),
+    ]
+
+
+def _result_columns(result: RunResult) -> list[ClientColumn]:
+    def column(key: str) -> list:
+        return [client[key] for client in result.clients]
+
+    columns = [ClientColumn("client", column("client"))]
+    if _private(result):
+        budgets = [_or_inf(value) for value in column("epsilon_budget")]
+        spent = [shown_epsilon(_or_inf(e), b) for e, b in zip(column("epsilon_spent"), budgets, strict=True)]
+        columns.append(ClientColumn("epsilon spent", spent, "{:.6g}".format))
+        columns.append(ClientColumn("of budget", budgets, "{:.6g}".format))
+    columns.append(ClientColumn("batch", column("batch_size")))
+    if _private(result):
+        columns.append(ClientColumn("noise multiplier", column("noise_multiplier"), "{:.4g}".format))
+    if any(value is not None for value in column("accuracy")):
+        columns.append(ClientColumn("accuracy", column("accuracy"), "{:.1%}".format))
+    return columns
+
+
+def _frame(view: View) -> str:
+    """What every epsilon of the run means, in one line."""
+    if not _noised(view):
+        return f"Guarantee: {_NO_PRIVACY}"
+    one = view.guarantees()[0]
+    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
+    delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
+    unit = f"Guarantee: {one.unit} level, {one.adjacency}"
+    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", *one.caveats])
+
+
+def _training(schedule: ClientSchedule) -> GaussianEvent:
+    """The round a client repeats most: what the table of clients tells."""
+    gaussian = [line for line in schedule.planned if isinstance(line.event, GaussianEvent)]
+    event = max(gaussian, key=lambda line: line.count).event
+    assert isinstance(event, GaussianEvent)  # for mypy
+    return event
+
+
+def _noised(view: View) -> bool:
+    return any(_training(schedule).noise_multiplier for schedule in view.schedule.clients)
+
+
+def _private(result: RunResult) -> bool:
+    return any(client["epsilon_spent"] is not None for client in result.clients)
+
+
+def _or_inf(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else epsilon
+
+
+def _score(accuracy: float | None, loss: float | None) -> str:
+    if accuracy is not None:
+        return f"accuracy {accuracy:.2%}"
+    return "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+
+
+def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
+    if all(math.isinf(epsilon) for epsilon in spent):
+        return "no privacy"
+    return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
+
+
+def _files(folder: Path) -> list[str]:
+    models = sorted(path.name for path in folder.glob("model*.pt"))
+    model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
+    return [
+        f"{folder}/result.json: every client's numbers",
+        *([f"{folder}/{model}: the trained parameters"] if model else []),
+        f"python -m dpfl_lightning.evaluate {folder}",
+    ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
+    """Four digits, rounded up; not above a budget that was kept, so that a shortened one does not look broken.
+
+    >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
+    (2.346, 0.05137, inf)
+    """
+    if epsilon == 0 or not math.isfinite(epsilon):
+        return epsilon
+    shown = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
+    return min(shown, budget) if epsilon <= budget else shown
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(7.2), duration(200), duration(7500), duration(math.nan)
+    ('7 s', '3 min 20 s', '2 h 05 min', 'unknown')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    if 0 < seconds < 1:
+        return "under 1 s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    hours, minutes_rest = divmod(minutes, 60)
+    return f"{hours} h {minutes_rest:02} min" if hours else f"{minutes} min {rest:02} s"

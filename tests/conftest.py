@@ -1,0 +1,58 @@
+"""Small federations for every test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.loop import FederatedLoop
+
+torch.set_num_threads(1)  # tests run side by side
+
+
+def blobs(num_clients: int = 4, records: int = 60, classes: int = 3, features: int = 6, seed: int = 0) -> Population:
+    """Well separated classes; clients differ in size (records, records + 10, ...)."""
+    generator = torch.Generator().manual_seed(seed)
+    centres = 3 * torch.randn(classes, features, generator=generator)
+
+    def draw(count: int):
+        y = torch.randint(classes, (count,), generator=generator)
+        return centres[y] + torch.randn(count, features, generator=generator), y
+
+    pairs = [draw(records + 10 * client) for client in range(num_clients)]
+    return Population.from_datasets(pairs, test=draw(200), held_out=0.2, num_classes=classes)
+
+
+def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(features, 8), nn.ReLU(), nn.Linear(8, classes))
+
+
+FIXED_KEY = "00112233445566778899aabbccddeeff"
+
+
+@pytest.fixture
+def make_loop(tmp_path):
+    """`make_loop(rounds=3, ...)`: a loop over four small clients with a fixed noise key, each in a folder of its own."""
+    made = []
+
+    def make(population=None, module=None, privacy="default", clients=None, **options) -> FederatedLoop:
+        if privacy == "default":
+            privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
+        made.append(1)
+        options.setdefault("output_dir", tmp_path / f"run{len(made)}")
+        options.setdefault("rounds", 3)
+        return FederatedLoop(
+            population if population is not None else blobs(),
+            module if module is not None else ClientModule(small_net()),
+            clients=clients or ClientOptions(count=4, batch_size=16, learning_rate=0.3),
+            privacy=privacy,
+            device="cpu",
+            **options,
+        )
+
+    return make

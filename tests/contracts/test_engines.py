@@ -1,0 +1,159 @@
+"""Every engine, by registration, against the reference: same noise, same draws, same parameters."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import reference
+import torch
+from conftest import FIXED_KEY, blobs, small_net
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.federated.state import ClassGradients, ServerState
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.strategies.fedprox import FedProx
+
+
+class TableStreams(Streams):
+    """Real sampling streams, noise from a fixed table."""
+
+    def generator(self, purpose, round, client, attempt=0):
+        if purpose == "noise":
+            return reference.TableNoise(seed=1000 * round + client)
+        return super().generator(purpose, round, client, attempt)
+
+
+def released(engine_name: str, make_loop, job=None, module=None, population=None, **options) -> torch.Tensor:
+    engine = ENGINES[engine_name]()
+    loop = make_loop(engine=engine, module=module or ClientModule(small_net()), population=population, **options)
+    loop.plan_schedule()
+    engine.setup(loop.module, loop.population, TableStreams(7), "poisson")
+    state = ServerState(loop.module.flat[None], (0,) * loop.population.num_clients)
+    view = loop.view(state)
+    plan = view.plan(job=job)
+    for callback in loop.callbacks:
+        plan = callback.plan_round(plan, view)
+    return engine.train(plan, state, [0] * len(plan.clients)).released
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+def test_engine_equals_the_reference(engine, make_loop):
+    torch.testing.assert_close(released(engine, make_loop), released("serial", make_loop), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+def test_engine_equals_the_reference_on_a_convolutional_net(engine, make_loop):
+    generator = torch.Generator().manual_seed(3)
+    pairs = [(torch.randn(20, 1, 8, 8, generator=generator), torch.randint(4, (20,), generator=generator)) for _ in range(4)]
+    population = Population.from_datasets(pairs, held_out=0.0, num_classes=4)
+
+    def module():
+        torch.manual_seed(0)
+        nn = torch.nn
+        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 4)]
+        return ClientModule(nn.Sequential(*layers))
+
+    options = {"population": population, "clients": ClientOptions(count=4, batch_size=8)}
+    ours = released(engine, make_loop, module=module(), **options)
+    torch.testing.assert_close(ours, released("serial", make_loop, module=module(), **options), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+def test_engine_pulls_to_anchors_as_the_reference(engine, make_loop):
+    pulled, plain = (released(engine, make_loop, callbacks=[FedProx(pull)]) for pull in (2.0, 0.0))
+    torch.testing.assert_close(pulled, released("serial", make_loop, callbacks=[FedProx(2.0)]), rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(pulled, plain)
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+def test_engine_gives_the_class_gradients_of_the_reference(engine, make_loop):
+    job = ClassGradients(3)
+    ours = released(engine, make_loop, job=job)
+    assert ours.shape[:2] == (4, 3)
+    torch.testing.assert_close(ours, released("serial", make_loop, job=job), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
+    loop = make_loop(engine=ENGINES[engine](), privacy=None, rounds=1)
+    net, start = small_net(), loop.module.flat
+    loop.run()
+    streams = Streams(loop.folder.noise_key)
+    clients = []
+    for client, own in enumerate(loop.settings):
+        from dpfl_lightning.privacy.sampling import draw_steps
+
+        generator = streams.generator("sampling", 1, client)
+        draws = draw_steps("poisson", own.num_records, own.sample_rate, own.steps, generator)
+        clients.append([loop.population.records(client, torch.from_numpy(rows)) for rows in draws])
+    expected = reference.fedavg_round(
+        net,
+        start,
+        clients,
+        [own.learning_rate for own in loop.settings],
+        [own.batch_size for own in loop.settings],
+        [own.num_records for own in loop.settings],
+    )
+    torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
+    loop = make_loop(engine=ENGINES[engine](), clients=ClientOptions(count=4, batch_size=1), rounds=1)
+    loop.plan_schedule()
+    loop.engine.setup(loop.module, loop.population, EmptyDraws(7), "poisson")
+    state = ServerState(loop.module.flat[None], (0,) * 4)
+    plan = loop.view(state).plan()
+    plan = dataclasses.replace(plan, steps=(1,) * 4)
+    deltas = loop.engine.train(plan, state, [0] * 4).released
+    expected = [m.noise_std(1, rate) for m, rate in zip(plan.mechanism_of, plan.learning_rate_of, strict=True)]
+    for delta, std in zip(deltas, expected, strict=True):
+        assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
+
+
+class EmptyDraws(Streams):
+    def generator(self, purpose, round, client, attempt=0):
+        generator = super().generator(purpose, round, client, attempt)
+        return Nobody() if purpose == "sampling" else generator
+
+
+class Nobody:
+    def binomial(self, n, p):
+        return 0
+
+    def choice(self, n, size, replace, shuffle):
+        import numpy as np
+
+        return np.zeros(0, dtype=np.int64)
+
+
+@pytest.mark.parametrize("hook", ["training_step", "configure_optimizers"])
+def test_the_fast_engine_refuses_what_it_would_not_run(hook, make_loop):
+    own = type("Own", (ClientModule,), {hook: lambda self, *args: None})
+    with pytest.raises(UserError, match=hook):
+        make_loop(engine=ENGINES["fast"](), module=own(small_net())).run()
+
+
+def test_huge_noise_ruins_accuracy(make_loop):
+    quiet, loud = (
+        make_loop(privacy=PrivacyOptions(noise_multiplier=z, delta=1e-3, noise_key=FIXED_KEY), rounds=5).run().test_accuracy
+        for z in (0.5, 1000.0)
+    )
+    assert quiet > 0.9 and loud < 0.6
+
+
+def test_order_of_clients_does_not_matter(make_loop):
+    """Client i keeps its id, and the sum is rounded once: a plan in any order gives the same bits."""
+    from dpfl_lightning.federated import aggregate
+
+    deltas = torch.randn(50, 1000, generator=torch.Generator().manual_seed(0))
+    weights = torch.rand(1, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(2))
+    ours = aggregate.combine(weights[:, order], deltas[order])
+    torch.testing.assert_close(ours, aggregate.combine(weights, deltas), rtol=1e-6, atol=1e-7)
+    assert blobs().num_clients == 4

@@ -1,0 +1,129 @@
+"""Every strategy, by registration: it runs, keeps to budgets, ignores order, resumes, and reads what it declared."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+
+import pytest
+import torch
+
+from dpfl_lightning import strategies
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.state import ClientUpdates, ServerState
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+
+NAMES = sorted(strategies.STRATEGIES)
+
+
+def in_company(name):
+    """The strategy, with a base rule beside it if it is none."""
+    (own,) = strategies.build({name: None})
+    return own, [own] if own.role == "base" else [SizeWeighted(), own]
+
+
+def some_updates(order):
+    deltas = torch.randn(4, 83, generator=torch.Generator().manual_seed(0))
+    order = list(order)
+    return ClientUpdates(tuple(order), deltas[order], (3,) * 4, (0.1,) * 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_runs_within_budgets(name, make_loop):
+    result = make_loop(callbacks=in_company(name)[1], rounds=2).run()
+    assert result.finished and result.rounds == 2
+    assert all(0 < client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_follow_the_clients_in_any_order(name, make_loop):
+    own, callbacks = in_company(name)
+    loop = make_loop(callbacks=callbacks)
+    loop.plan_schedule()
+    view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
+    order = [2, 0, 3, 1]
+    plain, mixed = own.weigh(some_updates(range(4)), view), own.weigh(some_updates(order), view)
+    if plain is None:
+        assert mixed is None
+    else:
+        assert bool((plain >= 0).all()) and plain.shape[-1] == 4
+        torch.testing.assert_close(mixed, plain[..., order])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_facts_are_enough_for_who_declared_so(name, make_loop):
+    own, callbacks = in_company(name)
+    loop = make_loop(callbacks=callbacks)
+    loop.plan_schedule()
+    view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
+    if own.needs == "facts":
+        blind = dataclasses.replace(some_updates(range(4)), deltas=None)
+        a, b = own.weigh(blind, view), own.weigh(some_updates(range(4)), view)
+        assert a is b is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_state_survives_a_checkpoint(name, make_loop):
+    own, callbacks = in_company(name)
+    make_loop(callbacks=callbacks, rounds=2).run()
+    buffer = io.BytesIO()
+    torch.save(own.state_dict(), buffer)
+    buffer.seek(0)
+    (fresh,) = strategies.build({name: None})
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    assert repr(fresh.state_dict()) == repr(own.state_dict())
+
+
+def weights_of(name, make_loop):
+    own, callbacks = in_company(name)
+    loop = make_loop(callbacks=callbacks)
+    loop.plan_schedule()
+    return own.weigh(some_updates(range(4)), loop.view(ServerState(loop.module.flat[None], (0,) * 4))), loop
+
+
+def test_the_formulas(make_loop):
+    sizes, loop = weights_of("size_weighted", make_loop)
+    assert sizes.tolist() == list(loop.population.num_records)
+    assert weights_of("uniform", make_loop)[0].tolist() == [1.0] * 4
+    assert weights_of("epsilon_weighted", make_loop)[0].tolist() == [4.0, 6.0, 8.0, 10.0]
+
+
+def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
+    result = make_loop(callbacks=strategies.build({"minimum_epsilon": None})).run()
+    assert all(3.9 < client["epsilon_spent"] <= 4.0 for client in result.clients)
+    assert [client["epsilon_budget"] for client in result.clients] == [4.0, 6.0, 8.0, 10.0]
+
+
+def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
+    def moved(pull):
+        loop = make_loop(callbacks=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1)
+        start = loop.module.flat
+        loop.run()
+        return float((loop.state.models[0] - start).norm())
+
+    assert moved(3.0) < 0.7 * moved(0.0)
+
+
+def test_epsilon_weights_need_budgets(make_loop):
+    with pytest.raises(UserError, match="privacy.epsilon.*epsilon_weighted"):
+        make_loop(callbacks=strategies.build({"epsilon_weighted": None}), privacy=None).run()
+
+
+@pytest.mark.parametrize(
+    ("configuration", "words"),
+    [
+        ({"size_wieghted": {}}, "Did you mean `size_weighted`"),
+        ({"fedprox": {"pul": 1}}, r"strategies\.fedprox\.pul.*Did you mean `pull`"),
+        ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
+        ({"no.such.Strategy": {}}, "importable"),
+        ({"collections.OrderedDict": {}}, "ServerCallback"),
+    ],
+)
+def test_bad_names_and_options_are_one_sentence(configuration, words):
+    with pytest.raises(UserError, match=words):
+        strategies.build(configuration)
+
+
+def test_a_users_own_strategy_by_its_path():
+    (own,) = strategies.build({"dpfl_lightning.strategies.uniform.Uniform": {}})
+    assert type(own).__name__ == "Uniform"

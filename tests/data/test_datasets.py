@@ -1,0 +1,407 @@
+"""Readers on small files in the true formats, every way a file can be bad, and every way one can be fetched."""
+
+import gzip
+import hashlib
+import http.server
+import io
+import os
+import socketserver
+import struct
+import tarfile
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dpfl_lightning.data import datasets, load
+from dpfl_lightning.errors import UserError
+
+TRAIN_X, TRAIN_Y, TEST_X, TEST_Y = datasets.IdxFiles.stems
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test sees, or writes to, the cache of whoever runs it; and loopback never goes through a proxy."""
+    monkeypatch.setenv("DPFL_DATA", str(tmp_path / "cache"))
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+
+
+def idx(values: np.ndarray) -> bytes:
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.astype(np.uint8).tobytes()
+
+
+def idx_files(train: int = 12, test: int = 5) -> dict[str, bytes]:
+    rng = np.random.default_rng(0)
+    images = {TRAIN_X: rng.integers(0, 256, (train, 28, 28)), TEST_X: rng.integers(0, 256, (test, 28, 28))}
+    labels = {TRAIN_Y: np.arange(train) % 10, TEST_Y: np.arange(test) % 10}
+    return {stem: idx(values) for stem, values in (images | labels).items()}
+
+
+def write(folder: Path, files: dict[str, bytes], gz: bool = False) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        path = folder / (f"{name}.gz" if gz else name)
+        path.write_bytes(gzip.compress(content, mtime=0) if gz else content)
+    return folder
+
+
+def cifar_layout(name: str) -> datasets.CifarFiles:
+    layout = datasets.SOURCES[name].layout
+    assert isinstance(layout, datasets.CifarFiles)
+    return layout
+
+
+def cifar_files(name: str, per_file: int = 3) -> dict[str, bytes]:
+    """Random records in the true layout; the label bytes are (7, 42) for CIFAR-100 and 7 for CIFAR-10."""
+    layout, rng = cifar_layout(name), np.random.default_rng(1)
+    labels = bytes([7, 42][: layout.label_bytes])
+    return {
+        file: b"".join(labels + rng.integers(0, 256, 3072, dtype=np.uint8).tobytes() for _ in range(per_file))
+        for file in layout.files
+    }
+
+
+def tar_gz(files: dict[str, bytes], inside: str) -> bytes:
+    stored = io.BytesIO()
+    with tarfile.open(fileobj=stored, mode="w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"{inside}/{name}")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return stored.getvalue()
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# --- good files ---
+
+
+@pytest.mark.parametrize("gz", [False, True])
+@pytest.mark.parametrize("name", ["mnist", "fashion_mnist"])
+def test_idx_files_are_read_and_normalised(tmp_path, name, gz):
+    files = idx_files()
+    data = load(name, str(write(tmp_path / "given", files, gz)), download=False)
+    stored = np.frombuffer(files[TRAIN_X], np.uint8, offset=16).reshape(12, 1, 28, 28)
+    expected = (stored / 255 - 0.1307) / 0.3081
+    np.testing.assert_allclose(data.x.numpy(), expected, rtol=0, atol=1e-5)
+    assert data.x.dtype == torch.float32 and data.y.dtype == torch.int64
+    assert data.y.tolist() == [*range(10), 0, 1] and data.test_y.tolist() == [0, 1, 2, 3, 4]
+    assert data.input_shape == (1, 28, 28) and data.num_classes == 10 and data.name == name
+
+
+def test_sub_folder_of_the_name_is_found(tmp_path):
+    write(tmp_path / "mnist", idx_files())
+    assert len(load("mnist", str(tmp_path), download=False).y) == 12
+
+
+def test_cache_is_found_without_a_folder(tmp_path):
+    write(tmp_path / "cache" / "mnist", idx_files(), gz=True)
+    assert len(load("mnist", download=False).y) == 12
+
+
+@pytest.mark.parametrize("form", ["archive", "unpacked", "its files"])
+@pytest.mark.parametrize("name, label, parts", [("cifar10", 7, 5), ("cifar100", 42, 1)])
+def test_cifar_files_are_read_and_normalised(tmp_path, name, label, parts, form):
+    layout, files = cifar_layout(name), cifar_files(name)
+    if form == "archive":
+        (tmp_path / layout.archive).write_bytes(tar_gz(files, layout.folder))
+    else:
+        write(tmp_path / (layout.folder if form == "unpacked" else ""), files)
+    data = load(name, str(tmp_path), download=False)
+    assert data.x.shape == (3 * parts, 3, 32, 32) and data.test_x.shape == (3, 3, 32, 32)
+    assert set(data.y.tolist()) == {label}
+    first = np.frombuffer(files[layout.train[0]], np.uint8)[layout.label_bytes :][:3072].reshape(3, 32, 32)
+    np.testing.assert_allclose(data.x[0].numpy(), (first / 255 - 0.5) / 0.5, rtol=0, atol=1e-6)
+
+
+def test_digits_split_is_fixed():
+    data, again = load("digits"), load("digits")
+    assert torch.equal(data.x, again.x) and len(data.y) + len(data.test_y) == 1797
+    assert data.x.min() == -1 and data.x.max() == 1
+    rows = {tuple(row) for row in data.x.flatten(1).tolist()}
+    assert sum(tuple(row) in rows for row in data.test_x.flatten(1).tolist()) == 0
+
+
+def test_real_fashion_mnist(monkeypatch):
+    monkeypatch.delenv("DPFL_DATA")
+    try:
+        data = load("fashion_mnist", download=False)
+    except UserError as error:
+        pytest.skip(f"the real data set is not on this machine: {str(error).splitlines()[0]}")
+    assert data.x.shape == (60_000, 1, 28, 28) and data.test_x.shape == (10_000, 1, 28, 28)
+    assert data.y.bincount().tolist() == [6000] * 10 and data.test_y.bincount().tolist() == [1000] * 10
+    assert data.y[:5].tolist() == [9, 0, 0, 3, 0]
+    assert float(data.x.double().mean()) == pytest.approx((0.2860 - 0.1307) / 0.3081, abs=1e-3)
+
+
+# --- bad files ---
+
+
+def cut(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def flip(content: bytes) -> bytes:
+    """One bit of the stored checksum of a gzip file, or of a plain file's magic number."""
+    place = -6 if content[:2] == b"\x1f\x8b" else 2
+    changed = bytearray(content)
+    changed[place] ^= 1
+    return bytes(changed)
+
+
+BAD_IDX = {
+    "truncated": (TRAIN_X, False, cut, "must hold 9424 bytes for its shape"),
+    "truncated gz": (TRAIN_X, True, cut, "must be a whole gzip file"),
+    "checksum": (TEST_X, True, flip, "must be a whole gzip file, got one with: CRC check failed"),
+    "not gzip": (TEST_Y, True, lambda content: b"<html>404</html>", "must be a whole gzip file"),
+    "magic": (TRAIN_Y, False, flip, "must start with the IDX magic number 00000801"),
+    "empty": (TRAIN_Y, False, lambda content: b"", "must start with the IDX magic number"),
+    "header only": (TRAIN_X, False, lambda content: content[:7], "must hold an IDX header of 16 bytes"),
+    "longer": (TEST_Y, False, lambda content: content + b"\0", "must hold 13 bytes for its shape"),
+    "labels beyond": (TEST_Y, False, lambda content: idx(np.full(5, 10)), "must hold test labels from 0 to 9, got 10"),
+    "fewer labels": (TRAIN_Y, False, lambda content: idx(np.zeros(11)), "must hold 11 images, one a label, got 12"),
+    "other size": (TEST_X, False, lambda content: idx(np.zeros((5, 32, 32))), "images of 28 x 28 pixels"),
+}
+
+
+@pytest.mark.parametrize("stem, gz, spoil, message", BAD_IDX.values(), ids=BAD_IDX.keys())
+@pytest.mark.parametrize("place", ["given", "cache/mnist"])
+def test_bad_idx_file_is_named_and_left_alone(tmp_path, stem, gz, spoil, message, place):
+    folder = write(tmp_path / place, idx_files(), gz)
+    path = folder / (f"{stem}.gz" if gz else stem)
+    path.write_bytes(spoil(path.read_bytes()))
+    before = snapshot(tmp_path)
+    with pytest.raises(UserError, match=message) as error:
+        load("mnist", str(folder) if place == "given" else None)
+    assert str(folder) in str(error.value)
+    assert snapshot(tmp_path) == before
+
+
+def test_no_records_is_refused(tmp_path):
+    folder = write(tmp_path / "given", idx_files(train=0))
+    with pytest.raises(UserError, match="must hold at least one training record"):
+        load("mnist", str(folder), download=False)
+
+
+@pytest.mark.parametrize("spoil, message", [(cut, "must be a whole gzip file"), (flip, "CRC check failed")])
+def test_bad_cifar_archive_is_named(tmp_path, spoil, message):
+    layout = cifar_layout("cifar10")
+    (tmp_path / layout.archive).write_bytes(spoil(tar_gz(cifar_files("cifar10"), layout.folder)))
+    with pytest.raises(UserError, match=message) as error:
+        load("cifar10", str(tmp_path), download=False)
+    assert layout.archive in str(error.value)
+
+
+def test_cifar_archive_that_lacks_a_file(tmp_path):
+    layout, files = cifar_layout("cifar10"), cifar_files("cifar10")
+    del files["data_batch_3.bin"]
+    (tmp_path / layout.archive).write_bytes(tar_gz(files, layout.folder))
+    with pytest.raises(UserError, match=r"none named data_batch_3\.bin"):
+        load("cifar10", str(tmp_path), download=False)
+
+
+def test_cifar_archive_that_is_no_tar(tmp_path):
+    (tmp_path / "cifar-100-binary.tar.gz").write_bytes(gzip.compress(b"not a tar" * 100))
+    with pytest.raises(UserError, match=r"must be a whole tar\.gz"):
+        load("cifar100", str(tmp_path), download=False)
+
+
+def test_cifar_file_cut_within_a_record(tmp_path):
+    files = cifar_files("cifar100")
+    write(tmp_path, files | {"train.bin": files["train.bin"][:-1]})
+    with pytest.raises(UserError, match=r"train.bin` must hold records of 3074 bytes each, got '9221 bytes'"):
+        load("cifar100", str(tmp_path), download=False)
+
+
+def test_cifar_label_out_of_range(tmp_path):
+    files = cifar_files("cifar10")
+    write(tmp_path, files | {"test_batch.bin": bytes([200]) + files["test_batch.bin"][1:]})
+    with pytest.raises(UserError, match="must hold test labels from 0 to 9, got 200"):
+        load("cifar10", str(tmp_path), download=False)
+
+
+# --- where they come from ---
+
+
+def test_unknown_name_gets_the_nearest():
+    with pytest.raises(UserError, match=r"`data.name` must be one of .*Did you mean `fashion_mnist`"):
+        load("fashon_mnist")
+
+
+def test_given_folder_must_exist_and_be_whole(tmp_path):
+    write(tmp_path / "cache" / "mnist", idx_files())  # found only where no folder was named
+    with pytest.raises(UserError, match=r"`data\.folder` must hold the files of mnist, got .*no such folder"):
+        load("mnist", str(tmp_path / "typo"))
+    files = idx_files()
+    del files[TEST_Y]
+    with pytest.raises(UserError, match=rf"a folder that lacks {TEST_Y}\[.gz\]\. Mend the path"):
+        load("mnist", str(write(tmp_path / "given", files)))
+
+
+class Server:
+    """A mirror on loopback: path -> body, or None for a body shorter than it was announced."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.broken: set[str] = set()
+        self.asked: list[str] = []
+        server = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self):
+                server.asked.append(self.path)
+                body = server.files.get(self.path)
+                if body is None:
+                    return self.send_error(404)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(cut(body) if self.path in server.broken else body)
+
+            def log_message(self, *args):
+                pass
+
+        self.http = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=self.http.serve_forever, daemon=True).start()
+        self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+
+
+@pytest.fixture
+def mirrored(server, monkeypatch):
+    """MNIST as a small set on the second of two mirrors; the first knows nothing."""
+    files = {f"{stem}.gz": gzip.compress(content, mtime=0) for stem, content in idx_files().items()}
+    server.files = {f"/good/{name}": content for name, content in files.items()}
+    source = replace(
+        datasets.SOURCES["mnist"],
+        mirrors=(f"{server.address}/empty/", f"{server.address}/good/"),
+        md5_of={name: hashlib.md5(content).hexdigest() for name, content in files.items()},
+    )
+    monkeypatch.setitem(datasets.SOURCES, "mnist", source)
+    return files
+
+
+def test_fetched_once_from_the_mirror_that_has_it(tmp_path, server, mirrored):
+    assert len(load("mnist").y) == 12
+    assert snapshot(tmp_path / "cache") == {f"mnist/{name}": content for name, content in mirrored.items()}
+    asked = len(server.asked)
+    assert len(load("mnist").y) == 12 and len(server.asked) == asked
+
+
+@pytest.mark.parametrize("how", ["other content", "interrupted"])
+def test_bad_download_leaves_nothing(tmp_path, server, mirrored, how):
+    last = f"/good/{TEST_Y}.gz"
+    if how == "interrupted":
+        server.broken.add(last)
+    else:
+        server.files[last] = b"something else"
+    with pytest.raises(UserError) as error:
+        load("mnist")
+    lines = str(error.value).splitlines()
+    assert "cache/mnist: no such folder" in lines[1]
+    assert "/empty/: 404" in lines[2] and "/good/: " in lines[3]
+    assert lines[-1].startswith("Two ways out: put train-images-idx3-ubyte.gz") and "--data.folder FOLDER" in lines[-1]
+    assert snapshot(tmp_path / "cache") == {} and os.listdir(tmp_path / "cache") == []
+
+
+def test_download_false_opens_no_connection(server, mirrored):
+    with pytest.raises(UserError, match="not allowed"):
+        load("mnist", download=False)
+    assert server.asked == []
+
+
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch, mirrored):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DPFL_DATA", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match=r"cannot write there .*DPFL_DATA may name another folder"):
+        load("mnist")
+
+
+FAKE_APT = """#!/bin/sh
+echo "$@" >> "$LOG"
+case "$*" in
+  *update*) ;;
+  *Dir::State*|"download {package}") {first}; cp "$DEB" ./{package}_1_all.deb ;;
+esac
+"""
+
+
+@pytest.fixture
+def debian(tmp_path, server, monkeypatch):
+    """Fashion-MNIST with no mirror that answers, on a machine whose apt-get and dpkg-deb are scripts of ours."""
+    package = datasets.SOURCES["fashion_mnist"].package
+    root = tmp_path / "tree"
+    write(root / package.folder.lstrip("/"), idx_files(), gz=True)
+    md5_of = {f"{stem}.gz": hashlib.md5(content).hexdigest() for stem, content in idx_files().items()}
+    here = replace(package, folder=str(tmp_path / "nowhere"), content_md5_of=md5_of)
+    (root / here.folder.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+    (root / package.folder.lstrip("/")).rename(root / here.folder.lstrip("/"))
+    source = replace(datasets.SOURCES["fashion_mnist"], mirrors=(f"{server.address}/empty/",), package=here)
+    monkeypatch.setitem(datasets.SOURCES, "fashion_mnist", source)
+    with tarfile.open(tmp_path / "package.deb", "w") as archive:
+        archive.add(root, ".")
+    tools = tmp_path / "tools"
+    for variable, value in {"DEB": tmp_path / "package.deb", "LOG": tmp_path / "log"}.items():
+        monkeypatch.setenv(variable, str(value))
+    monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
+
+    def install(first: str = "true") -> None:
+        scripts = {
+            "apt-get": FAKE_APT.format(package=here.name, first=first).encode(),
+            "dpkg-deb": b'#!/bin/sh\nmkdir "$3" && tar -xf "$2" -C "$3"\n',
+        }
+        for path in write(tools, scripts).iterdir():
+            path.chmod(0o755)
+
+    return install
+
+
+def test_debian_package_is_the_last_resort(tmp_path, debian):
+    debian()
+    assert len(load("fashion_mnist").y) == 12
+    assert sorted(os.listdir(tmp_path / "cache" / "fashion_mnist")) == sorted(f"{s}.gz" for s in idx_files())
+    assert (tmp_path / "log").read_text() == "download dataset-fashion-mnist\n"
+
+
+def test_debian_package_without_package_lists(tmp_path, debian):
+    debian(first='case "$*" in *Dir::State*) ;; *) exit 100;; esac')
+    assert len(load("fashion_mnist").y) == 12
+    plain, update, again = (tmp_path / "log").read_text().splitlines()
+    assert plain == "download dataset-fashion-mnist"
+    assert update.endswith("update") and again.endswith("download dataset-fashion-mnist")
+    assert all("-o Dir::State=" in line for line in (update, again))  # the system's own lists are not touched
+
+
+def test_everything_fails_in_one_error(tmp_path, debian):
+    debian(first="echo 'E: Unable to locate package' >&2; exit 100")
+    with pytest.raises(UserError) as error:
+        load("fashion_mnist")
+    lines = str(error.value).splitlines()
+    assert [line.strip().split(": ")[-1] for line in lines[1:3]] == ["no such folder"] * 2
+    assert "404" in lines[3]
+    assert lines[4] == "  Debian's package dataset-fashion-mnist: E: Unable to locate package"
+    assert lines[5].startswith("Two ways out: `apt-get install dataset-fashion-mnist`, or put train-images")
+
+
+def test_debian_package_with_other_content_is_refused(tmp_path, monkeypatch, debian):
+    debian()
+    source = datasets.SOURCES["fashion_mnist"]
+    other = dict.fromkeys(source.package.content_md5_of, "0" * 32)
+    package = replace(source.package, content_md5_of=other)
+    monkeypatch.setitem(datasets.SOURCES, "fashion_mnist", replace(source, package=package))
+    with pytest.raises(UserError, match="must hold data of md5 0000"):
+        load("fashion_mnist")
+    assert os.listdir(tmp_path / "cache") == []

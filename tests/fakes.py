@@ -1,0 +1,101 @@
+"""What a loop would tell its watchers, without a loop: views, reports and results of made-up runs."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import torch
+
+from dpfl_lightning.data import Facts
+from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
+from dpfl_lightning.privacy.accountant import Guarantee
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+
+FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
+
+
+def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 1.25, **info) -> View:
+    """Client i: 100 + i records, batch 10, budget i + 1 (infinite without noise), delta 1e-3."""
+    records = tuple(100 + client for client in range(num_clients))
+    budgets = tuple(client + 1.0 if noise else math.inf for client in range(num_clients))
+    schedules = tuple(
+        ClientSchedule(budget, 1e-3, (Planned("train", GaussianEvent(10 / size, noise, math.ceil(size / 10)), rounds),))
+        for budget, size in zip(budgets, records, strict=True)
+    )
+    told = {
+        "output_dir": folder,
+        "rounds": rounds,
+        "first_round": 1,
+        "num_params": 1234,
+        "budgets": budgets,
+        "records_per_round": sum(records),
+        "estimated_seconds": 200.0,
+        "engine": "serial",
+        "device": "cpu",
+        "sampling": "poisson",
+        "accountant": "rdp",
+        "options": {},
+    }
+    return View(
+        round=1,
+        state=ServerState(torch.zeros(1, 2), (0,) * num_clients),
+        facts=Facts(num_records=records, num_classes=10, input_shape=(4,)),
+        schedule=RunSchedule(schedules, rounds),
+        run=RunInfo(**{**told, **info}),
+        clip_norm=(1.0,) * num_clients,
+        learning_rate=(0.1,) * num_clients,
+        seed=0,
+        guarantees=lambda: tuple(Guarantee(epsilon=0.0, delta=1e-3, **FRAME) for _ in schedules),
+        ask=None,
+    )
+
+
+def a_report(view: View, round: int, **told) -> RoundReport:
+    """After `round` rounds a tenth of every client's budget is gone for each; accuracy is round / 20."""
+    clients = tuple(range(view.facts.num_clients))
+    usual = {
+        "round": round,
+        "rounds": view.run.rounds,
+        "seconds": 0.5,
+        "records": 1000,
+        "clients": clients,
+        "weights": torch.ones(1, len(clients)),
+        "epsilon_spent": tuple(budget * round / 10 for budget in view.run.budgets),
+        "test_accuracy": round / 20,
+        "test_loss": 1 / round,
+        "client_accuracy": tuple(round / 20 + client / 1000 for client in clients),
+    }
+    return RoundReport(**{**usual, **told})
+
+
+def a_result(view: View, **told) -> RunResult:
+    """All rounds done, every budget spent to 99 %."""
+    clients = tuple(
+        {
+            "client": client,
+            "epsilon_spent": 0.99 * budget if math.isfinite(budget) else None,
+            "epsilon_budget": budget if math.isfinite(budget) else None,
+            "delta": 1e-3,
+            "noise_multiplier": view.schedule.clients[client].planned[0].event.noise_multiplier,
+            "batch_size": 10,
+            "num_records": view.facts.num_records[client],
+            "steps": 100,
+            "accuracy": 0.5 + client / 1000,
+        }
+        for client, budget in enumerate(view.run.budgets)
+    )
+    usual = {
+        "output_dir": str(view.run.output_dir),
+        "finished": True,
+        "rounds": view.run.rounds,
+        "wall_seconds": 61.0,
+        "records_per_second": 2000.0,
+        "reason": f"all {view.run.rounds} rounds are done",
+        "guarantee": "(3, 0.001)-differential privacy per record.",
+        "clients": clients,
+        "test_accuracy": 0.5,
+        "test_loss": 1.5,
+    }
+    return RunResult(**{**usual, **told})

@@ -1,0 +1,240 @@
+"""The loop: hook order, charges, results, bad folders, spent budgets."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import FIXED_KEY, blobs, small_net
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import HOOKS, ServerCallback
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.uniform import Uniform
+
+
+def test_a_run_learns_and_leaves_its_record(make_loop):
+    loop = make_loop(rounds=5)
+    result = loop.run()
+    assert result.test_accuracy > 0.8
+    assert result.finished and result.reason == "all 5 rounds are done"
+    written = json.loads((loop.output_dir / "result.json").read_text())
+    assert written["test_accuracy"] == result.test_accuracy and written["rounds"] == 5
+    assert len(written["clients"]) == 4
+    for client in written["clients"]:
+        assert 0 < client["epsilon_spent"] <= client["epsilon_budget"]
+        assert client["epsilon_spent"] > 0.99 * client["epsilon_budget"]
+        assert client["steps"] == 5 * -(-client["num_records"] // client["batch_size"])
+        assert 0 <= client["accuracy"] <= 1
+    for words in ("record", "add or remove", "Poisson", "0.001", "Not covered"):
+        assert words in written["guarantee"], words
+    assert len(read_ledger(loop.folder.ledger_file)) == 4 * 5
+    net = small_net()
+    net.load_state_dict(torch.load(loop.output_dir / "model.pt", weights_only=True))
+    assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), loop.state.models[0])
+
+
+def test_the_noise_key_is_secret_and_unlogged(make_loop):
+    loop = make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3))
+    loop.run()
+    key = loop.output_dir / "noise_key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    secret = key.read_text().split()[0]
+    assert int(secret, 16) == loop.folder.noise_key
+    for path in loop.output_dir.iterdir():
+        assert path == key or secret.encode() not in path.read_bytes()
+
+
+def test_a_given_noise_key_is_said_in_the_guarantee(make_loop):
+    assert "noise key" in make_loop().run().guarantee
+    assert "noise key" not in make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3)).run().guarantee
+
+
+def test_shuffled_batches_are_said_not_to_be_proven(make_loop):
+    result = make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3, sampling="shuffle")).run()
+    assert "NOT proven" in result.guarantee
+
+
+def test_a_run_without_privacy_says_so(make_loop):
+    result = make_loop(privacy=None).run()
+    assert all(client["epsilon_spent"] is None for client in result.clients)
+    assert "no " in result.guarantee.lower()
+    json.dumps(result.as_dict(), allow_nan=False)
+
+
+def test_two_runs_differ_in_noise_only_through_the_key(make_loop):
+    first, second = make_loop(), make_loop()
+    first.run(), second.run()
+    assert torch.equal(first.state.models, second.state.models)
+    other = make_loop(privacy=PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3))
+    other.run()
+    assert not torch.equal(first.state.models, other.state.models)
+
+
+def test_a_taken_folder_is_left_alone(make_loop, tmp_path):
+    loop = make_loop()
+    loop.run()
+    before = {path: path.read_bytes() for path in loop.output_dir.iterdir()}
+    with pytest.raises(UserError, match="output_dir.*holds another run"):
+        make_loop(output_dir=loop.output_dir).run()
+    assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
+
+
+def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
+    privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
+    cohorts = []
+    loop = make_loop(privacy=privacy, rounds=500, callbacks=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))])
+    result = loop.run()
+    assert "every client has spent its budget" in result.reason
+    assert result.rounds < 500
+    assert cohorts[0] == (0, 1, 2) and cohorts[-1] == (2,)
+    for client in result.clients:
+        assert client["epsilon_spent"] <= client["epsilon_budget"]
+
+
+class OnRound(ServerCallback):
+    def __init__(self, see):
+        self._see = see
+
+    def on_round_end(self, view, report):
+        self._see(report)
+
+
+class Recorder(ServerCallback):
+    """Notes every hook and what the ledger held when it was called."""
+
+    def __init__(self, calls, ledger_lines):
+        self._calls, self._ledger_lines = calls, ledger_lines
+
+
+def _recording(hook):
+    def call(self, *args):
+        self._calls.append((hook, self._ledger_lines()))
+        return getattr(ServerCallback, hook)(self, *args)
+
+    return call
+
+
+for _hook in HOOKS:
+    if callable(getattr(ServerCallback, _hook)):
+        setattr(Recorder, _hook, _recording(_hook))
+
+
+def test_round_order_and_that_charges_come_before_training(make_loop):
+    calls: list = []
+    loop = make_loop(rounds=2)
+    lines = lambda: len(loop.folder.ledger_file.read_bytes().splitlines()) if hasattr(loop, "folder") else 0  # noqa: E731
+    loop.callbacks.append(Recorder(calls, lines))
+    train = loop.engine.train
+
+    def spy(*args):
+        calls.append(("TRAIN", lines()))
+        return train(*args)
+
+    loop.engine.train = spy
+    loop.run()
+
+    def one_round(before, after, last):
+        verbs = [("stop", before), ("plan_round", before), ("TRAIN", after)]
+        verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "state_dict", "deliver")]
+        return [*verbs, ("on_round_end", after)]
+
+    expected = [("plan_run", 0), ("state_dict", 0), ("on_run_start", 0), *one_round(0, 4, False), *one_round(4, 8, True)]
+    assert calls[: len(expected)] == expected
+    assert calls[-1] == ("on_run_end", 8)
+
+
+def test_a_misspelt_hook_is_heard(make_loop):
+    odd = type("Odd", (ServerCallback,), {"plan_rounds": lambda self, plan, view: plan})
+    with pytest.raises(UserError, match=r"plan_rounds.*Did you mean `plan_round`"):
+        make_loop(callbacks=[SizeWeighted(), odd()])
+
+
+def test_two_base_rules_and_two_answers_are_errors(make_loop):
+    with pytest.raises(UserError, match="exactly one base rule"):
+        make_loop(callbacks=[SizeWeighted(), Uniform()])
+    answer = type("Median", (ServerCallback,), {"combine": lambda self, updates, weights, view: updates.deltas})
+    with pytest.raises(UserError, match="`combine` must be answered by one strategy"):
+        make_loop(callbacks=[SizeWeighted(), answer(), answer()]).run()
+
+
+def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
+    seen = []
+    peek = type("Peek", (ServerCallback,), {"weigh": lambda self, updates, view: seen.append(updates.deltas)})
+    reader = type("Reader", (peek,), {"needs": "deltas"})
+    make_loop(callbacks=[SizeWeighted(), peek(), reader()], rounds=1).run()
+    assert seen[0] is None and seen[1].shape[0] == 4
+
+
+def test_a_client_with_a_broken_update_is_dropped_whole(make_loop):
+    loop = make_loop(rounds=1)
+    train = loop.engine.train
+
+    def broken(*args):
+        updates = train(*args)
+        updates.deltas[1, 0] = float("nan")
+        return updates
+
+    loop.engine.train = broken
+    weights = []
+    loop.callbacks.append(OnRound(lambda report: weights.append((report.clients, report.weights))))
+    loop.run()
+    assert weights[0][0] == (0, 2, 3) and weights[0][1].shape == (1, 3)
+    assert bool(loop.state.models.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"clients": ClientOptions(count=4, batch_size=500)}, "clients.batch_size.*records.*500"),
+        ({"privacy": PrivacyOptions(epsilon=[1.0, 2.0], delta=1e-3)}, "privacy.epsilon.*4 values"),
+        ({"privacy": PrivacyOptions(epsilon=-1.0, delta=1e-3)}, "epsilon"),
+        ({"privacy": PrivacyOptions(epsilon=1.0, delta=1.5)}, "delta"),
+        ({"rounds": 0}, "rounds"),
+    ],
+)
+def test_bad_settings_are_one_sentence_and_write_nothing(change, words, make_loop, tmp_path):
+    with pytest.raises(UserError, match=words):
+        make_loop(**change).run()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_delta_above_one_over_n_is_a_warning(make_loop):
+    with pytest.warns(UserWarning, match=r"delta.*1 / records.*0\.1"):
+        make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=0.1))
+
+
+def test_your_own_data_and_model_in_ten_lines(tmp_path):
+    from dpfl_lightning import FederatedLoop, Population
+
+    hospitals = [(torch.randn(50, 4), torch.randint(2, (50,))) for _ in range(3)]
+    population = Population.from_datasets(hospitals)
+    module = ClientModule(torch.nn.Linear(4, 2))
+    clients, privacy = ClientOptions(batch_size=10), PrivacyOptions(epsilon=3.0, delta=1e-3)
+    loop = FederatedLoop(population, module, rounds=2, clients=clients, privacy=privacy, output_dir=tmp_path / "mine")
+    assert loop.run().finished
+
+
+def test_regression_reports_a_loss(make_loop):
+    from dpfl_lightning import Population
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 50, 3, generator=generator)
+    pairs = [(one, one @ torch.tensor([1.0, -2.0, 0.5])) for one in x]
+    loop = make_loop(
+        population=Population.from_datasets(pairs),
+        module=ClientModule(torch.nn.Linear(3, 1)),
+        clients=ClientOptions(count=4, batch_size=10, learning_rate=0.1),
+        privacy=PrivacyOptions(noise_multiplier=0.1, clip_norm=5.0, delta=1e-3),
+        rounds=5,
+    )
+    result = loop.run()
+    assert result.test_accuracy is None and result.test_loss < 0.3
+
+
+def test_blobs_are_unequal():
+    assert len(set(blobs().num_records)) == 4

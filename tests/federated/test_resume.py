@@ -1,0 +1,148 @@
+"""A killed run goes on: the same parameters, and a ledger that never under-reports."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import FIXED_KEY, small_net
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.privacy.ledger import read_ledger
+
+
+class PowerCut(Exception):
+    pass
+
+
+def cut_at(loop, round: int) -> None:
+    """The power goes after the charge of `round` is synced and one client has trained."""
+    train = loop.engine.train
+
+    def failing(plan, state, attempts):
+        if plan.round == round:
+            loop.engine._release(plan, 0, state, attempts[0])
+            raise PowerCut
+        return train(plan, state, attempts)
+
+    loop.engine.train = failing
+
+
+@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1000.0])
+@pytest.mark.parametrize("engine", ["fast", "serial"])
+def test_resumed_equals_unbroken(engine, checkpoint_seconds, make_loop):
+    unbroken = make_loop(engine=ENGINES[engine](), rounds=5)
+    unbroken.run()
+    broken = make_loop(engine=ENGINES[engine](), rounds=5, checkpoint_seconds=checkpoint_seconds)
+    for round in (2, 4):
+        cut_at(broken, round)
+        before = broken.output_dir / "ledger.jsonl"
+        with pytest.raises(PowerCut):
+            broken.run(resume=before.exists())
+        assert len(read_ledger(before)) == 4 * round, "what was trained is charged"
+        broken = make_loop(engine=ENGINES[engine](), rounds=5, output_dir=broken.output_dir)
+    result = broken.run(resume=True)
+    assert torch.equal(broken.state.models, unbroken.state.models)
+    assert result.rounds == 5
+    ours, theirs = (read_ledger(loop.folder.ledger_file) for loop in (broken, unbroken))
+    assert [(c.client, c.round, c.event) for c in ours] == [(c.client, c.round, c.event) for c in theirs]
+
+
+def test_personal_parameters_survive(make_loop):
+    kind = type("Own", (ClientModule,), {"personal": ("0.bias",)})
+    unbroken = make_loop(module=kind(small_net()), rounds=4)
+    unbroken.run()
+    broken = make_loop(module=kind(small_net()), rounds=4)
+    cut_at(broken, 3)
+    with pytest.raises(PowerCut):
+        broken.run()
+    again = make_loop(module=kind(small_net()), rounds=4, output_dir=broken.output_dir)
+    again.run(resume=True)
+    for client in range(4):
+        ours, theirs = (loop.engine.personalised(loop.state.models[0], client) for loop in (again, unbroken))
+        assert torch.equal(ours, theirs)
+
+
+def test_another_engine_cannot_replay_so_it_is_charged_again_and_gets_other_noise(make_loop):
+    privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY, reserve_rounds=1)
+    loop = make_loop(engine=ENGINES["serial"](), privacy=privacy)
+    cut_at(loop, 2)
+    with pytest.raises(PowerCut):
+        loop.run()
+    other = make_loop(engine=ENGINES["fast"](), privacy=privacy, output_dir=loop.output_dir)
+    attempts = []
+    train = other.engine.train
+    other.engine.train = lambda plan, state, tries: attempts.append((plan.round, tries)) or train(plan, state, tries)
+    result = other.run(resume=True)
+    assert attempts == [(2, [1] * 4), (3, [0] * 4)]
+    assert len(read_ledger(other.folder.ledger_file)) == 4 * 4, "round 2 is paid twice, from the reserve"
+    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+def test_without_reserve_the_last_round_is_not_paid(make_loop):
+    loop = make_loop(engine=ENGINES["serial"]())
+    cut_at(loop, 2)
+    with pytest.raises(PowerCut):
+        loop.run()
+    result = make_loop(engine=ENGINES["fast"](), output_dir=loop.output_dir).run(resume=True)
+    assert result.rounds == 2 and "spent its budget" in result.reason
+    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+def test_resuming_a_finished_run_changes_nothing(make_loop):
+    loop = make_loop()
+    loop.run()
+    ledger = loop.folder.ledger_file.read_bytes()
+    again = make_loop(output_dir=loop.output_dir)
+    assert again.run(resume=True).test_accuracy == pytest.approx(loop._result("", True).test_accuracy)
+    assert loop.folder.ledger_file.read_bytes() == ledger
+    assert torch.equal(again.state.models, loop.state.models)
+
+
+def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
+    with pytest.raises(UserError, match="`resume` must be the folder of a run with a checkpoint"):
+        make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
+
+
+@pytest.mark.slow
+def test_three_kills_at_random_moments(tmp_path):
+    """The real command, SIGKILL, `--resume`: bit for bit the unbroken run."""
+    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--privacy.noise_key", FIXED_KEY, "--tracking", "null"]
+
+    def fit(*argv):
+        return subprocess.Popen([sys.executable, "-m", "dpfl_lightning.fit", *argv], stdout=subprocess.DEVNULL)
+
+    assert fit(*options, "--output_dir", str(tmp_path / "unbroken")).wait() == 0
+    broken = tmp_path / "broken"
+    argv = [*options, "--output_dir", str(broken), "--checkpoint_seconds", "0.2"]
+    moments = random.Random(time.time_ns())
+    for _ in range(3):
+        process = fit(*argv)
+        while not (broken / "checkpoint.pt").exists():
+            time.sleep(0.05)
+        charged = _lines(broken)
+        while process.poll() is None and _lines(broken) == charged:
+            time.sleep(0.02)
+        time.sleep(moments.uniform(0.0, 0.7))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        argv = ["--resume", str(broken)]
+    assert fit(*argv).wait() == 0
+    ours, theirs = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (broken, tmp_path / "unbroken"))
+    assert ours["round"] == theirs["round"] == 60
+    assert torch.equal(ours["models"], theirs["models"])
+    assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(tmp_path / "unbroken" / "ledger.jsonl"))
+
+
+def _lines(folder: Path) -> int:
+    ledger = folder / "ledger.jsonl"
+    return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0

@@ -1,0 +1,174 @@
+"""Parameter counts that the papers state, outputs one record at a time, and which nets are refused."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.models import build, check_net, names
+
+COUNTS = [
+    ("cnn_small", (1, 28, 28), 10, {}, 28_938),
+    ("cnn_tiny", (1, 28, 28), 10, {}, 4_266),
+    ("lenet5", (1, 28, 28), 10, {}, 61_706),
+    ("convnet", (3, 32, 32), 10, {}, 320_010),
+    ("convnet", (1, 28, 28), 10, {}, 317_706),
+    ("convnet", (3, 32, 32), 10, {"width": 32}, 24_714),
+    ("convnet", (3, 32, 32), 10, {"width": 64}, 86_282),
+    ("convnet", (3, 32, 32), 10, {"width": 256}, 1_229_834),
+    ("resnet20", (3, 32, 32), 10, {}, 272_474),
+    ("resnet18", (3, 32, 32), 10, {}, 11_181_642),
+    ("resnet34", (3, 32, 32), 10, {"norm": "none"}, 21_272_778),
+    ("resnet34", (3, 32, 32), 10, {}, 21_289_802),
+    ("resnet34", (3, 32, 32), 100, {"norm": "none"}, 21_318_948),
+    ("logistic", (1, 8, 8), 10, {}, 650),
+    ("linear", (10,), 1, {}, 11),
+]
+
+
+def count(net: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+@pytest.mark.parametrize("name, shape, classes, options, parameters", COUNTS)
+def test_parameter_counts(name, shape, classes, options, parameters):
+    with torch.device("meta"):  # counts need no memory and no initialisation
+        net = build(name, shape, classes, **options)
+    assert count(net) == parameters
+
+
+def test_every_model_has_a_stated_count():
+    assert {name for name, *_ in COUNTS} == set(names())
+
+
+def test_convnet_family_has_the_sizes_of_its_paper():
+    """The 432 nets of the 720-net grid with a norm other than batch's: its extremes, which the paper states."""
+    grid = itertools.product((32, 256), (1, 2, 3, 4), ("none", "layer", "instance", "group"), ("none", "max", "avg"))
+    with torch.device("meta"):
+        sizes = {
+            count(build("convnet", (3, 32, 32), 10, width=width, depth=depth, norm=norm, pooling=pooling))
+            for width, depth, norm, pooling in grid
+        }
+    assert (min(sizes), max(sizes)) == (24_522, 6_496_010)
+
+
+SMALL = {"convnet": {"width": 8}}
+SHAPES = {"linear": (10,), "logistic": (3, 4)}
+
+
+@pytest.mark.parametrize("name", names())
+def test_each_record_is_seen_alone(name):
+    torch.manual_seed(0)
+    net = build(name, SHAPES.get(name, (1, 28, 28)), 1 if name == "linear" else 10, **SMALL.get(name, {}))
+    check_net(net)
+    x = torch.randn(3, *SHAPES.get(name, (1, 28, 28)))
+    together = net(x)
+    assert together.shape == (3, 1 if name == "linear" else 10)
+    alone = torch.cat([net(one[None]) for one in x])
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name not in ("resnet18", "resnet34")])
+def test_per_record_gradients_can_be_taken(name):
+    shape = SHAPES.get(name, (1, 28, 28))
+    net = build(name, shape, 1 if name == "linear" else 10, **SMALL.get(name, {}))
+    params = {key: value.detach() for key, value in net.named_parameters()}
+
+    def loss(params, x):
+        return torch.func.functional_call(net, params, (x[None],)).square().sum()
+
+    x = torch.randn(2, *shape)
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+    both = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
+    for one, summed in zip(each.values(), both, strict=True):
+        torch.testing.assert_close(one.sum(dim=0), summed, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("options", [{"activation": "leaky_relu"}, {"activation": "sigmoid"}, {"pooling": "max"}])
+def test_convnet_options_change_the_outputs(options):
+    x = torch.randn(2, 1, 8, 8)
+    outputs = []
+    for chosen in ({}, options):
+        torch.manual_seed(0)
+        outputs.append(build("convnet", (1, 8, 8), 10, width=8, **chosen)(x))
+    assert not torch.allclose(*outputs)
+
+
+def test_small_images_fit_the_small_models():
+    for name in ("cnn_small", "cnn_tiny", "convnet", "resnet20"):
+        assert build(name, (1, 8, 8), 10, **SMALL.get(name, {}))(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
+
+
+def test_resnet_starts_as_published():
+    """Kaiming normal, fan out: the last convolution of ResNet-18 has standard deviation sqrt(2 / (9 * 512))."""
+    torch.manual_seed(0)
+    convolutions = [layer for layer in build("resnet18", (3, 32, 32), 10).modules() if isinstance(layer, nn.Conv2d)]
+    assert convolutions[-1].weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
+
+
+def test_building_a_model_draws_only_its_own_parameters():
+    torch.manual_seed(0)
+    net = build("cnn_small", (1, 28, 28), 10)
+    torch.manual_seed(0)
+    first = nn.Conv2d(1, 16, 5)
+    second = nn.Conv2d(16, 32, 5)
+    last = nn.Linear(1568, 10)
+    expected = [*first.parameters(), *second.parameters(), *last.parameters()]
+    assert all(torch.equal(one, two) for one, two in zip(net.parameters(), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    "name, shape, classes, options, message",
+    [
+        ("cnn_smal", (1, 28, 28), 10, {}, r"`model.name` must be one of .* Did you mean `cnn_small`\?"),
+        ("convnet", (1, 28, 28), 10, {"widht": 3}, r"`model.widht` must be an option .* Did you mean `width`"),
+        ("cnn_small", (1, 28, 28), 10, {"width": 3}, r"must be an option of cnn_small \(it has none\)"),
+        ("convnet", (1, 28, 28), 10, {"width": "wide"}, "`model.width` must be a whole number, got 'wide'"),
+        ("convnet", (1, 28, 28), 10, {"norm": "batch"}, "`model.norm` must be one of instance, group, layer, none"),
+        ("convnet", (1, 28, 28), 10, {"width": 6, "norm": "group"}, "`model.width` must be a multiple of 4"),
+        ("convnet", (1, 28, 28), 10, {"depth": 0}, "must be at least 1"),
+        ("convnet", (1, 8, 8), 10, {"depth": 4}, r"`input_shape` must be large enough for convnet, got \(1, 8, 8\)"),
+        ("lenet5", (1, 8, 8), 10, {}, "`input_shape` must be large enough for lenet5"),
+        ("resnet20", (3, 32, 32), 10, {"norm": "batch"}, "`model.norm` must be one of group, none"),
+        ("cnn_small", (10,), 10, {}, r"It takes images, not records of shape \(10,\)"),
+        ("linear", (10,), 3, {}, "`num_classes` must be 1 for linear, a regression, got 3. Classes"),
+        ("logistic", (10,), 1, {}, "`num_classes` must be at least 2 for logistic, got 1. A regression"),
+        ("cnn_small", (1, 28, 28), 0, {}, "`num_classes` must be at least 1"),
+    ],
+)
+def test_wrong_models_are_named(name, shape, classes, options, message):
+    with pytest.raises(UserError, match=message):
+        build(name, shape, classes, **options)
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (nn.BatchNorm1d(5), r"`net.1.0` must see one record at a time, got BatchNorm1d.*nn.GroupNorm\(1, 5\)"),
+        (nn.BatchNorm2d(4), r"got BatchNorm2d, which mixes the records of a batch. Use nn.GroupNorm\(2, 4\) instead"),
+        (nn.BatchNorm3d(4), "got BatchNorm3d"),
+        (nn.BatchNorm2d(4, affine=False, track_running_stats=False), "got BatchNorm2d"),
+        (nn.LazyBatchNorm2d(), "got LazyBatchNorm2d"),
+        (nn.SyncBatchNorm(4), "got SyncBatchNorm"),
+        (nn.InstanceNorm2d(4, track_running_stats=True), "keeps statistics .* Use track_running_stats=False instead"),
+        (nn.LazyLinear(4), "`net.1.0.weight` must have a shape"),
+        (nn.Linear(2, 2).requires_grad_(False), "`net` must have a trainable parameter"),
+        (nn.ParameterList([nn.Parameter(torch.ones(2).int(), requires_grad=False)]), "must be floating"),
+    ],
+)
+def test_nets_that_cannot_be_private_are_refused(layer, message):
+    with pytest.raises(UserError, match=message):
+        check_net(nn.Sequential(nn.ReLU(), nn.Sequential(layer)))
+
+
+def test_a_bare_layer_is_refused_too():
+    with pytest.raises(UserError, match="got BatchNorm1d"):
+        check_net(nn.BatchNorm1d(4))
+
+
+def test_nets_that_can_be_private_pass():
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    norms = [nn.GroupNorm(1, 2), nn.InstanceNorm1d(2), nn.LayerNorm(2)]
+    check_net(nn.Sequential(frozen, *norms, nn.Dropout(), nn.Linear(2, 2)))

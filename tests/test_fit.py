@@ -1,0 +1,81 @@
+"""The command as a person meets it: errors in one line, seeds, resume."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from dpfl_lightning.evaluate import main as evaluate
+from dpfl_lightning.fit import main as fit
+
+DIGITS = ["--config", "conf/digits.yaml", "--rounds", "2", "--tracking", "null"]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--config", "conf/nowhere.yaml"], ["conf/nowhere.yaml"]),
+        ([*DIGITS, "--rouns", "3"], ["rouns", "Did you mean `--rounds`"]),
+        ([*DIGITS, "--privacy.epsilon", "0"], ["privacy.epsilon", "above 0", "0"]),
+        ([*DIGITS, "--privacy.delta", "1.5"], ["privacy.delta", "(0, 1)", "1.5"]),
+        ([*DIGITS, "--clients.count", "5000"], ["5000"]),
+        ([*DIGITS, "--clients.batch_size", "1000"], ["clients.batch_size", "1000"]),
+        ([*DIGITS, "--data.name", "digit"], ["digit", "Did you mean `digits`"]),
+        ([*DIGITS, "--model.name", "logistik"], ["logistik", "Did you mean `logistic`"]),
+        ([*DIGITS, "--strategies.size_weighted.x", "1"], ["strategies.size_weighted.x", "it has none"]),
+        ([*DIGITS, "--seeds", "0,0"], ["--seeds", "0,0"]),
+        ([*DIGITS, "--seeds", "0,1"], ["output_dir", "--seeds"]),
+        (["--resume", "conf"], ["--resume", "conf", "options.yaml"]),
+        ([*DIGITS, "--privacy.accountant", "gdp"], ["gdp", "full batch"]),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(argv, words, capsys, tmp_path):
+    output = [] if "--resume" in argv or words[0] == "output_dir" else ["--output_dir", str(tmp_path / "run")]
+    assert fit([*argv, *output]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    for word in words:
+        assert word in captured.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_taken_folder_is_refused_and_kept(tmp_path, capsys):
+    (tmp_path / "precious.txt").write_text("mine")
+    assert fit([*DIGITS, "--output_dir", str(tmp_path)]) == 2
+    assert "another run or other files" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
+    argv = [*DIGITS, "--seeds", "0,1", "--output_dir", str(tmp_path / "runs")]
+    assert fit(argv) == 0
+    summary = json.loads((tmp_path / "runs" / "result.json").read_text())
+    first, second = summary["test_accuracy_of"]
+    assert summary["test_accuracy"] == pytest.approx((first + second) / 2)
+    assert summary["test_accuracy_std"] == pytest.approx(abs(first - second) / 2**0.5)
+    assert "at most the sum" in summary["guarantee"]
+    capsys.readouterr()
+    assert fit(argv) == 0
+    assert "round" not in capsys.readouterr().out.replace("rounds", "")
+
+
+def test_resume_goes_on_only_with_the_run_it_was(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    assert fit([*DIGITS, "--output_dir", run]) == 0
+    assert fit(["--resume", run, "--rounds", "9"]) == 2
+    assert "`rounds` must stay" in capsys.readouterr().err
+    assert fit(["--resume", run, "--engine.threads", "1"]) == 0
+
+
+def test_evaluate_names_what_is_wrong(tmp_path, capsys):
+    assert evaluate([str(tmp_path / "nowhere")]) == 2
+    assert fit([*DIGITS, "--output_dir", str(tmp_path / "run")]) == 0
+    (tmp_path / "run" / "result.json").unlink()
+    assert evaluate([str(tmp_path / "run")]) == 2
+    assert "--resume" in capsys.readouterr().err

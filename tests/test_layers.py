@@ -1,0 +1,80 @@
+"""Arrows point down, and each heavy third-party import lives in its one place."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "dpfl_lightning"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+#: part -> parts it may import at run time
+ALLOWED = {
+    "errors": set(),
+    "registry": {"errors"},
+    "published": set(),
+    "per_client": {"errors", "published", "registry"},
+    "config": {"errors", "per_client"},
+    "privacy": {"errors"},
+    "data": {"errors", "registry"},
+    "models": {"errors", "registry"},
+    "client": {"errors", "privacy", "models"},
+    "federated": {"errors", "config", "per_client", "privacy", "data", "models", "client", "strategies"},
+    "strategies": {"errors", "registry", "privacy", "data", "federated"},
+    "watchers": {"errors", "privacy", "federated"},
+    "tracking": {"errors", "privacy", "federated"},
+}
+COMMANDS = {"fit", "evaluate", "plan"}
+ONLY_IN = {
+    "mlflow": {"tracking.py"},
+    "optuna": {"sweep.py"},
+    "opacus": {"privacy/accountant.py"},
+    "jsonargparse": {"config.py", "plan.py"},
+    "pooch": {"data/datasets.py"},
+    "rich": {"watchers/progress.py"},
+    "torchmetrics": {"federated/evaluation.py"},
+    "lightning": {"client.py", "federated/engine.py", "federated/loop.py"},
+}
+
+
+def imports(path: Path) -> set[str]:
+    """Every absolute module name that a file imports, type-checking blocks aside."""
+    found = set()
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_arrows_point_down(path):
+    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    if part in COMMANDS | {"__init__"}:
+        return
+    used = {name.split(".")[1] for name in imports(path) if name.startswith("dpfl_lightning.")} - {part, "__version__"}
+    assert used <= ALLOWED[part], f"{path.name} imports {used - ALLOWED[part]}"
+
+
+@pytest.mark.parametrize("library", ONLY_IN)
+def test_each_library_is_imported_in_its_one_place(library):
+    users = {str(p.relative_to(PACKAGE)) for p in FILES if any(n.split(".")[0] == library for n in imports(p))}
+    assert users <= ONLY_IN[library]
+
+
+def test_the_private_core_knows_neither_lightning_nor_data():
+    for path in (PACKAGE / "privacy").glob("*.py"):
+        heads = {name.split(".")[0] for name in imports(path)}
+        assert not heads & {"lightning", "sklearn", "mlflow"}, path.name
