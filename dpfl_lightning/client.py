@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models import check_net
-from dpfl_lightning.privacy.clipping import ClippedSum
+from dpfl_lightning.privacy.clipping import ClippedSum, Params
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 
@@ -75,13 +75,13 @@ class ClientModule(L.LightningModule):
 
     # -- what a model owner may override
 
-    def sample_loss(self, params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
         """One loss per record `[B]` for `x [B, *X]`, `y [B]`; record j's loss may depend on record j alone.
 
         What every engine differentiates: with a batch of one under `vmap` by the reference, with whole chunks by the
         fast engine.
         """
-        return self.loss(functional_call(self.net, params, (x,)), y)
+        return self.loss(functional_call(self.net, dict(params), (x,)), y)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
         """One loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""

@@ -34,7 +34,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
-def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[[Sequence[str] | None], int]:
+def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` is one line on stderr and status 2; Ctrl-C is status 130; a bug keeps its traceback."""
 
     @functools.wraps(main)

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan`: epsilon to noise and back before anyone trains, for one client or a whole run."""
+"""`python -m dpfl_lightning.plan`: epsilon to noise and back before anyone trains, of a client or a run."""
 
 from __future__ import annotations
 
@@ -101,8 +101,9 @@ def plan(
 ) -> ClientPlan:
     """Epsilon to noise, or noise to epsilon, of a client that trains by DPSGD in every round.
 
-    Steps are rounds * local_epochs * ceil(num_records / batch_size) and the sample rate is batch_size / num_records, as
-    the Poisson sampler of a run really takes them. A batch of all records is a full batch, without amplification.
+    Steps are rounds * local_epochs * ceil(num_records / batch_size) and the sample rate is batch_size /
+    num_records, as the Poisson sampler of a run really takes them. A batch of all records is a full batch,
+    without amplification.
 
     Args:
         num_records: training records of the client, >= 1.
@@ -123,41 +124,64 @@ def plan(
 
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
-    (1140, 1.921, True)
+    (1140, 1.887, True)
     """
     if (epsilon is None) == (noise_multiplier is None):
         must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
         raise UserError(
-            f"`epsilon` {must}, got {epsilon}. Give epsilon to find the noise, or noise_multiplier to find epsilon."
+            f"`epsilon` {must}, got {epsilon}. "
+            "Give epsilon to find the noise, or noise_multiplier to find epsilon."
         )
     for key, value in (("num_records", num_records), ("rounds", rounds), ("local_epochs", local_epochs)):
         require(value >= 1, key, "be at least 1", value)
     way_out = f"A batch of {num_records} is the full batch."
-    require(1 <= batch_size <= num_records, "batch_size", f"be in 1..{num_records} (num_records)", batch_size, way_out)
+    require(
+        1 <= batch_size <= num_records,
+        "batch_size",
+        f"be in 1..{num_records} (num_records)",
+        batch_size,
+        way_out,
+    )
     if epsilon is not None:
-        require(0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private.")
+        require(
+            0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private."
+        )
     if noise_multiplier is not None:
-        require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
-    require(0 < delta < 1, "delta", "be in (0, 1)", delta, f"Usual is below 1 / num_records = {1 / num_records:.2g}.")
+        require(
+            0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier
+        )
+    require(
+        0 < delta < 1,
+        "delta",
+        "be in (0, 1)",
+        delta,
+        f"Usual is below 1 / num_records = {1 / num_records:.2g}.",
+    )
     if delta > 1 / num_records:
         warnings.warn(
-            f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one record at "
-            "random would satisfy it.",
+            f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "
+            "record at random would satisfy it.",
             stacklevel=2,
         )
     judge = get_accountant(accountant)
     steps = local_epochs * math.ceil(num_records / batch_size)
     event = GaussianEvent(batch_size / num_records, noise_multiplier, steps)
-    schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, (Planned("train", event, rounds),))
+    schedule = ClientSchedule(
+        math.inf if epsilon is None else epsilon, delta, (Planned("train", event, rounds),)
+    )
     if epsilon is not None:
         schedule = calibrate([schedule], judge)[0]
-    return ClientPlan(schedule, guarantee(schedule.events(), delta, judge), accountant, num_records, batch_size)
+    return ClientPlan(
+        schedule, guarantee(schedule.events(), delta, judge), accountant, num_records, batch_size
+    )
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Arguments of `plan` by name, and `json`."""
-    about = "Epsilon to noise and back before anyone trains: one client by the keys below, or a whole run by --config."
-    parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
+    about = "Epsilon to noise and back before anyone trains: one client by these keys, or a run by --config."
+    parser = jsonargparse.ArgumentParser(
+        prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False
+    )
     parser.add_function_arguments(plan)
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
     parser.add_argument(
@@ -175,7 +199,11 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
     """jsonargparse's message in the project's sentence form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
-        kind = "a whole number" if inspect.signature(plan).parameters[key].annotation == "int" else "a finite number"
+        kind = (
+            "a whole number"
+            if inspect.signature(plan).parameters[key].annotation == "int"
+            else "a finite number"
+        )
         return UserError(f"`{key}` must be {kind}, got {value!r}.")
     if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
         return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
@@ -204,7 +232,7 @@ def _plan_run(words: Sequence[str]) -> int:
 
 
 def _planned_clients(options: Any) -> list[ClientPlan]:
-    """Every client's plan; the loop is built, so that strategies declare their releases, but nobody trains."""
+    """Every client's plan; the loop is built, so that strategies declare releases, but nobody trains."""
     from dpfl_lightning.federated.setup import planned_clients
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -231,7 +259,9 @@ def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
         "epsilon_budget": budget if math.isfinite(budget) else None,
         "num_records": own.num_records,
         "batch_size": own.batch_size,
-        "planned": [{"purpose": p.purpose, "count": p.count, "event": asdict(p.event)} for p in own.schedule.planned],
+        "planned": [
+            {"purpose": p.purpose, "count": p.count, "event": asdict(p.event)} for p in own.schedule.planned
+        ],
     }
 
 
@@ -246,7 +276,9 @@ def _columns(rows: Sequence[Sequence[object]]) -> str:
     """Cells in columns, numbers and words alike to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
+    )
 
 
 def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:
@@ -259,7 +291,9 @@ def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:
         "delta": f"{own.guarantee.delta:g}",
     }
     width = max(map(len, rows))
-    return "\n".join([*(f"{key.ljust(width)}  {value}" for key, value in rows.items()), own.guarantee.words()])
+    return "\n".join(
+        [*(f"{key.ljust(width)}  {value}" for key, value in rows.items()), own.guarantee.words()]
+    )
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:

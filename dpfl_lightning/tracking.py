@@ -1,4 +1,4 @@
-"""The tracked run: options, one batched write a round, ledger, model and figures in MLflow (the only mlflow import)."""
+"""The tracked run in MLflow (the only mlflow import): options, one batched write a round, ledger, model, figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no usage reports from a privacy tool
+os.environ.setdefault(
+    "MLFLOW_DISABLE_TELEMETRY", "true"
+)  # read on import; no usage reports from a privacy tool
 
 import mlflow
 from matplotlib.figure import Figure
@@ -31,29 +33,31 @@ from dpfl_lightning.privacy.events import GaussianEvent
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
-logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
+logging.getLogger("urllib3.connectionpool").setLevel(
+    logging.ERROR
+)  # a retry is no news: what fails is said once
 
 _MOST_CLIENTS = 100  # more than this are tracked as min, mean and max
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
-# Never the folder: `noise_key` lets its reader subtract the noise, and a checkpoint holds more than was released.
+# Never the whole folder: `noise_key` lets its reader subtract the noise, and a checkpoint is no release.
 _FILES = ("ledger.jsonl", "guarantees.json", "result.json", "model.pt", "model_*.pt")
 
 
 class Tracking(ServerCallback):
     """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
 
-    Made before the run, it refuses a store that does not answer within seconds. A store that goes away later never
-    stops training: its rounds are kept, sent when it is back, and what is missing at the end is said. A resumed run
-    goes on in the same MLflow run.
+    Made before the run, it refuses a store that does not answer within seconds. A store that goes away later
+    never stops training: the rounds are kept and sent when it is back, and what is missing at the end is said.
+    A resumed run goes on in the same MLflow run.
 
     Args:
         experiment: name of the MLflow experiment; made if missing.
         run_name: name of the run; None is the name of the output folder.
         uri: see `store_uri`.
 
-    **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no guarantee
-    covers. Never the noise key, never a checkpoint.
+    **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
+    guarantee covers. Never the noise key, never a checkpoint.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment was deleted.
@@ -65,6 +69,7 @@ class Tracking(ServerCallback):
         with _patience(retries=0, seconds=5), _reported(self.uri):
             self._client = MlflowClient(self.uri)
             self._experiment_id = _experiment(self._client, self.uri, experiment)
+        self.how_to_open = how_to_open(self.uri, self._experiment_id)
         self._run_id: str | None = None
         self._resumed = False
         self._last_step = 0  # the last round MLflow already has
@@ -83,7 +88,9 @@ class Tracking(ServerCallback):
                 self._run_id = run_id
                 self._client.update_run(run_id, status="RUNNING")
                 self._client.set_tag(run_id, "status", "running")
-                self._last_step = max((int(step) for step in self._history("participants")), default=0)
+                self._last_step = max(
+                    (int(step) for step in self._history("overall/participants")), default=0
+                )
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
@@ -95,16 +102,17 @@ class Tracking(ServerCallback):
     def on_run_end(self, view: View, result: RunResult) -> None:
         if self._run_id is None:
             return  # it ended before it began
-        missing = []
         if result.finished:
             self._pending += _metrics(_final_values(result), result.rounds)
+        missing = []
         if not self._guarded(self._send_pending):
             rounds = sorted({metric.step for metric in self._pending})
             missing = [f"metrics of rounds {rounds[0]} to {rounds[-1]}", "files and figures"]
-        elif not self._guarded(lambda: self._send_files(view, result)):
-            missing = ["some files and figures"]
-        if not missing and not self._guarded(lambda: self._send_status(result)):
-            missing = ["the run's status"]
+        else:
+            missing += (
+                [] if self._guarded(lambda: self._send_files(view, result)) else ["some files and figures"]
+            )
+            missing += [] if self._guarded(lambda: self._send_status(result)) else ["the run's status"]
         if missing:
             warnings.warn(
                 f"MLflow at {shown(self.uri)} did not get: {', '.join(missing)}. The result is complete in "
@@ -122,13 +130,18 @@ class Tracking(ServerCallback):
 
     def _new_run(self, view: View) -> str:
         folder = view.run.output_dir.resolve()
-        tags = {**_frame(view), "output_dir": str(folder), "status": "running", "mlflow.source.name": "dpfl_lightning"}
+        tags = {
+            **_frame(view),
+            "output_dir": str(folder),
+            "status": "running",
+            "mlflow.source.name": "dpfl_lightning",
+        }
         run = self._client.create_run(
             self._experiment_id,
             run_name=self._run_name or folder.name,
             tags={name: str(value)[:_LONGEST_TAG] for name, value in tags.items()},
         )
-        options = without_noise_key(view.run.options)
+        options = loggable(view.run.options)
         sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
         params = [Param(name, value) for name, value in {**flattened(options), **flattened(sizes)}.items()]
         for begin in range(0, len(params), _MOST_PARAMS):
@@ -138,7 +151,7 @@ class Tracking(ServerCallback):
         return run.info.run_id
 
     def _earlier_run(self, view: View) -> str | None:
-        """The MLflow run that a resumed run goes on with: by its id, else (killed at once) by its output folder."""
+        """The MLflow run of a resumed run: by its id, else (it was killed at once) by its output folder."""
         folder = str(view.run.output_dir.resolve())
         if self._run_id is not None:
             try:
@@ -148,7 +161,9 @@ class Tracking(ServerCallback):
                     raise
         mark = '"' if "'" in folder else "'"
         same = f"tags.output_dir = {mark}{folder}{mark}"
-        found = self._client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        found = self._client.search_runs(
+            [self._experiment_id], same, max_results=1, order_by=["start_time DESC"]
+        )
         return found[0].info.run_id if found else None
 
     def _send_pending(self) -> None:
@@ -166,7 +181,11 @@ class Tracking(ServerCallback):
             self._client.log_figure(self._known_run, figure, f"figures/{name}.png")
 
     def _send_status(self, result: RunResult) -> None:
-        tags = {"status": result.reason, "guarantee": result.guarantee, "mlflow.note.content": _description(result)}
+        tags = {
+            "status": result.reason,
+            "guarantee": result.guarantee,
+            "mlflow.note.content": _description(result),
+        }
         self._client.log_batch(self._known_run, tags=[RunTag(k, v[:_LONGEST_TAG]) for k, v in tags.items()])
         interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
         self._client.set_terminated(self._known_run, "FINISHED" if result.finished else interrupted)
@@ -182,7 +201,7 @@ class Tracking(ServerCallback):
         return self._run_id
 
     def _guarded(self, action: Callable[[], None]) -> bool:
-        """Whether `action` reached MLflow. Training only ever waits a tenth of its time for a store that is away."""
+        """Whether `action` reached MLflow. Training waits a tenth of its time, at most, for a store that is away."""
         begun = time.monotonic()
         try:
             with _patience():
@@ -205,7 +224,7 @@ class Tracking(ServerCallback):
 
 
 def store_uri(uri: str | None = None) -> str:
-    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory.
+    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else SQLite's `mlflow.db` in the working directory.
 
     >>> store_uri("http://localhost:5000")
     'http://localhost:5000'
@@ -213,16 +232,21 @@ def store_uri(uri: str | None = None) -> str:
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
 
 
-def how_to_open(uri: str | None = None) -> str:
+def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
     """One line for a person: how to see the runs of a store in a browser.
 
-    >>> how_to_open("sqlite:///mlflow.db")
-    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open http://127.0.0.1:5000 in a browser'
+    >>> how_to_open("sqlite:///mlflow.db", "1")  # doctest: +NORMALIZE_WHITESPACE
+    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open
+     http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning'
     """
-    uri = store_uri(uri)
+    uri = shown(store_uri(uri))
+    # MLflow's own start page is that of its other half, for language models, where no run is to be seen.
+    page = (
+        "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    )
     if uri.startswith(("http:", "https:")):
-        return f"open {shown(uri)} in a browser"
-    return f"mlflow ui --backend-store-uri {shown(uri)}, then open http://127.0.0.1:5000 in a browser"
+        return f"open {uri.rstrip('/')}{page}"
+    return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
 
 
 def shown(uri: str) -> str:
@@ -239,19 +263,24 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     known = client.get_experiment_by_name(name)
     if known is not None and known.lifecycle_stage != "active":
         raise UserError(
-            f"`tracking.experiment` must be an experiment that was not deleted, got {name!r} at {shown(uri)}. "
-            f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
+            f"`tracking.experiment` must be an experiment that was not deleted, got {name!r} at "
+            f"{shown(uri)}. Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
     if known is not None:
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
-    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri())
+    beside = (
+        None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
+    )
+    kind = {"mlflow.experimentKind": "custom_model_development"}  # so that the page shows training runs first
+    return client.create_experiment(
+        name, artifact_location=None if beside is None else beside.as_uri(), tags=kind
+    )
 
 
 @contextmanager
 def _patience(retries: int = 1, seconds: int = 30) -> Iterator[None]:
-    """How long MLflow tries to reach a server inside: its own default is minutes. What the user has set stays."""
+    """How long MLflow tries to reach a server inside: its default is minutes. What the user has set stays."""
     ours = {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
@@ -275,9 +304,9 @@ def _reported(uri: str) -> Iterator[None]:
         raise
     except Exception as error:  # MLflow, its database and its HTTP layer each have their own
         raise UserError(
-            f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} ({_why(error, uri)}). "
-            "Start the server, set MLFLOW_TRACKING_URI to another one, unset it for an SQLite file in the working "
-            "directory, or train with --tracking null."
+            f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} "
+            f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for an "
+            "SQLite file in the working directory, or train with --tracking null."
         ) from error
 
 
@@ -292,14 +321,21 @@ def _why(error: BaseException, uri: str) -> str:
 # ---- what
 
 
-def without_noise_key(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, at any depth, without a key named `noise_key`.
+def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options, at any depth, without a `noise_key` and without the password of a URI.
 
-    >>> without_noise_key({"rounds": 3, "privacy": {"delta": 0.1, "noise_key": "00"}})
-    {'rounds': 3, 'privacy': {'delta': 0.1}}
+    >>> loggable({"rounds": 3, "privacy": {"noise_key": "00"}, "tracking": {"uri": "http://me:secret@host"}})
+    {'rounds': 3, 'privacy': {}, 'tracking': {'uri': 'http://host'}}
     """
     kept = {name: value for name, value in options.items() if name != "noise_key"}
-    return {name: without_noise_key(value) if isinstance(value, Mapping) else value for name, value in kept.items()}
+    return {
+        name: loggable(value)
+        if isinstance(value, Mapping)
+        else shown(value)
+        if isinstance(value, str)
+        else value
+        for name, value in kept.items()
+    }
 
 
 def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -321,7 +357,11 @@ def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 def _frame(view: View) -> dict[str, str]:
     """What every epsilon of the run means, as tags."""
-    frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
+    frame = {
+        "engine": view.run.engine,
+        "device": view.run.device,
+        "dpfl_lightning": dpfl_lightning.__version__,
+    }
     events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
     if not any(event.noise_multiplier for event in events if isinstance(event, GaussianEvent)):
         return {**frame, "guarantee": "no privacy"}
@@ -338,37 +378,42 @@ def _frame(view: View) -> dict[str, str]:
 
 
 def _round_values(report: RoundReport) -> dict[str, float | None]:
-    accuracies = report.client_accuracy
-    known = [] if accuracies is None else [accuracy for accuracy in accuracies if accuracy is not None]
-    return {
+    """The curves. MLflow charts them in groups, ordered by the groups' names: `overall` before `per_client`."""
+    accuracies = report.client_accuracy or ()
+    measured = any(accuracy is not None for accuracy in accuracies)
+    overall = {
         "test_accuracy": report.test_accuracy,
         "test_loss": report.test_loss,
         "epsilon_max": max(report.epsilon_spent),
         "epsilon_mean": fmean(report.epsilon_spent),
         "records_per_second": report.records / max(report.seconds, 1e-9),
         "participants": len(report.clients),
-        **_per_client("epsilon_spent", report.epsilon_spent),
-        **(_per_client("client_accuracy", accuracies) if accuracies is not None and known else {}),
+    }
+    return {
+        **{f"overall/{name}": value for name, value in overall.items()},
+        **_per_client("per_client_epsilon", report.epsilon_spent),
+        **(_per_client("per_client_accuracy", accuracies) if measured else {}),
     }
 
 
 def _final_values(result: RunResult) -> dict[str, float | None]:
+    """What the run came to, under plain names: for the table of runs, to sort and search by."""
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
-        "final/test_accuracy": result.test_accuracy,
-        "final/test_loss": result.test_loss,
-        "final/epsilon_max": None if None in spent else max(spent),
-        "final/rounds": result.rounds,
-        "final/wall_seconds": result.wall_seconds,
-        "final/records_per_second": result.records_per_second,
+        "test_accuracy": result.test_accuracy,
+        "test_loss": result.test_loss,
+        "epsilon_max": None if None in spent else max(spent),
+        "rounds": result.rounds,
+        "wall_seconds": result.wall_seconds,
+        "records_per_second": result.records_per_second,
     }
 
 
 def _per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
     """`name/07` for each client, or `name/min`, `name/mean`, `name/max` for many.
 
-    >>> _per_client("epsilon_spent", [1.0, 2.0])
-    {'epsilon_spent/00': 1.0, 'epsilon_spent/01': 2.0}
+    >>> _per_client("per_client_epsilon", [1.0, 2.0])
+    {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
     """
     if len(values) <= _MOST_CLIENTS:
         return {f"{name}/{client:02}": value for client, value in enumerate(values)}
@@ -407,31 +452,43 @@ def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) ->
 
 
 def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
-    test = history("test_accuracy")
+    test = history("overall/test_accuracy")
     if not test:
         return None
     figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
-    curves = [history(f"client_accuracy/{name}") for name in _names(num_clients)]
+    curves = [history(f"per_client_accuracy/{name}") for name in _names(num_clients)]
     rounds = [step for step in test if any(step in curve for curve in curves)]
     if rounds:
         spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
         low, high = [min(values) for values in spread], [max(values) for values in spread]
         axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on own held-out records")
-    axes.plot(list(test), list(test.values()), marker="o" if len(test) <= 30 else None, markersize=3, label="test set")
+    axes.plot(
+        list(test),
+        list(test.values()),
+        marker="o" if len(test) <= 30 else None,
+        markersize=3,
+        label="test set",
+    )
     axes.legend()
     return figure
 
 
 def _epsilon_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
-    curves = {name: history(f"epsilon_spent/{name}") for name in _names(num_clients)}
+    curves = {name: history(f"per_client_epsilon/{name}") for name in _names(num_clients)}
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         return None
-    figure, axes = _axes("Epsilon spent by each client", "round", "epsilon")
+    figure, axes = _axes("Epsilon spent, by client", "round", "epsilon")
+    names_at: dict[tuple[int, float], list[str]] = {}
     for name, curve in curves.items():
-        (line,) = axes.plot(list(curve), list(curve.values()), linewidth=1.2)
-        last = max(curve)
-        axes.annotate(name, (last, curve[last]), (3, 0), textcoords="offset points", fontsize=7, color=line.get_color())
+        axes.plot(list(curve), list(curve.values()), linewidth=1.2)
+        names_at.setdefault((max(curve), curve[max(curve)]), []).append(name)
+    ends = [epsilon for _, epsilon in names_at]
+    if max(ends) > 10 * min(ends) > 0:
+        _log_scale(axes, "y")
+    for end, names in names_at.items():  # clients with the same curve share a label
+        label = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        axes.annotate(label, end, (4, -2), textcoords="offset points", fontsize=7)
     return figure
 
 
@@ -440,11 +497,11 @@ def _budget_figure(result: RunResult) -> Figure | None:
     points = [point for point in points if None not in point]
     if not points:
         return None
-    figure, axes = _axes("Accuracy on own held-out records, by budget", "epsilon budget", "accuracy")
+    figure, axes = _axes("Accuracy on own held-out records, by client", "epsilon budget", "accuracy")
     axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
     budgets = [budget for budget, _, _ in points]
     if max(budgets) > 10 * min(budgets):
-        axes.set_xscale("log")
+        _log_scale(axes, "x")
     for budget, accuracy, client in points if len(points) <= _MOST_CLIENTS else []:
         axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
     return figure
@@ -461,3 +518,9 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     return figure, axes
+
+
+def _log_scale(axes: Any, which: str) -> None:
+    """With plain numbers at its ticks."""
+    axes.set(**{f"{which}scale": "log"})
+    getattr(axes, f"{which}axis").set_major_formatter("{x:g}")

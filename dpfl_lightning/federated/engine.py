@@ -28,6 +28,7 @@ class Engine(Protocol):
 
     name: str
     description: str
+    clipped_sum: ClippedSum  # after setup
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Once a run, before the first round: module and population are on their device."""

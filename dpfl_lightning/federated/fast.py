@@ -10,7 +10,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.engine import DrawnBatches, Engine, SerialEngine
 from dpfl_lightning.privacy.clipping import ClippedSum
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for
 
@@ -64,7 +64,7 @@ def synthetic_batch(population: Population, records: int, device: torch.device) 
 
 
 @torch.no_grad()
-def seconds_per_record(engine: SerialEngine, module: ClientModule, population: Population) -> float:
+def seconds_per_record(engine: Engine, module: ClientModule, population: Population) -> float:
     """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
     x, y = synthetic_batch(population, records=64, device=module.device)
     params, times = module.unflatten(module.flat), []

@@ -103,6 +103,7 @@ class FederatedLoop:
         self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
         self.options = dict(options or {})
+        self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
         self.settings = client_settings(population.num_records, clients or ClientOptions(), privacy, seed)
         self.accountant = accountant_of(privacy)
         self.facts = population.facts(
@@ -220,7 +221,7 @@ class FederatedLoop:
 
     def _begin(self) -> ServerState:
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
-        self.started, self.records, self.saved_at, self.last_evaluation = time.perf_counter(), 0, -math.inf, None
+        self.started, self.records, self.saved_at = time.perf_counter(), 0, -math.inf
         self.info = self._measured_info(first_round=1)
         self._remember(state, None)
         return state
@@ -232,7 +233,7 @@ class FederatedLoop:
             callback.load_state_dict(own)
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
-        self.saved_at, self.last_evaluation, self.snapshot = time.perf_counter(), None, saved
+        self.saved_at, self.snapshot = time.perf_counter(), saved
         self.info = self._measured_info(first_round=state.round + 1)
         return state
 
@@ -257,8 +258,8 @@ class FederatedLoop:
     def _end(self, reason: str, finished: bool) -> RunResult:
         view = self.view(self.state)
         self.folder.save_checkpoint(self.snapshot)
-        if finished and (self.last_evaluation is None or self.last_evaluation[0] != self.state.round):
-            self.last_evaluation = (self.state.round, self.evaluate(self.state))
+        if finished and self.state.round not in self.evaluated:
+            self.evaluated = {self.state.round: self.evaluate(self.state)}
         result = self._result(reason, finished)
         if finished:
             self.folder.save_models(self.module, self.delivered(self.state))
@@ -271,9 +272,8 @@ class FederatedLoop:
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
         if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
-            self.last_evaluation = (plan.round, self.evaluate(self.state))
-        fresh = self.last_evaluation is not None and self.last_evaluation[0] == plan.round
-        scores = self.last_evaluation[1] if self.last_evaluation is not None and fresh else None
+            self.evaluated = {plan.round: self.evaluate(self.state)}
+        scores = self.evaluated.get(plan.round)
         return RoundReport(
             round=plan.round,
             rounds=self.rounds,
@@ -290,14 +290,14 @@ class FederatedLoop:
     def _result(self, reason: str, finished: bool) -> RunResult:
         seconds = max(self.snapshot["seconds"], 1e-9)
         guarantees = self.budgets.guarantees()
-        scores = self.last_evaluation[1] if self.last_evaluation is not None else None
+        scores = self.evaluated.get(self.state.round)
         clients = tuple(
             {
                 "client": client,
                 "epsilon_spent": _finite(guarantees[client].epsilon),
                 "epsilon_budget": _finite(own.epsilon),
                 "delta": own.delta,
-                "noise_multiplier": self.schedule.clients[client].planned[0].event.noise_multiplier,
+                "noise_multiplier": self.schedule.clients[client].noise_multiplier(self.first_purpose),
                 "batch_size": own.batch_size,
                 "num_records": own.num_records,
                 "steps": self.budgets.steps(client),

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import require
@@ -58,23 +59,24 @@ def client_settings(
     def column(key: str, value: object, kind: type = float) -> Sequence:
         return resolve(key, value, count, seed, kind)
 
-    private = privacy is not None
-    columns = {
+    columns: dict[str, Sequence[Any]] = {
+        "num_records": num_records,
         "batch_size": column("clients.batch_size", clients.batch_size, int),
         "local_epochs": column("clients.local_epochs", clients.local_epochs, int),
         "learning_rate": column("clients.learning_rate", clients.learning_rate),
-        "delta": column("privacy.delta", privacy.delta) if private else [_ANY_DELTA] * count,
-        "clip_norm": column("privacy.clip_norm", privacy.clip_norm) if private else [math.inf] * count,
-        "epsilon": column("privacy.epsilon", privacy.epsilon) if private and privacy.epsilon is not None else [math.inf] * count,
-        "noise_multiplier": [None if private else 0.0] * count,
+        "epsilon": [math.inf] * count,
+        "delta": [_ANY_DELTA] * count,
+        "clip_norm": [math.inf] * count,
+        "noise_multiplier": [0.0 if privacy is None else None] * count,
     }
-    if private and privacy.noise_multiplier is not None:
-        columns["noise_multiplier"] = column("privacy.noise_multiplier", privacy.noise_multiplier)
-    settings = tuple(
-        ClientSettings(num_records=num_records[i], **{name: values[i] for name, values in columns.items()})
-        for i in range(count)
-    )
-    _check(settings, private)
+    if privacy is not None:
+        for name in ("epsilon", "delta", "clip_norm", "noise_multiplier"):
+            value = getattr(privacy, name)
+            if value is not None:
+                columns[name] = column(f"privacy.{name}", value)
+    rows = zip(*columns.values(), strict=True)
+    settings = tuple(ClientSettings(**dict(zip(columns, row, strict=True))) for row in rows)
+    _check(settings, privacy is not None)
     return settings
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.data import Facts
 from dpfl_lightning.privacy.accountant import Guarantee
+from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
@@ -37,6 +38,13 @@ class RunSchedule:
                 return line
         known = ", ".join(line.purpose for line in self.clients[client].planned)
         raise KeyError(f"client {client} has planned {known}, not {purpose!r}: declare it in `plan_run`")
+
+    def gaussian(self, client: int, purpose: str) -> GaussianEvent:
+        """One Gaussian release of that purpose."""
+        event = self.planned(client, purpose).event
+        if not isinstance(event, GaussianEvent):
+            raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no Gaussian release")
+        return event
 
 
 @dataclass(frozen=True)
@@ -83,7 +91,9 @@ class RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""
         rows = [row for row, client in enumerate(self.clients) if keep(client)]
         columns = ("clients", "model_of", "mechanism_of", "steps", "learning_rate_of", "anchor_of")
-        kept = {name: tuple(getattr(self, name)[row] for row in rows) for name in columns if getattr(self, name)}
+        kept: dict[str, Any] = {
+            name: tuple(getattr(self, name)[row] for row in rows) for name in columns if getattr(self, name)
+        }
         return dataclasses.replace(self, **kept)
 
 
@@ -173,10 +183,10 @@ class View:
 
     def mechanism(self, client: int, purpose: str = "train") -> Gaussian:
         """The client's calibrated mechanism for a purpose of its schedule."""
-        event = self.schedule.planned(client, purpose).event
+        event = self.schedule.gaussian(client, purpose)
         return Gaussian(
             clip_norm=self.clip_norm[client],
-            noise_multiplier=event.noise_multiplier,
+            noise_multiplier=self.schedule.clients[client].noise_multiplier(purpose),
             sample_rate=event.sample_rate,
             expected_batch_size=event.sample_rate * self.facts.num_records[client],
         )
@@ -189,7 +199,7 @@ class View:
             clients=cohort,
             model_of=tuple(self.state.model_of[i] for i in cohort),
             mechanism_of=tuple(self.mechanism(i, purpose) for i in cohort),
-            steps=tuple(self.schedule.planned(i, purpose).event.steps for i in cohort),
+            steps=tuple(self.schedule.gaussian(i, purpose).steps for i in cohort),
             learning_rate_of=tuple(self.learning_rate[i] for i in cohort),
             purpose=purpose,
             job=job or LocalTraining(),
@@ -215,7 +225,7 @@ class RoundReport:
     epsilon_spent: tuple[float, ...]
     test_accuracy: float | None = None
     test_loss: float | None = None
-    client_accuracy: tuple[float, ...] | None = None
+    client_accuracy: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
-"""Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition) and `gdp` (exact, full batches only).
+"""Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition), `gdp` (exact, full batches).
 
-Every accountant takes the same events and adjacency (add or remove one record), composes different events together, and
-errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and PRV; what calibration
-needs thousands of times is computed here, vectorised over clients, and the number reported is then Opacus' own.
+Every accountant takes the same events and adjacency (add or remove one record), composes different events
+together, and errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and
+PRV; what calibration needs thousands of times is computed here, vectorised over clients, and the number
+reported is then Opacus' own.
 
-Opacus imports torch, so it is imported where it is called: `python -m dpfl_lightning.plan --help` stays quick.
+Opacus imports torch, so it is imported where it is called: `dpfl_lightning.plan --help` stays quick.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from scipy.special import gammaln, log_ndtr, logsumexp
 from dpfl_lightning.errors import UserError, nearest, require
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, repeated
 
-# Opacus' default orders (1.1 ... 10.9, 12 ... 63), 11, and a sparse tail, without which no epsilon below 0.066 can be
-# certified at delta 1e-4. 1024 is the last round order whose binomials still fit a double, as Opacus computes them.
+# Opacus' default orders (1.1 ... 10.9, 12 ... 63), 11, and a sparse tail, without which no epsilon below
+# 0.066 can be certified at delta 1e-4. 1024 is the last round order whose binomials still fit a double, as
+# Opacus computes them.
 _TAIL = (64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ORDERS: tuple[float, ...] = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), *_TAIL)
 
@@ -34,14 +36,14 @@ Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
 
 class Accountant(Protocol):
-    """What composes events into an epsilon. All values are upper bounds; a bound over more orders is never larger."""
+    """What composes events into an epsilon. All values are upper bounds."""
 
     name: str
     description: str  # what a report says of it
     together: int  # how many clients `search` likes to be asked about at once
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Epsilon, rounded up to 1e-6 (inf without noise, 0.0 without releases), and the words for how it was found."""
+        """Epsilon rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was found, in words."""
         ...
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
@@ -52,8 +54,10 @@ class Accountant(Protocol):
         """Epsilon of many clients at once, [clients], quick; `bound` certifies the one that is kept."""
         ...
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """Epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: the live values of a run, cheap."""
+    def curve(
+        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
+    ) -> np.ndarray:
+        """Epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: live values, cheap."""
         ...
 
 
@@ -68,7 +72,7 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
 
 
-# ------------------------------------------------------------------------------------------------------------ events
+# ----------------------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,8 @@ class Composed:
 
     Args:
         gaussian: (sample_rate, noise_multiplier, steps) of each distinct Gaussian event that costs anything.
-        selection: sum of count * epsilon^2 / 8 over the selections; their RDP at order alpha is alpha times this.
+        selection: sum of count * epsilon^2 / 8 over the selections; their RDP at order alpha is alpha
+            times this.
     """
 
     gaussian: tuple[tuple[float, float, int], ...]
@@ -98,7 +103,8 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
     """Check events and delta, and merge equal events (a ledger has one line a round).
 
     Raises:
-        UserError: a sampling rate outside (0, 1], negative or unsolved noise, negative counts, delta outside (0, 1).
+        UserError: a sampling rate outside (0, 1], negative or unsolved noise, negative counts, delta outside
+            (0, 1).
 
     >>> composed([GaussianEvent(0.1, 1.0, 3), GaussianEvent(0.1, 1.0, 4)], 1e-5).gaussian
     ((0.1, 1.0, 7),)
@@ -124,7 +130,9 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
 def _checked(event: GaussianEvent) -> tuple[float, float]:
     """(sample_rate, noise_multiplier) of a valid event; a UserError else."""
     rate, noise = event.sample_rate, event.noise_multiplier
-    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records.")
+    require(
+        0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records."
+    )
     require(event.steps >= 0, "steps", "be at least 0", event.steps)
     if noise is None:
         raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
@@ -134,7 +142,7 @@ def _checked(event: GaussianEvent) -> tuple[float, float]:
     return float(rate), float(noise) if noise > 1e-100 else 0.0
 
 
-# --------------------------------------------------------------------------------------------------------------- rdp
+# -------------------------------------------------------------------------------------------------------- rdp
 
 
 def sampled_gaussian_rdp(
@@ -142,10 +150,10 @@ def sampled_gaussian_rdp(
     noise_multiplier: Sequence[float] | np.ndarray,
     orders: tuple[float, ...] = ORDERS,
 ) -> np.ndarray:
-    """RDP of one step of the Poisson-sampled Gaussian: log(A_alpha) / (alpha - 1), for many mechanisms at once.
+    """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms at once.
 
-    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer orders, by
-    quadrature at fractional ones.
+    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer
+    orders, by quadrature at fractional ones.
 
     Args:
         sample_rate: [n], in (0, 1].
@@ -153,8 +161,8 @@ def sampled_gaussian_rdp(
         orders: [k], > 1.
     Returns:
         [n, k], Renyi divergence in nats; add and remove one record.
-    Reference: Mironov, Talwar, Zhang (2019), section 3.3, as Opacus' `compute_rdp`: both agree to 1e-9, or to 1e-12 in
-        log(A_alpha), which is where Opacus cuts its series.
+    Reference: Mironov, Talwar, Zhang (2019), section 3.3, as Opacus' `compute_rdp`: both agree to 1e-9, or to
+        1e-12 in log(A_alpha), which is where Opacus cuts its series.
 
     >>> sampled_gaussian_rdp([1.0, 0.01], [2.0, 2.5], (2.5, 5)).round(8).tolist()
     [[0.3125, 0.625], [2.171e-05, 4.362e-05]]
@@ -164,7 +172,8 @@ def sampled_gaussian_rdp(
     order = np.asarray(orders, dtype=float)
     whole = order == np.floor(order)
     rdp = order / (2 * noise[:, None] ** 2)  # full batches; an upper bound for all others
-    # Below noise 0.03 (epsilons in the hundreds a step) the quadrature would need 100,000 nodes: keep the upper bound.
+    # Below noise 0.03 (epsilons in the hundreds a step) the quadrature would need 100,000 nodes: keep the
+    # upper bound.
     sampled = np.flatnonzero(rate < 1)
     sampled = sampled[np.argsort(noise[sampled])]  # rows of similar noise need a like number of nodes
     for start in range(0, len(sampled), 16):  # few enough that the work arrays stay in the cache
@@ -181,7 +190,7 @@ def sampled_gaussian_rdp(
 
 @functools.lru_cache(maxsize=16)
 def _binomial_terms(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """For the terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
+    """The terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
     order = np.concatenate([np.full(alpha - 1, float(alpha)) for alpha in orders])
     k = np.concatenate([np.arange(2.0, alpha + 1) for alpha in orders])
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
@@ -207,8 +216,9 @@ def _log_excess_whole(q: np.ndarray, z: np.ndarray, orders: tuple[int, ...]) -> 
 def _log_excess_fractional(q: np.ndarray, z: np.ndarray, order: np.ndarray) -> np.ndarray:
     """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v], v = q expm1(u/z - 1/2z^2), u ~ N(0, 1), [n, orders].
 
-    nan below z = 0.03. E[v] = 0, so the subtracted terms change nothing but keep the digits. The integrand is analytic
-    with Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z off the real axis).
+    nan below z = 0.03. E[v] = 0, so the subtracted terms change nothing but keep the digits. The integrand is
+    analytic with Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z
+    off the real axis).
     """
     log_excess = np.full((len(q), len(order)), np.nan)
     rows = np.flatnonzero(z >= 0.03)
@@ -253,8 +263,9 @@ def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndar
 class Rdp:
     """Renyi accountant: epsilon = min over orders of the converted sum of RDP; composes every kind of event.
 
-    The value is Opacus' own at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up. It is a few
-    per cent above the tight value; a target at or below its floor (0.0013 at delta 1e-4) cannot be certified.
+    The value is Opacus' own at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up. It
+    is a few per cent above the tight value; a target at or below its floor (0.0013 at delta 1e-4) cannot be
+    certified.
 
     >>> Rdp().epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
     7.329112
@@ -281,7 +292,7 @@ class Rdp:
         rdp = releases.selection * order
         for rate, noise, steps in releases.gaussian:
             rdp += compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=[order])[0]
-        # The larger, because Opacus' rounding can fall below the truth where the cost of a step is near 1e-15.
+        # The larger, because Opacus' rounding can fall below the truth where a step costs next to nothing.
         certified = max(float(converted(np.array([rdp]), (order,), delta)[0]), float(ours.min()))
         return rounded_up(certified, 6), self.description
 
@@ -291,7 +302,9 @@ class Rdp:
         best = converted(self._rdp(releases), self.orders, deltas).min(axis=1)
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
+    def curve(
+        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
+    ) -> np.ndarray:
         paid, each = self._rdp([composed(before, delta), composed([event], delta)])
         count = np.asarray(counts, dtype=float)[:, None]
         with np.errstate(invalid="ignore"):  # no repeat of a noiseless release costs nothing: 0 * inf
@@ -300,7 +313,7 @@ class Rdp:
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
     def _rdp(self, many: Sequence[Composed]) -> np.ndarray:
-        """RDP of each composition, [len(many), orders]; one step of each distinct mechanism is computed once."""
+        """RDP of each composition, [len(many), orders]; each distinct mechanism is computed once."""
         pairs = sorted({(rate, noise) for one in many for rate, noise, _ in one.gaussian if noise > 0})
         rates, noises = np.array(pairs).reshape(-1, 2).T
         table = dict(zip(pairs, sampled_gaussian_rdp(rates, noises, self.orders), strict=True))
@@ -311,21 +324,27 @@ class Rdp:
         return total
 
 
-# --------------------------------------------------------------------------------------------------------------- prv
+# -------------------------------------------------------------------------------------------------------- prv
 
-_EPS_ERROR, _MAX_EPS_ERROR = 0.01, 0.1  # added to the estimate, so that the value is an upper bound; Opacus adds 0.01
-_MAX_GRID = 2**21  # points of the discretised privacy loss: a second or two and some 300 MB for each distinct event
+_EPS_ERROR, _MAX_EPS_ERROR = (
+    0.01,
+    0.1,
+)  # added to the estimate, so that the value is an upper bound; Opacus adds 0.01
+_MAX_GRID = (
+    2**21
+)  # points of the discretised privacy loss: a second or two and some 300 MB for each distinct event
 
 
 class Prv:
-    """Numerical composition of privacy loss distributions (Opacus' PRV): tighter than RDP by 3 to 10 %, and slower.
+    """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
-    The smaller of two valid upper bounds, PRV and RDP, is given, and the words say which. RDP alone is used, and the
-    words say why, for selections, below delta 1e-9, where the grid would not fit, its numerics fail, or time is over.
+    The smaller of two valid upper bounds, PRV and RDP, is given, and the words say which. RDP alone is used,
+    and the words say why, for selections, below delta 1e-9, where the grid would not fit, its numerics fail,
+    or time is over.
 
     Args:
-        time_limit_s: for one epsilon. Looked at between distinct events, each of which the grid's size bounds to a
-            second or two; given up as soon as the first ones show that the rest cannot be done in time.
+        time_limit_s: for one epsilon. Looked at between distinct events, each of which the grid's size bounds
+            to a second or two; given up as soon as the first ones show that the rest cannot be done in time.
 
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
     (1.838372, 'PRV (Opacus, upper bound within 0.01)')
@@ -360,7 +379,9 @@ class Prv:
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         return np.array([self.epsilon(events, delta) for events, delta in queries])
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
+    def curve(
+        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
+    ) -> np.ndarray:
         """As RDP's, but nowhere above PRV's value at the largest count, which is also the last value."""
         if not len(counts):
             return np.empty(0)
@@ -376,15 +397,16 @@ class _NoPrv(Exception):
 def _prv_epsilon(
     gaussian: tuple[tuple[float, float, int], ...], delta: float, time_limit_s: float
 ) -> tuple[float, float]:
-    """Opacus' PRV upper bound of different events and the error it includes, in bounded time and memory; cached.
+    """Opacus' PRV upper bound of different events, and the error it includes, in bounded time and memory.
 
     Raises:
         _NoPrv: there is none; the message says why.
     """
     from opacus.accountants.analysis import prv
 
-    # The tail of the composed loss is a sum of rounding errors of 1e-16: measured against exact values, Opacus' result
-    # is below the truth (by 0.1) at delta 1e-10 after 60,000 steps. Keep two orders of magnitude away.
+    # The tail of the composed loss is a sum of rounding errors of 1e-16: measured against exact values,
+    # Opacus' result is below the truth (by 0.1) at delta 1e-10 after 60,000 steps. Keep two orders of
+    # magnitude away.
     if delta < max(1e-9, 1e-12 * sum(steps for _, _, steps in gaussian)):
         raise _NoPrv(f"PRV's rounding errors matter at delta {delta:g}")
     delta_error = delta / 1000  # Opacus' default
@@ -411,13 +433,17 @@ def _prv_epsilon(
     return rounded_up(max(epsilon, 0.0), 6), eps_error
 
 
-def _prv_grid(gaussian: tuple[tuple[float, float, int], ...], delta_error: float) -> tuple[float, float, float]:
-    """(error of epsilon, reach, mesh) of Opacus' grid, [-reach, reach], with a larger error where it would not fit."""
+def _prv_grid(
+    gaussian: tuple[tuple[float, float, int], ...], delta_error: float
+) -> tuple[float, float, float]:
+    """(error of epsilon, reach, mesh) of Opacus' grid [-reach, reach]; the error grows where it would not fit."""
     steps = np.array([steps for _, _, steps in gaussian])
     each = sampled_gaussian_rdp([rate for rate, _, _ in gaussian], [noise for _, noise, _ in gaussian])
     whole_run = converted(steps @ each, ORDERS, delta_error / 4).min()
     one_step = converted(each, ORDERS, delta_error / (8 * steps.sum())).min(axis=1).max()
-    reach = max(whole_run, one_step, _EPS_ERROR) + 3  # Gopi et al. (2021), remark 5.6, as `compute_safe_domain_size`
+    reach = (
+        max(whole_run, one_step, _EPS_ERROR) + 3
+    )  # Gopi et al. (2021), remark 5.6, as `compute_safe_domain_size`
     relative_mesh = 1 / math.sqrt(steps.sum() * math.log(12 / delta_error) / 2)
     eps_error = max(_EPS_ERROR, math.ceil(100 * 2 * reach / relative_mesh / _MAX_GRID) / 100)
     if eps_error > _MAX_EPS_ERROR:
@@ -425,14 +451,14 @@ def _prv_grid(gaussian: tuple[tuple[float, float, int], ...], delta_error: float
     return eps_error, reach, eps_error * relative_mesh
 
 
-# --------------------------------------------------------------------------------------------------------------- gdp
+# -------------------------------------------------------------------------------------------------------- gdp
 
 
 class Gdp:
-    """Exact Gaussian differential privacy, for full batches only; different noises compose: mu^2 = sum steps / z^2.
+    """Exact Gaussian differential privacy, for full batches only; unequal noise composes: mu^2 = sum steps / z^2.
 
-    Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which is tight. Opacus' accountant of
-    this name is a central-limit value for sampled batches, below the truth, hence not offered.
+    Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which is tight. Opacus'
+    accountant of this name is a central-limit value for sampled batches, below the truth, hence not offered.
 
     Reference: Balle and Wang (2018), theorem 8; Dong, Roth, Su (2022).
 
@@ -454,7 +480,9 @@ class Gdp:
         mu = [self._mu(events, delta) for events, delta in queries]
         return _gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
 
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
+    def curve(
+        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
+    ) -> np.ndarray:
         paid, each, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
         with np.errstate(invalid="ignore"):  # as in Rdp
             mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * each, 0.0))
@@ -463,7 +491,9 @@ class Gdp:
     def _mu(self, events: Sequence[Event], delta: float) -> float:
         releases = composed(events, delta)
         sampled = [rate for rate, _, _ in releases.gaussian if rate < 1]
-        way_out = "Exact Gaussian privacy is for full batches; its central-limit value for others is below the truth."
+        way_out = (
+            "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
+        )
         only_full = not sampled and releases.selection == 0
         found = f"a sample rate of {sampled[0]:g}" if sampled else "a selection"
         require(only_full, "accountant", f"be rdp or prv for {found}", self.name, way_out)
@@ -472,7 +502,7 @@ class Gdp:
 
 
 def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Smallest epsilon with delta(epsilon; mu) <= delta, by bisection from above, rounded up; inf at mu = inf, [n]."""
+    """Smallest epsilon with delta(epsilon; mu) <= delta, by bisection from above, rounded up, [n]."""
 
     def delta_of(epsilon: np.ndarray) -> np.ndarray:
         minus = np.exp(epsilon + log_ndtr(-safe / 2 - epsilon / safe))  # this form holds at any epsilon
@@ -480,7 +510,10 @@ def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
 
     finite = np.isfinite(mu) & (mu > 0)
     safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
-    low, high = np.zeros_like(safe), safe**2 / 2 + safe * np.sqrt(-2 * np.log(delta))  # Phi(-x) <= exp(-x^2 / 2)
+    low, high = (
+        np.zeros_like(safe),
+        safe**2 / 2 + safe * np.sqrt(-2 * np.log(delta)),
+    )  # Phi(-x) <= exp(-x^2 / 2)
     for _ in range(60):
         middle = (low + high) / 2
         fits = delta_of(middle) <= delta
@@ -490,13 +523,13 @@ def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.array([rounded_up(e, 6) for e in value])
 
 
-# --------------------------------------------------------------------------------------------------- names, guarantees
+# ------------------------------------------------------------------------------------------ names, guarantees
 
 _ACCOUNTANTS: dict[str, Accountant] = {one.name: one for one in (Rdp(), Prv(), Gdp())}
 
 
 def get_accountant(name: str) -> Accountant:
-    """The accountant of that name: "rdp" (default everywhere), "prv" (tighter, slower) or "gdp" (exact, full batches).
+    """The accountant of that name: "rdp" (the default), "prv" (tighter, slower) or "gdp" (exact, full batches).
 
     Raises:
         UserError: another name; the message has the nearest one.
@@ -534,16 +567,16 @@ class Guarantee:
     def words(self) -> str:
         """One sentence, and the caveats after it.
 
-        >>> Guarantee(epsilon=1.999991, delta=1e-4, sampling="full batches", accountant="RDP").words()
-        '(2, 0.0001)-differential privacy per record (add or remove one record), full batches, accounted by RDP.'
+        >>> Guarantee(epsilon=1.99999, delta=0.01, sampling="full batches", accountant="RDP").words()
+        '(2, 0.01)-differential privacy per record (add or remove one record), full batches, accounted by RDP.'
         """
         if math.isinf(self.epsilon):
             sentence = f"No differential privacy per {self.unit}: something is released without noise."
         else:
             shown = f"{rounded_up(self.epsilon, 4):.4f}".rstrip("0").rstrip(".")
             sentence = (
-                f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), {self.sampling}, "
-                f"accounted by {self.accountant}."
+                f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
+                f"{self.sampling}, accounted by {self.accountant}."
             )
         return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
 
@@ -553,7 +586,9 @@ class Guarantee:
         return {**asdict(self), "epsilon": finite, "caveats": list(self.caveats), "words": self.words()}
 
 
-def guarantee(events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None) -> Guarantee:
+def guarantee(
+    events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None
+) -> Guarantee:
     """The guarantee of composed events; the words of their `Caveat`s travel in, each once.
 
     Args:
@@ -563,7 +598,8 @@ def guarantee(events: Sequence[Event], delta: float, accountant: Accountant, sam
         sampling: in words, where the sample rates do not say it (shuffled batches: with a `Caveat`).
     Privacy: arithmetic on public facts.
 
-    >>> guarantee([GaussianEvent(1.0, 2.0), Caveat("data sizes are public")], 1e-5, get_accountant("gdp")).caveats
+    >>> events = [GaussianEvent(1.0, 2.0), Caveat("data sizes are public")]
+    >>> guarantee(events, 1e-5, get_accountant("gdp")).caveats
     ('data sizes are public',)
     """
     epsilon, how = accountant.bound(events, delta)

@@ -1,9 +1,9 @@
 """Exact clipped sums of per-record gradients, without the work that only a summed gradient needs.
 
-One forward with weights that require no gradient, one backward to the *outputs* of the layers with parameters; the
-gradients of each record then follow layer by layer (`layer_rules.py`). Hooks on an ordinary backward compute the
-summed weight gradients besides, which nobody reads. `clipped_sum_for` holds the result to `VmapClippedSum` on random
-data before it trusts it.
+One forward with weights that require no gradient, one backward to the outputs of the layers with parameters;
+each record's gradients then follow layer by layer (`layer_rules.py`). Hooks on an ordinary backward compute
+summed weight gradients besides, which nobody reads. `clipped_sum_for` holds the result to `VmapClippedSum` on
+random data before it trusts it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
 
 
 class _Begin(torch.autograd.Function):
-    """The identity at which a graph begins: no copy, and what follows may still change the tensor in place."""
+    """The identity at which a graph begins: no copy, and what follows may change the tensor in place."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
@@ -96,7 +96,7 @@ class FastClippedSum:
     Reference:
         Goodfellow (2015), https://arxiv.org/abs/1510.01799: norms of a product.
         Li et al. (2022), https://arxiv.org/abs/2110.05679: ghost norms.
-        Rochette et al. (2019), https://arxiv.org/abs/1912.06015: grouped convolutions; here, that of the gradient.
+        Rochette et al. (2019), https://arxiv.org/abs/1912.06015: records as groups of a convolution.
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> clipped_sum = FastClippedSum(net)
@@ -130,6 +130,7 @@ class FastClippedSum:
         others = {name: unit for name, unit in self._units.items() if unit.rule is any_module_rule}
         return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
 
+    @torch.no_grad()  # but for the forward in `_gradients`
     def __call__(
         self,
         params: Params,
@@ -166,13 +167,12 @@ class FastClippedSum:
         edges = [edge for _, edge in calls.values()]
         dys = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
         grads: ByName = {}
-        with torch.no_grad():
-            for (name, (inputs, _)), dy in zip(calls.items(), dys, strict=True):
-                unit = self._units[name]
-                own = {local: params[full] for local, full in unit.names.items() if full in params}
-                if dy is not None and own:
-                    by_name = unit.rule(unit.module, own, inputs, dy)
-                    grads |= {unit.names[local]: by_name[local] for local in own}
+        for (name, (inputs, _)), dy in zip(calls.items(), dys, strict=True):
+            unit = self._units[name]
+            own = {local: params[full] for local, full in unit.names.items() if full in params}
+            if dy is not None and own:
+                by_name = unit.rule(unit.module, own, inputs, dy)
+                grads |= {unit.names[local]: by_name[local] for local in own}
         return grads
 
     @contextmanager
@@ -185,7 +185,7 @@ class FastClippedSum:
             def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
                 if name in calls:
                     raise Unsupported(f"`{name}` is used twice in one forward")
-                if not isinstance(output, Tensor) or not all(isinstance(a, Tensor) for a in (inputs or [None])):
+                if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                     raise Unsupported(f"`{name}` does not go from tensors to one tensor")
                 begun = output if output.requires_grad else _Begin.apply(output, anchor)
                 calls[name] = (inputs, get_gradient_edge(begun))
@@ -212,7 +212,7 @@ def _weighted(params: Params, grads: ByName, factors: Tensor) -> Tensor:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """`x` `[B, C, H, W]` with channels innermost in memory; one alone always is, but its strides must say so."""
+    """`x` `[B, C, H, W]` with channels innermost in memory; one always is, but its strides must say so."""
     if x.shape[1] > 1:
         return x.contiguous(memory_format=torch.channels_last)
     height, width = x.shape[2:]
@@ -220,7 +220,7 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
-    """Hand max-pool's backward its gradient in channels-last, as its input was: else it is five times slower."""
+    """Hand max-pool's backward its gradient in channels-last, as its input was: 5 times faster than mixed."""
     form = torch.channels_last
     if isinstance(output, Tensor) and output.requires_grad and output.is_contiguous(memory_format=form):
         output.register_hook(lambda grad: grad.contiguous(memory_format=form))
@@ -269,7 +269,7 @@ def clipped_sum_for(
             try:
                 fast = FastClippedSum(net, sample_loss, chunk, channels_last)
                 apart = _apart(params, _answers(fast, params, x, y), expected)
-            except Exception as error:  # a user's forward may raise anything when watched: it is for the reference
+            except Exception as error:  # a user's forward may raise anything when it is watched
                 why = why or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
             if apart is None:
@@ -281,7 +281,7 @@ def clipped_sum_for(
 
 @contextmanager
 def _without_dropout(net: nn.Module) -> Iterator[None]:
-    """Two passes must see one model. Dropout inside a unit stays on and fails the check: no rule covers it."""
+    """Two passes must see one model. Dropout inside a unit stays on, to fail the check: no rule covers it."""
     inside = {id(m) for _, unit in _units(net) for m in unit.module.modules()}
     layers = [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
     layers = [m for m in layers if id(m) not in inside]
@@ -333,7 +333,7 @@ def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance
 def keep_freed_memory() -> bool:
     """Let this process keep freed tensors' memory for the next ones, not return it many times a step.
 
-    Per-record gradients are large and short-lived. By default glibc gives them back to the system at once, and
+    Per-record gradients are large and short-lived. By default glibc gives them back to the system at once and
     each chunk pays for fresh pages (1,500 page faults a pass). When to use it: once, in a process that trains
     on a CPU; it then holds on to at most 512 MiB more.
 

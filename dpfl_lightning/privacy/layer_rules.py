@@ -1,7 +1,7 @@
 """Each record's gradient with respect to one layer, from the layer's input and the gradient of its output.
 
-A rule (`RULES`) is one formula a layer type. It answers with gradients in the form that is cheapest to keep: in full,
-or as the factors of a product whose norm and weighted sum need no full gradient.
+A rule (`RULES`) is one formula a layer type. It answers with gradients in the form that is cheapest to keep:
+in full, or as the factors of a product, whose norm and weighted sum need no full gradient.
 """
 
 from __future__ import annotations

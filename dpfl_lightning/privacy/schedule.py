@@ -98,21 +98,22 @@ def calibrate(
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
     Args:
-        schedules: one for each client; releases with noise_multiplier None share the client's one free noise. Schedules
-            without any come back as they are; with an infinite target the noise is 0 (a run without privacy).
+        schedules: one for each client; releases with noise_multiplier None share the client's one free noise.
+            Schedules without any come back as they are; with an infinite target the noise is 0 (a run without
+            privacy).
         accountant: the one that will report, too.
         on_progress: called with (solved, all) different schedules; equal ones are solved once.
     Returns:
         The schedules in order, with every noise set.
 
-    **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to, composed again
-    by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits.
+    **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to,
+    composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits.
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: epsilon <= 0, delta outside (0, 1), or a target at or below what the accountant can certify beside
-            the releases whose noise is given; the message names that floor.
+        UserError: epsilon <= 0, delta outside (0, 1), or a target at or below what the accountant can certify
+            beside the releases whose noise is given; the message names that floor.
 
     >>> from dpfl_lightning.privacy.accountant import get_accountant
     >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
@@ -135,7 +136,7 @@ def calibrate(
 def affordable_count(
     event: Event, target_epsilon: float, delta: float, accountant: Accountant, before: Sequence[Event] = ()
 ) -> int:
-    """How many releases of a fixed noise fit a budget: the largest n with epsilon(before + n * event) <= target.
+    """How many releases of a fixed noise fit: the largest n with epsilon(before + n * event) <= target.
 
     Args:
         event: one release, its noise given.
@@ -175,15 +176,23 @@ def affordable_count(
 
 def _check(schedule: ClientSchedule) -> None:
     if any(line.unsolved for line in schedule.planned):
-        require(schedule.target_epsilon > 0, "epsilon", "be above 0", schedule.target_epsilon, "null is no budget.")
+        require(
+            schedule.target_epsilon > 0,
+            "epsilon",
+            "be above 0",
+            schedule.target_epsilon,
+            "null is no budget.",
+        )
         if math.isfinite(schedule.target_epsilon):
-            require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records.")
+            require(
+                0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records."
+            )
     for line in schedule.planned:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
 
 
 def _certified(schedule: ClientSchedule, noise: float, accountant: Accountant) -> float:
-    """The noise rounded up to 6 digits, and beyond until the accountant's own epsilon is within the target."""
+    """The noise rounded up to 6 digits, and on until the accountant's own epsilon is within the target."""
     step = _TOLERANCE
     while True:
         if noise > 0:
@@ -196,7 +205,7 @@ def _certified(schedule: ClientSchedule, noise: float, accountant: Accountant) -
 
 
 def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant) -> np.ndarray:
-    """Noise multipliers within the tolerance of the smallest that fit, from above, [clients]; 0 where any fits."""
+    """Noise multipliers just above the smallest that fit, [clients]; 0 where any fits."""
     target = np.array([schedule.target_epsilon for schedule in schedules])
 
     def excess(log_noise: np.ndarray, client: np.ndarray) -> np.ndarray:
@@ -206,7 +215,9 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
         return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
 
     noise = np.zeros(len(schedules))
-    solve = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon) and _unsolved_steps(own)]
+    solve = [
+        i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon) and _unsolved_steps(own)
+    ]
     if not solve:
         return noise
     client = np.array(solve)
@@ -219,7 +230,9 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
     root = elementwise.find_root(excess, bracket, args=(client,), tolerances=tolerances)
     if not root.success.all():
         raise RuntimeError(f"calibration found no root for {schedules[client[int(np.argmin(root.success))]]}")
-    above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
+    above = np.where(
+        root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0]
+    )  # the end of the bracket that fits
     noise[client] = np.exp(np.where(root.f_x <= 0, root.x, above))
     return noise
 
@@ -241,8 +254,12 @@ def _guess(schedule: ClientSchedule) -> float:
 def _below_floor(schedule: ClientSchedule, accountant: Accountant) -> UserError:
     floor = accountant.epsilon(schedule.with_noise(_MOST_NOISE).events(), schedule.delta)
     given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
-    cause = f"what {given} costs with the given noise" if given else f"the least that {accountant.name} can certify"
+    cause = (
+        f"what {given} costs with the given noise"
+        if given
+        else f"the least that {accountant.name} can certify"
+    )
     return UserError(
-        f"`epsilon` must be above {floor:g}, {cause} at delta {schedule.delta:g}, got {schedule.target_epsilon:g}. "
-        f"Raise it{', or the given noise' if given else ', or delta'}."
+        f"`epsilon` must be above {floor:g}, {cause} at delta {schedule.delta:g}, "
+        f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."
     )

@@ -32,7 +32,8 @@ class Progress(ServerCallback):
         console: where to print; None is standard output.
         next_steps: lines for the end of the summary, such as how to open the tracking page.
 
-    **Privacy** Shows public facts, the schedule and accuracies on held-out records, which no guarantee covers.
+    **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee
+    covers.
     """
 
     def __init__(self, console: Console | None = None, next_steps: Sequence[str] = ()) -> None:
@@ -67,18 +68,29 @@ class Progress(ServerCallback):
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation the last one stays
             words = f"{self._score} {epsilon} {speed.replace('records', 'rec')}".lstrip()
-            self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
+            self._bar.update(
+                self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left
+            )
         elif report.client_accuracy is not None or report.test_loss is not None:
             width = len(str(report.rounds))
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
             some = len(report.clients) < view.facts.num_clients
-            parts = [f"round {report.round:{width}}/{report.rounds}", score, epsilon, speed, clients if some else ""]
+            parts = [
+                f"round {report.round:{width}}/{report.rounds}",
+                score,
+                epsilon,
+                speed,
+                clients if some else "",
+            ]
             self._say(" | ".join(filter(None, [*parts, f"{duration(seconds_left)} left"])))
 
     def on_run_end(self, view: View, result: RunResult) -> None:
         self._stop_bar()
         if not result.finished:
-            self._say(f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}", style="bold yellow")
+            self._say(
+                f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}",
+                style="bold yellow",
+            )
             if "--resume" not in result.reason:
                 self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
             return
@@ -108,7 +120,9 @@ class Progress(ServerCallback):
 
     def _table(self, columns: Sequence[ClientColumn]) -> None:
         count = len(columns[0].values)
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+        table = Table(
+            box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold"
+        )
         for column in columns:
             table.add_column(column.title, justify="right")
         if count <= _MOST_ROWS:
@@ -136,8 +150,12 @@ class Progress(ServerCallback):
             transient=True,
         )
         run, ends = view.run, self._begun + view.run.estimated_seconds
-        self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
-        atexit.register(self._stop_bar)  # a second Ctrl-C while the run is ending must not leave the cursor hidden
+        self._task = self._bar.add_task(
+            "", total=run.rounds, completed=run.first_round - 1, words="", ends=ends
+        )
+        atexit.register(
+            self._stop_bar
+        )  # a second Ctrl-C while the run is ending must not leave the cursor hidden
         self._bar.start()
 
     def _stop_bar(self) -> None:
@@ -179,7 +197,9 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     columns = [
         ClientColumn("client", range(len(records))),
         ClientColumn("records", records),
-        ClientColumn("batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]),
+        ClientColumn(
+            "batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]
+        ),
         ClientColumn("steps a round", [event.steps for event in events]),
     ]
     if not _noised(view):
@@ -191,7 +211,9 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     return [
         *columns,
         ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
-        ClientColumn("noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format),
+        ClientColumn(
+            "noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format
+        ),
     ]
 
 
@@ -271,7 +293,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
-    """Four digits, rounded up; not above a budget that was kept, so that a shortened one does not look broken.
+    """Four digits, rounded up, but not above a budget that was kept, lest it look broken.
 
     >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
     (2.346, 0.05137, inf)

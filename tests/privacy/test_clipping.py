@@ -1,0 +1,457 @@
+"""Every rule and engine of clipped sums is held to per-record gradients by `vmap`, in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy import layer_rules
+from dpfl_lightning.privacy.clipping import VmapClippedSum, cross_entropy_of
+from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.layer_rules import RULES, Unsupported
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def squares_of(net):
+    """A loss that reaches every output with its own weight, whatever the output's shape."""
+
+    def sample_loss(params, x, y):
+        out = functional_call(net, params, (x,)).flatten(1)
+        return ((out - torch.linspace(-1, 1, out.shape[1], dtype=out.dtype)) ** 2).sum(1)
+
+    return sample_loss
+
+
+def params_of(net, dtype=torch.float64):
+    """Random values for the trainable parameters: nothing stays at the ones and zeros that hide mistakes."""
+    gen = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(p.shape, generator=gen, dtype=torch.float32).to(dtype) * 0.3
+        for name, p in net.named_parameters()
+        if p.requires_grad
+    }
+
+
+def cast(values, dtype):
+    return {name: p.to(dtype) for name, p in values.items()}
+
+
+def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True):
+    """Record by record (each its own group), clipped and not, then summed over two groups in small chunks."""
+    mine, true = copy.deepcopy(net).to(dtype), copy.deepcopy(net).double()
+    fast = FastClippedSum(mine, squares_of(mine), 3, channels_last)
+    reference = VmapClippedSum(squares_of(true))
+    params, y = params_of(net, dtype), torch.zeros(len(x), dtype=torch.long)
+    wide = {name: p.double() for name, p in params.items()}
+    x, wide_x = (x.to(dtype), x.to(dtype).double()) if x.is_floating_point() else (x, x)
+    each, pairs, count = torch.arange(len(x)), torch.arange(len(x)) % 2, max(len(x), 1)
+    for clip_norm, group, num_groups in [(math.inf, each, count), (0.1, each, count), (1.0, pairs, 2)]:
+        ours = fast(params, x, y, clip_norm, group, num_groups).double()
+        expected = reference(wide, wide_x, y, clip_norm, group, num_groups)
+        scale = expected.norm(dim=1) if group is each else torch.tensor(float(count))
+        assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale + 1e-12).all()
+
+
+# --- one contract for all rules: a strategy for each registered layer draws (layer, records)
+
+
+@st.composite
+def linears(draw, batch):
+    inner = draw(st.sampled_from([(), (1,), (3,), (2, 20)]))
+    wide, deep = draw(st.sampled_from([1, 4, 17])), draw(st.sampled_from([1, 5]))
+    return nn.Linear(deep, wide, bias=draw(st.booleans())), torch.randn(batch, *inner, deep)
+
+
+@st.composite
+def convolutions(draw, batch):
+    groups = draw(st.sampled_from([1, 1, 1, 2]))
+    layer = nn.Conv2d(
+        groups * draw(st.sampled_from([1, 2, 8])),
+        groups * draw(st.sampled_from([1, 5, 16])),
+        kernel_size=draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
+        stride=(stride := draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))),
+        padding=draw(st.sampled_from([0, 1, (1, 0), "same"]))
+        if stride == (1, 1)
+        else draw(st.integers(0, 1)),
+        dilation=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
+        groups=groups,
+        bias=draw(st.booleans()),
+        padding_mode=draw(st.sampled_from(["zeros", "zeros", "reflect", "circular"])),
+    )
+    height, width = draw(st.integers(5, 13)), draw(st.integers(5, 13))
+    return layer, torch.randn(batch, layer.in_channels, height, width)
+
+
+@st.composite
+def group_norms(draw, batch):
+    groups = draw(st.integers(1, 3))
+    inner = draw(st.sampled_from([(7,), (2, 3), (1, 5, 2)]))
+    channels = groups * draw(st.integers(1, 3))
+    return nn.GroupNorm(groups, channels), torch.randn(batch, channels, *inner)
+
+
+@st.composite
+def layer_norms(draw, batch):
+    shape, inner = draw(st.sampled_from([(4,), (2, 3)])), draw(st.sampled_from([(), (1,), (3, 2)]))
+    return nn.LayerNorm(shape, bias=draw(st.booleans())), torch.randn(batch, *inner, *shape)
+
+
+@st.composite
+def embeddings(draw, batch):
+    padding = draw(st.sampled_from([None, 1]))
+    tokens = torch.randint(0, 4, (batch, *draw(st.sampled_from([(), (1,), (6,), (2, 3)]))))
+    return nn.Embedding(4, 3, padding_idx=padding), tokens
+
+
+CASES = {
+    nn.Linear: linears,
+    nn.Conv2d: convolutions,
+    nn.GroupNorm: group_norms,
+    nn.LayerNorm: layer_norms,
+    nn.Embedding: embeddings,
+}
+
+
+def test_every_rule_has_a_case():
+    assert set(CASES) == set(RULES)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("layer_type", RULES, ids=lambda t: t.__name__)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_rule_equals_reference(layer_type, dtype, data):
+    layer, x = data.draw(CASES[layer_type](data.draw(st.sampled_from([0, 1, 2, 5]))))
+    assert_equals_reference(layer, x, dtype=dtype)
+
+
+@pytest.mark.parametrize("narrow", [0, 1000])
+@pytest.mark.parametrize("never", [False, True])
+@pytest.mark.parametrize("out", [3, 16])
+def test_every_way_of_a_convolution_equals_reference(narrow, never, out, monkeypatch):
+    monkeypatch.setattr(layer_rules, "NARROW", narrow)
+    monkeypatch.setattr(layer_rules, "_never_form", lambda steps, p, d: never)
+    layer = nn.Conv2d(3, out, 3, stride=2, padding=1, dilation=(1, 2))
+    for channels_last in (True, False):
+        assert_equals_reference(layer, torch.randn(4, 3, 8, 9), channels_last=channels_last)
+
+
+@pytest.mark.parametrize("module", [nn.Conv1d(2, 3, 3), nn.PReLU(2), nn.ConvTranspose1d(2, 2, 2)], ids=repr)
+def test_module_without_rule_equals_reference(module):
+    fast = FastClippedSum(nn.Sequential(nn.Linear(6, 6), module))
+    assert fast.under_vmap() == [f"`1` ({type(module).__name__})"]
+    assert_equals_reference(nn.Sequential(nn.Linear(6, 6), module), torch.randn(3, 2, 6))
+
+
+# --- whole models
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(1, 8, 3, padding=1, bias=False)
+        self.one = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3, padding=1))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.relu_(self.stem(x))
+        out = self.one(x)
+        out += x
+        return self.head(F.adaptive_avg_pool2d(out, 1).flatten(1))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(7, 8), nn.LayerNorm(8)
+        self.mix, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.embed(x)
+        return self.head((x + torch.tanh(self.mix(self.norm(x)))).mean(1))
+
+
+class Scaled(nn.Module):
+    """Owns a parameter beside its layers: one unit, by vmap."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scale = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        return self.layer(x) * self.scale
+
+
+class Viewing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 36, 3)
+
+    def forward(self, x):
+        return self.head(self.conv(x).view(len(x), -1))
+
+
+def cnn():
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, padding=2),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 4, 3, padding="same"),
+        nn.Tanh(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(16, 3),
+    )
+
+
+IMAGES, LABELS = torch.randn(7, 1, 8, 8), torch.arange(7) % 3
+
+
+@pytest.mark.parametrize("net", [cnn(), Residual(), Viewing(), Tokens()], ids=lambda net: type(net).__name__)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_model_equals_reference(net, dtype):
+    net = copy.deepcopy(net).eval()  # dropout draws differ between two passes
+    x = torch.randint(0, 7, (5, 4)) if isinstance(net, Tokens) else IMAGES
+    assert_equals_reference(net, x, channels_last=not isinstance(net, Viewing), dtype=dtype)
+
+
+def test_frozen_parameters_and_subsets_are_left_out():
+    net = cnn().eval()
+    net[0].requires_grad_(False)
+    assert_equals_reference(net, IMAGES)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    some = {name: params[name] for name in ("3.bias", "8.weight")}
+    args = (IMAGES, LABELS, 0.5)
+    ours, expected = FastClippedSum(net)(some, *args), VmapClippedSum(cross_entropy_of(net))(some, *args)
+    torch.testing.assert_close(ours, expected)
+    with pytest.raises(Unsupported, match=r"0\.bias"):
+        FastClippedSum(net)(params, *args)
+
+
+@pytest.mark.parametrize("net", [cnn(), Residual(), Viewing()], ids=lambda net: type(net).__name__)
+def test_fast_is_chosen_and_leaves_no_trace(net):
+    before, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
+    clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
+    assert isinstance(clipped_sum, FastClippedSum), reason
+    assert clipped_sum.channels_last == (not isinstance(net, Viewing))
+    assert reason == "fast: exact rules for all layers"
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(m.training for m in net.modules())
+    assert not any(m._forward_hooks for m in net.modules())
+    assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (Scaled(), "`net` (Scaled)"),
+        (nn.Sequential(nn.Linear(3, 3), Scaled(), nn.PReLU()), "`1` (Scaled), `2` (PReLU)"),
+    ],
+)
+def test_modules_without_rule_are_named(net, words):
+    clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
+    assert isinstance(clipped_sum, FastClippedSum)
+    assert reason == f"fast: exact rules but vmap for {words}"
+
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(self.layer(x))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+class Borrowing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return F.linear(self.second(self.first(x)), self.first.weight)
+
+
+class Centred(nn.Module):
+    """Mixes records: what one contributes depends on the others, so no sum over a batch is per record."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0))
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(3, 1, batch_first=True)
+
+    def forward(self, x):
+        x = x[:, None]
+        return self.attend(x, x, x)[0].flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [
+        (Twice(), "`layer` is used twice in one forward"),
+        (Tied(), "`second.weight` is another module's parameter, too"),
+        (Borrowing(), "the gradient of `first.weight` is not what the layers' rules give"),
+        (Centred(), "the gradient of `layer.weight` is not what the layers' rules give"),
+        (Attending(), "`attend` does not go from tensors to one tensor"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_reference_is_chosen_and_says_why(net, words):
+    clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
+    assert isinstance(clipped_sum, VmapClippedSum)
+    assert reason == f"vmap: {words}"
+
+
+def test_embedding_that_scales_by_frequency_has_no_rule():
+    net = nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Flatten())
+    with pytest.raises(Unsupported, match="scale_grad_by_freq"):
+        FastClippedSum(net)(params_of(net), torch.ones(2, 1, dtype=torch.long), LABELS[:2], 1.0)
+
+
+def test_loss_that_reads_parameters_is_left_to_the_reference():
+    net = nn.Sequential(nn.Linear(3, 3))
+    plain = cross_entropy_of(net)
+
+    def with_decay(params, x, y):
+        return plain(params, x, y) + params["0.weight"].square().sum()
+
+    _, reason = clipped_sum_for(net, with_decay, torch.randn(1, 3), LABELS)
+    assert reason == "vmap: the gradient of `0.weight` is not what the layers' rules give"
+
+
+# --- what a clipped sum promises, of both engines
+
+
+@pytest.fixture(params=["vmap", "fast"])
+def engine(request):
+    def build(net, chunk=3):
+        loss = cross_entropy_of(net)
+        return VmapClippedSum(loss, chunk) if request.param == "vmap" else FastClippedSum(net, loss, chunk)
+
+    return build
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return cnn().eval()
+
+
+def test_no_records_give_zeros(engine, net):
+    params = params_of(net, torch.float32)
+    size = sum(p.numel() for p in params.values())
+    total = engine(net)(params, IMAGES[:0], LABELS[:0], 1.0, LABELS[:0], 2)
+    assert torch.equal(total, torch.zeros(2, size))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_chunks_change_rounding_only_and_dtype_is_kept(engine, net, dtype):
+    params, x = params_of(net, dtype), IMAGES.to(dtype)
+    sums = [engine(net, chunk)(params, x, LABELS, 0.5) for chunk in (1, 4, 100)]
+    for total in sums:
+        assert total.dtype == dtype and not total.requires_grad
+        torch.testing.assert_close(total, sums[0], rtol=0, atol=10 * TOLERANCE[dtype])
+
+
+def test_infinite_clip_is_the_gradient_of_the_summed_loss(engine, net):
+    params = params_of(net)
+    leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
+    loss = cross_entropy_of(net)(leaves, IMAGES.double(), LABELS).sum()
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(leaves.values()))])
+    torch.testing.assert_close(engine(net)(params, IMAGES.double(), LABELS, math.inf)[0], expected)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(clip_norm=st.floats(1e-4, 1e3), scale=st.floats(1e-3, 1e3))
+def test_one_record_moves_one_row_by_at_most_the_clip_norm(clip_norm, scale):
+    net = cnn().eval()
+    params, x = params_of(net), IMAGES.double().clone()
+    x[-1] *= scale
+    for clipped_sum in (FastClippedSum(net, chunk=3), VmapClippedSum(cross_entropy_of(net), 3)):
+        with_it = clipped_sum(params, x, LABELS, clip_norm, LABELS, 3)
+        without = clipped_sum(params, x[:-1], LABELS[:-1], clip_norm, LABELS[:-1], 3)
+        moved = (with_it - without).norm(dim=1)
+        assert moved[LABELS[-1]] <= clip_norm * (1 + 1e-9)
+        assert moved.sum() - moved[LABELS[-1]] <= 1e-9 * clip_norm
+
+
+def test_groups_split_the_sum(engine, net):
+    params = params_of(net)
+    group = torch.tensor([4, 0, 4, 1, 1, 0, 4])
+    rows = engine(net)(params, IMAGES.double(), LABELS, 0.5, group, 6)
+    for g in range(6):
+        alone = engine(net)(params, IMAGES[group == g].double(), LABELS[group == g], 0.5)
+        torch.testing.assert_close(rows[g], alone[0])
+    torch.testing.assert_close(rows.sum(0), engine(net)(params, IMAGES.double(), LABELS, 0.5)[0])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("place", [(2, 0, 0, 0), (2,)])
+def test_record_without_finite_gradient_contributes_exactly_zero(engine, net, bad, place):
+    params, x = params_of(net, torch.float32), IMAGES.clone()
+    x[place] = bad
+    others = torch.arange(7) != 2
+    total = engine(net, chunk=100)(params, x, LABELS, math.inf, LABELS, 3)
+    assert torch.isfinite(total).all()
+    alone = engine(net, chunk=100)(params, x[2:3], LABELS[2:3], 1.0)
+    is_zero = torch.equal(alone, torch.zeros_like(alone))
+    assert is_zero or (bad == 1e30 and alone.norm() <= 1 + 1e-6)  # the loss may be flat there
+    if is_zero:
+        expected = engine(net, chunk=100)(params, x[others], LABELS[others], math.inf, LABELS[others], 3)
+        torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_zero_gradient_is_not_divided_by(engine):
+    net = nn.Linear(2, 2, bias=False)
+    total = engine(net)({"weight": torch.zeros(2, 2)}, torch.zeros(1, 2), LABELS[:1], 1.0)
+    assert torch.equal(total, torch.zeros(1, 4))
+
+
+def test_dropout_draws_for_each_record(engine):
+    net = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 3))
+    x, y = torch.ones(6, 40), torch.zeros(6, dtype=torch.long)
+    rows = engine(net)(params_of(net, torch.float32), x, y, math.inf, torch.arange(6), 6)
+    assert len({tuple(row.eq(0).tolist()) for row in rows}) == 6
+
+
+def test_user_errors(net):
+    params = params_of(net, torch.float32)
+    with pytest.raises(UserError, match="`clip_norm` must be positive, got 0"):
+        FastClippedSum(net)(params, IMAGES, LABELS, 0)
+    with pytest.raises(UserError, match="`clip_norm` must be positive, got -1"):
+        VmapClippedSum(cross_entropy_of(net))(params, IMAGES, LABELS, -1)
+    with pytest.raises(UserError, match="`chunk` must be at least 1 record, got 0"):
+        FastClippedSum(net, chunk=0)
+    with pytest.raises(UserError, match="`sample_loss` must return one loss a record"):
+        clipped_sum_for(net, lambda params, x, y: cross_entropy_of(net)(params, x, y).mean(), IMAGES, LABELS)
+
+
+def test_keep_freed_memory_answers():
+    assert keep_freed_memory() in (True, False)

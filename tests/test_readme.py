@@ -1,0 +1,94 @@
+"""Every block of README.md but the test command runs, long ones shrunken."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"(<!-- test command -->\n)?```(bash|python)\n(.*?)```", README, re.DOTALL)
+BASH = [text for mark, kind, text in BLOCKS if kind == "bash" and not mark]
+PYTHON = [text for _, kind, text in BLOCKS if kind == "python"]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with the configurations, as a clone has them."""
+    folder = tmp_path_factory.mktemp("clone")
+    shutil.copytree(ROOT / "conf", folder / "conf")
+    return folder
+
+
+def run(command: str, folder: Path) -> str:
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, shell=True, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def test_the_main_command(workplace, small_fashion):  # noqa: F811
+    (command,) = [text for text in BASH if "conf/fmnist.yaml" in text]
+    set_up, install, fit = command.strip().split(" && ")
+    assert set_up == "python3 -m venv .venv" and install.endswith("-c constraints.txt .")
+    short = " ".join(map(shlex.quote, shrunken(workplace / "conf" / "fmnist.yaml", small_fashion)[2:]))
+    out = run(f"{fit.replace('.venv/bin/python', 'python')} {short}", workplace)
+    assert "Where to look next" in out
+
+
+def test_the_commands_one_after_the_other(workplace):
+    commands = [line for text in BASH for line in text.strip().splitlines() if line.startswith("python -m dpfl_lightning")]
+    assert len(commands) >= 8
+    for command in commands:
+        short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
+        run(command + short, workplace)
+    assert (workplace / "runs" / "digits_seeds" / "result.json").is_file()
+
+
+def test_the_tracking_page_answers(workplace):
+    (command,) = [text.strip() for text in BASH if text.startswith("mlflow ui")]
+    run("python -m dpfl_lightning.fit --config conf/digits.yaml --rounds 1", workplace)
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    words = shlex.split(command)
+    words[0] = str(Path(sys.executable).parent / words[0])
+    server = subprocess.Popen([*words, "--port", str(port)], cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              start_new_session=True)  # fmt: skip
+    try:
+        for _ in range(240):
+            try:
+                page = urllib.request.urlopen(f"http://127.0.0.1:{port}/", timeout=5).read()
+                break
+            except OSError:
+                assert server.poll() is None, "the server ended"
+                time.sleep(0.5)
+        assert b"MLflow" in page
+    finally:
+        os.killpg(server.pid, 15)
+        server.wait()
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=["own data", "own strategy"])
+def test_python_blocks(block, workplace):
+    (workplace / "block.py").write_text(block)
+    run("python block.py", workplace)
+
+
+def test_ci_runs_the_very_test_command():
+    (command,) = [text.strip() for mark, kind, text in BLOCKS if mark]
+    pattern = "/<!-- test command -->/,/```$/p"
+    assert pattern in (ROOT / ".ci" / "run").read_text()
+    script = f"sed -n '{pattern}' README.md | sed -e '/^<!--/d' -e '/^```/d'"
+    assert subprocess.run(script, shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip() == command

@@ -1,0 +1,331 @@
+"""The tracked run: what MLflow gets, what it never gets, resuming, and stores that are away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+from fakes import a_report, a_result, a_view
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import register
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.tracking import MlflowClient, Tracking, figures, how_to_open, store_uri
+
+SECRET = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """One SQLite store for the module: making its tables takes a second."""
+    return f"sqlite:///{tmp_path_factory.mktemp('store')}/mlflow.db"
+
+
+@pytest.fixture
+def experiment(request):
+    return request.node.name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A finished run's folder, with everything that must not leave it."""
+    run = tmp_path / "run1"
+    run.mkdir()
+    for name in (
+        "ledger.jsonl",
+        "result.json",
+        "guarantees.json",
+        "model.pt",
+        "options.yaml",
+        "checkpoint.pt",
+    ):
+        (run / name).write_text(name)
+    (run / "noise_key").write_text(SECRET)
+    return run
+
+
+def only_run(store, experiment):
+    client = MlflowClient(store)
+    runs = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    assert len(runs) == 1
+    return client, runs[0]
+
+
+def steps_of(client, run, metric):
+    return [point.step for point in client.get_metric_history(run.info.run_id, metric)]
+
+
+def files_of(client, run, folder=None):
+    return {item.path for item in client.list_artifacts(run.info.run_id, folder)}
+
+
+def play(tracking, view, rounds, result=None):
+    tracking.on_run_start(view)
+    for round in rounds:
+        tracking.on_round_end(view, a_report(view, round))
+    tracking.on_run_end(view, a_result(view) if result is None else result)
+
+
+def test_it_has_no_public_names_but_hooks(store, experiment):
+    register([Tracking(experiment, uri=store), SizeWeighted()])
+
+
+def test_a_finished_run(store, experiment, folder):
+    options = {
+        "rounds": 10,
+        "privacy": {"epsilon": [1.0, 2.0], "noise_key": SECRET},
+        "model": {"name": "logistic"},
+    }
+    options["tracking"] = {"uri": "http://me:hunter2@host"}
+    view = a_view(folder, options=options)
+    play(Tracking(experiment, uri=store), view, range(1, 11))
+    client, run = only_run(store, experiment)
+    assert run.info.status == "FINISHED" and run.info.run_name == "run1"
+
+    assert run.data.params["privacy.epsilon"] == "[1.0, 2.0]" and run.data.params["model.name"] == "logistic"
+    assert run.data.params["num_clients"] == "3" and run.data.params["tracking.uri"] == "http://host"
+    tags = run.data.tags
+    assert (
+        tags["unit"] == "record"
+        and tags["adjacency"] == "add or remove one record"
+        and tags["delta"] == "0.001"
+    )
+    assert tags["sampling"] == "Poisson sampling" and tags["accountant"].startswith("RDP")
+    assert tags["status"] == "all 10 rounds are done" and "differential privacy" in tags["guarantee"]
+
+    for metric in (
+        "test_accuracy",
+        "test_loss",
+        "epsilon_max",
+        "epsilon_mean",
+        "records_per_second",
+        "participants",
+    ):
+        assert steps_of(client, run, f"overall/{metric}") == list(range(1, 11)), metric
+    for client_metric in ("per_client_epsilon/00", "per_client_epsilon/02", "per_client_accuracy/01"):
+        assert steps_of(client, run, client_metric) == list(range(1, 11))
+    assert run.data.metrics["overall/epsilon_max"] == pytest.approx(3.0)
+    assert run.data.metrics["test_accuracy"] == 0.5 and run.data.metrics["wall_seconds"] == 61.0
+
+    top = {"ledger.jsonl", "result.json", "guarantees.json", "model.pt", "options.yaml", "figures"}
+    assert files_of(client, run) == top
+    figure_names = {"accuracy_over_rounds.png", "epsilon_over_rounds.png", "accuracy_over_budget.png"}
+    assert files_of(client, run, "figures") == {f"figures/{name}" for name in figure_names}
+
+
+def test_the_noise_key_never_leaves(store, experiment, folder):
+    options = {"privacy": {"noise_key": SECRET, "delta": 0.1}, "tracking": {"uri": "http://me:hunter2@host"}}
+    view = a_view(folder, options=options)
+    play(Tracking(experiment, uri=store), view, [1])
+    _, run = only_run(store, experiment)
+    artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
+    kept = [path for path in artifacts.rglob("*") if path.is_file()]
+    assert len(kept) >= 5 and not {"noise_key", "checkpoint.pt"} & {path.name for path in kept}
+    database = Path(store.removeprefix("sqlite:///"))
+    for path in [*kept, *database.parent.glob("mlflow.db*")]:
+        assert SECRET.encode() not in path.read_bytes() and b"hunter2" not in path.read_bytes(), path
+
+
+def test_one_write_a_round(store, experiment, folder, monkeypatch):
+    tracking, view = Tracking(experiment, uri=store), a_view(folder)
+    tracking.on_run_start(view)
+    writes = []
+    real = tracking._client.log_batch
+    monkeypatch.setattr(
+        tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw)
+    )
+    for round in (1, 2, 3):
+        tracking.on_round_end(view, a_report(view, round))
+    assert [len(write["metrics"]) for write in writes] == [6 + 3 + 3] * 3
+
+
+def test_many_clients_are_summed_up(store, experiment, folder):
+    view = a_view(folder, num_clients=101)
+    play(Tracking(experiment, uri=store), view, [1])
+    _, run = only_run(store, experiment)
+    names = {name for name in run.data.metrics if name.startswith("per_client_")}
+    assert names == {
+        f"per_client_{what}/{how}" for what in ("epsilon", "accuracy") for how in ("min", "mean", "max")
+    }
+    assert run.data.metrics["per_client_epsilon/max"] == pytest.approx(10.1)
+
+
+def test_without_privacy_there_is_no_epsilon(store, experiment, folder):
+    view = a_view(folder, noise=0.0)
+    tracking = Tracking(experiment, uri=store)
+    tracking.on_run_start(view)
+    _, run = only_run(store, experiment)
+    assert run.data.tags["guarantee"] == "no privacy" and "delta" not in run.data.tags
+    tracking.on_round_end(view, a_report(view, 1))
+    tracking.on_run_end(view, a_result(view))
+    client, run = only_run(store, experiment)
+    assert not [name for name in run.data.metrics if "epsilon" in name]
+    assert files_of(client, run, "figures") == {"figures/accuracy_over_rounds.png"}
+
+
+def test_rounds_without_evaluation_and_regression(store, experiment, folder):
+    view = a_view(folder)
+    tracking = Tracking(experiment, uri=store)
+    tracking.on_run_start(view)
+    none = {"test_accuracy": None, "client_accuracy": (None, None, None)}
+    tracking.on_round_end(view, a_report(view, 1, test_accuracy=None, test_loss=None, client_accuracy=None))
+    tracking.on_round_end(view, a_report(view, 2, **none))
+    client, run = only_run(store, experiment)
+    assert (
+        steps_of(client, run, "overall/test_loss") == [2] and "overall/test_accuracy" not in run.data.metrics
+    )
+    assert not [name for name in run.data.metrics if name.startswith("per_client_accuracy")]
+
+
+@pytest.mark.parametrize(
+    "reason, status", [("interrupted; go on with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
+)
+def test_an_unfinished_run_goes_on_in_the_same_mlflow_run(store, experiment, folder, reason, status):
+    view = a_view(folder)
+    first = Tracking(experiment, uri=store)
+    play(first, view, (1, 2, 3), a_result(view, finished=False, rounds=2, reason=reason))
+    client, run = only_run(store, experiment)
+    assert run.info.status == status and run.data.tags["status"] == reason
+    assert files_of(client, run) == {"ledger.jsonl"} and "test_accuracy" not in run.data.metrics
+
+    second = Tracking(experiment, uri=store)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round
+    second.on_run_start(resumed)
+    assert only_run(store, experiment)[1].info.status == "RUNNING"
+    for round in range(3, 11):
+        second.on_round_end(resumed, a_report(resumed, round))
+    second.on_run_end(resumed, a_result(resumed))
+    client, run = only_run(store, experiment)
+    assert run.info.status == "FINISHED"
+    assert steps_of(client, run, "overall/test_accuracy") == list(range(1, 11))
+
+
+def test_a_run_killed_before_its_id_was_checkpointed_is_found_by_its_folder(store, experiment, folder):
+    view = a_view(folder)
+    first = Tracking(experiment, uri=store)
+    before = first.state_dict()
+    first.on_run_start(view)
+    second = Tracking(experiment, uri=store)
+    second.load_state_dict(before)
+    play(second, view, [1])
+    only_run(store, experiment)
+
+
+def test_a_run_that_this_store_does_not_know_begins_anew(store, experiment, folder):
+    tracking = Tracking(experiment, uri=store)
+    tracking.load_state_dict({"run_id": "0" * 32})
+    play(tracking, a_view(folder, first_round=4), [4, 5])
+    client, run = only_run(store, experiment)
+    assert steps_of(client, run, "overall/participants") == [4, 5]
+
+
+# ---- stores that are away
+
+
+def test_a_server_that_is_not_there_is_one_error_before_the_run(tmp_path, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://me:hunter2@127.0.0.1:{port}")
+    begun = time.monotonic()
+    with pytest.raises(UserError) as error:
+        Tracking("any")
+    assert time.monotonic() - begun < 10
+    message = str(error.value)
+    assert f"http://127.0.0.1:{port}" in message and "refused" in message and "\n" not in message
+    assert "--tracking null" in message and "hunter2" not in message
+
+
+@pytest.mark.parametrize("uri", ["sqlite:////nowhere/at/all/mlflow.db", "htp://localhost"])
+def test_a_store_that_cannot_be_is_one_error(uri):
+    with pytest.raises(UserError, match=f"`tracking.uri` must .* got '{uri}'"):
+        Tracking("any", uri=uri)
+
+
+def test_a_file_that_is_no_database_is_one_error(tmp_path):
+    (tmp_path / "mlflow.db").write_text("something else entirely " * 100)
+    with pytest.raises(UserError, match="not a database"):
+        Tracking("any", uri=f"sqlite:///{tmp_path}/mlflow.db")
+
+
+def test_a_deleted_experiment_is_one_error(store, experiment):
+    client = MlflowClient(store)
+    client.delete_experiment(client.create_experiment(experiment))
+    with pytest.raises(UserError, match=r"`tracking.experiment` .* mlflow experiments restore"):
+        Tracking(experiment, uri=store)
+
+
+def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
+    store, experiment, folder, monkeypatch
+):
+    tracking, view = Tracking(experiment, uri=store), a_view(folder)
+    tracking.on_run_start(view)
+    tries = []
+
+    def broken(*args, **options):
+        tries.append(1)
+        raise ConnectionError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tracking._client, "log_batch", broken)
+        with pytest.warns(UserWarning, match="training goes on.*gone") as warned:
+            for round in (1, 2, 3):
+                tracking.on_round_end(view, a_report(view, round))
+    assert len(warned) == 1 and len(tries) == 1  # neither a warning nor a wait for every round
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tracking.on_round_end(view, a_report(view, 4))
+        tracking.on_run_end(view, a_result(view))  # it is back
+    client, run = only_run(store, experiment)
+    assert steps_of(client, run, "overall/participants") == [1, 2, 3, 4] and run.info.status == "FINISHED"
+
+
+def test_what_was_not_tracked_is_said_at_the_end(store, experiment, folder, monkeypatch):
+    tracking, view = Tracking(experiment, uri=store), a_view(folder)
+    tracking.on_run_start(view)
+    tracking.on_round_end(view, a_report(view, 1))
+    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **options: 1 / 0)
+    with pytest.warns(UserWarning) as warned:
+        tracking.on_round_end(view, a_report(view, 2))
+        tracking.on_run_end(view, a_result(view))
+    assert len(warned) == 2 and "tried again" in str(warned[0].message)
+    assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
+    assert str(folder) in str(warned[1].message)
+
+
+def test_files_that_cannot_be_sent_leave_the_status(store, experiment, folder, monkeypatch):
+    tracking, view = Tracking(experiment, uri=store), a_view(folder)
+    monkeypatch.setattr(tracking._client, "log_artifact", lambda *args: 1 / 0)
+    with pytest.warns(UserWarning, match="did not get: some files and figures"):
+        play(tracking, view, [1])
+    assert only_run(store, experiment)[1].info.status == "FINISHED"
+
+
+def test_an_end_without_a_beginning_is_no_error(store, experiment, tmp_path):
+    view = a_view(tmp_path)
+    Tracking(experiment, uri=store).on_run_end(view, a_result(view, finished=False, reason="interrupted"))
+
+
+# ---- small things
+
+
+def test_where_runs_are_tracked(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    assert store_uri() == f"sqlite:///{tmp_path}/mlflow.db"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-env")
+    assert store_uri() == "http://from-env" and store_uri("http://given") == "http://given"
+    assert how_to_open("https://me:pass@host/") == "open https://host"
+
+
+def test_clients_with_one_curve_share_its_label():
+    history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
+    clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
+    result = type("Result", (), {"clients": clients})
+    (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
+    assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
