@@ -32,12 +32,12 @@ RUN pip install --no-cache-dir --no-deps .
 # Runs, MLflow's store and downloaded data sets are kept in /results. `runs` is the link and not a folder in it, so
 # that it also works where an empty folder of the host is mounted there.
 WORKDIR /app
-RUN useradd --create-home dpfl \
+RUN useradd --uid 1000 --create-home dpfl \
     && install --directory --owner dpfl --group dpfl /results \
     && ln -s /results runs
 COPY conf conf
 VOLUME /results
-USER dpfl
+USER 1000
 ENV MLFLOW_TRACKING_URI=sqlite:////results/mlflow.db \
     DPFL_DATA=/results/data \
     MPLCONFIGDIR=/tmp/matplotlib \

@@ -5,11 +5,16 @@ from __future__ import annotations
 import difflib
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 
 class UserError(ValueError):
     """A mistake the user can mend: says what must hold, what came, and what to do."""
+
+
+class UserNotice(UserWarning):
+    """Something the user should know, though the program goes on: what came, and what it means."""
 
 
 def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> None:
@@ -34,11 +39,23 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
+def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
+    """A notice is one line; other warnings look as ever."""
+    if isinstance(message, UserNotice):
+        print(f"warning: {message}", file=sys.stderr)
+    else:
+        otherwise(message, *where, **more)
+
+
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Wrap a command: a `UserError` is one line on stderr and status 2; Ctrl-C is status 130; a bug keeps its traceback."""
+    """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2, Ctrl-C 130.
+
+    Any other exception is a bug and keeps its traceback.
+    """
 
     @functools.wraps(main)
     def wrapped(argv: Sequence[str] | None = None) -> int:
+        warnings.showwarning = functools.partial(_show, warnings.showwarning)
         try:
             return main(argv) or 0
         except UserError as error:

@@ -269,7 +269,7 @@ def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
 
 
 def _epsilon(value: float) -> str:
-    return "none" if math.isinf(value) else f"{rounded_up(value, 4):.4f}"
+    return f"{rounded_up(value, 4):.4f}"  # inf reads "inf"
 
 
 def _columns(rows: Sequence[Sequence[object]]) -> str:
@@ -317,7 +317,7 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
             f"{own.sample_rate:.5f}",
             own.steps,
             f"{own.noise_multiplier:.6g}",
-            _epsilon(own.schedule.target_epsilon),
+            "none" if math.isinf(own.schedule.target_epsilon) else f"{own.schedule.target_epsilon:g}",
             _epsilon(own.guarantee.epsilon),
             f"{own.guarantee.delta:g}",
             ", ".join(f"{line.count} {line.purpose}" for line in own.schedule.planned),

@@ -1,4 +1,4 @@
-"""The tracked run in MLflow (the only mlflow import): options, one batched write a round, ledger, model, figures."""
+"""The tracked run in MLflow (the only mlflow import): options, one write a round, ledger, model, figures."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ os.environ.setdefault(
 )  # read on import; no usage reports from a privacy tool
 
 import mlflow
+import mlflow.store.db.utils
 from matplotlib.figure import Figure
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
@@ -48,8 +49,8 @@ class Tracking(ServerCallback):
     """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
 
     Made before the run, it refuses a store that does not answer within seconds. A store that goes away later
-    never stops training: the rounds are kept and sent when it is back, and what is missing at the end is said.
-    A resumed run goes on in the same MLflow run.
+    never stops training: its rounds are kept, and sent when it is back; what is missing at the end is said. A
+    resumed run goes on in the same MLflow run.
 
     Args:
         experiment: name of the MLflow experiment; made if missing.
@@ -67,6 +68,8 @@ class Tracking(ServerCallback):
         self.uri = store_uri(uri)
         self._run_name = run_name
         with _patience(retries=0, seconds=5), _reported(self.uri):
+            if not self.uri.startswith(("http:", "https:")):
+                mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # a database that is away: its ten tries take 100 s
             self._client = MlflowClient(self.uri)
             self._experiment_id = _experiment(self._client, self.uri, experiment)
         self.how_to_open = how_to_open(self.uri, self._experiment_id)
@@ -177,7 +180,7 @@ class Tracking(ServerCallback):
         for pattern in _FILES if result.finished else _FILES[:1]:
             for path in sorted(folder.glob(pattern)):
                 self._client.log_artifact(self._known_run, str(path))
-        for name, figure in figures(self._history, result).items():
+        for name, figure in figures(self._history, result).items() if result.finished else ():
             self._client.log_figure(self._known_run, figure, f"figures/{name}.png")
 
     def _send_status(self, result: RunResult) -> None:
@@ -201,7 +204,7 @@ class Tracking(ServerCallback):
         return self._run_id
 
     def _guarded(self, action: Callable[[], None]) -> bool:
-        """Whether `action` reached MLflow. Training waits a tenth of its time, at most, for a store that is away."""
+        """Whether `action` reached MLflow; a store that is away costs a tenth of the time at most."""
         begun = time.monotonic()
         try:
             with _patience():
@@ -224,7 +227,7 @@ class Tracking(ServerCallback):
 
 
 def store_uri(uri: str | None = None) -> str:
-    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else SQLite's `mlflow.db` in the working directory.
+    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in this directory.
 
     >>> store_uri("http://localhost:5000")
     'http://localhost:5000'
@@ -263,8 +266,8 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     known = client.get_experiment_by_name(name)
     if known is not None and known.lifecycle_stage != "active":
         raise UserError(
-            f"`tracking.experiment` must be an experiment that was not deleted, got {name!r} at "
-            f"{shown(uri)}. Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
+            f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
+            f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
         )
     if known is not None:
         return known.experiment_id
@@ -305,8 +308,8 @@ def _reported(uri: str) -> Iterator[None]:
     except Exception as error:  # MLflow, its database and its HTTP layer each have their own
         raise UserError(
             f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} "
-            f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for an "
-            "SQLite file in the working directory, or train with --tracking null."
+            f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
+            "an SQLite file in this directory, or train with --tracking null."
         ) from error
 
 
@@ -378,7 +381,7 @@ def _frame(view: View) -> dict[str, str]:
 
 
 def _round_values(report: RoundReport) -> dict[str, float | None]:
-    """The curves. MLflow charts them in groups, ordered by the groups' names: `overall` before `per_client`."""
+    """The curves. MLflow charts them in groups, ordered by name: `overall` before `per_client_...`."""
     accuracies = report.client_accuracy or ()
     measured = any(accuracy is not None for accuracy in accuracies)
     overall = {

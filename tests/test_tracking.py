@@ -241,10 +241,12 @@ def test_a_server_that_is_not_there_is_one_error_before_the_run(tmp_path, monkey
     assert "--tracking null" in message and "hunter2" not in message
 
 
-@pytest.mark.parametrize("uri", ["sqlite:////nowhere/at/all/mlflow.db", "htp://localhost"])
-def test_a_store_that_cannot_be_is_one_error(uri):
+@pytest.mark.parametrize("uri", ["sqlite:////dev/null/mlflow.db", "sqlite:////dev", "htp://localhost"])
+def test_a_store_that_cannot_be_is_one_quick_error(uri):
+    begun = time.monotonic()
     with pytest.raises(UserError, match=f"`tracking.uri` must .* got '{uri}'"):
         Tracking("any", uri=uri)
+    assert time.monotonic() - begun < 5
 
 
 def test_a_file_that_is_no_database_is_one_error(tmp_path):
@@ -256,7 +258,7 @@ def test_a_file_that_is_no_database_is_one_error(tmp_path):
 def test_a_deleted_experiment_is_one_error(store, experiment):
     client = MlflowClient(store)
     client.delete_experiment(client.create_experiment(experiment))
-    with pytest.raises(UserError, match=r"`tracking.experiment` .* mlflow experiments restore"):
+    with pytest.raises(UserError, match=r"`tracking.experiment` .*mlflow experiments restore"):
         Tracking(experiment, uri=store)
 
 
@@ -301,8 +303,9 @@ def test_what_was_not_tracked_is_said_at_the_end(store, experiment, folder, monk
 def test_files_that_cannot_be_sent_leave_the_status(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     monkeypatch.setattr(tracking._client, "log_artifact", lambda *args: 1 / 0)
-    with pytest.warns(UserWarning, match="did not get: some files and figures"):
+    with pytest.warns(UserWarning) as warned:
         play(tracking, view, [1])
+    assert "did not get: some files and figures" in str(warned[-1].message)
     assert only_run(store, experiment)[1].info.status == "FINISHED"
 
 

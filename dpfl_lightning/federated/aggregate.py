@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, ServerState, View
 
@@ -69,7 +70,8 @@ def drop_non_finite(plan: RoundPlan, updates: ClientUpdates) -> tuple[RoundPlan,
     if all(finite):
         return plan, updates
     lost = tuple(client for client, ok in zip(updates.clients, finite, strict=True) if not ok)
-    warnings.warn(f"round {plan.round}: the updates of clients {lost} are not finite; left out of this round", stacklevel=2)
+    words = f"round {plan.round}: the updates of clients {lost} are not finite; they are left out of this round"
+    warnings.warn(words, UserNotice, stacklevel=2)
     kept = [row for row, ok in enumerate(finite) if ok]
     updates = ClientUpdates(
         clients=tuple(updates.clients[row] for row in kept),

@@ -22,7 +22,9 @@ class Budgets:
 
     Args:
         schedule: calibrated.
-        fingerprint: digest of everything constant that decides a release: code, data, engine, device.
+        fingerprint: everything constant that decides a release: code, data, engine, device.
+        secret: keys the digests of releases, at most 64 bytes. A plain digest of private records would itself be a
+            release, for the ledger is shown to others.
         caveats: travel into every guarantee.
 
     **Guarantees** What is charged is what was planned: another event than the schedule's is refused. Counters are
@@ -37,10 +39,11 @@ class Budgets:
         accountant: Accountant,
         sampling: str,
         fingerprint: str,
+        secret: bytes,
         caveats: Sequence[Caveat] = (),
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
-        self.sampling, self.fingerprint, self.caveats = sampling, fingerprint, tuple(caveats)
+        self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
         self._spent = SpentEpsilon(accountant)
 
     def charge_round(self, plan: RoundPlan, starts: Sequence[Tensor]) -> tuple[RoundPlan, list[int]]:
@@ -102,7 +105,7 @@ class Budgets:
         return self.ledger.holds(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
 
     def _digest(self, *values: object) -> str:
-        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16)
+        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16, key=self.secret)
         for value in values:
             digest.update(_bytes(value))
         return digest.hexdigest()

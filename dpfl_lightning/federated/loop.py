@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated import aggregate
 from dpfl_lightning.federated.budgets import Budgets
 from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, register, watch
@@ -95,7 +96,7 @@ class FederatedLoop:
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
         with_base = callbacks if any(cb.role == "base" for cb in callbacks) else [SizeWeighted(), *callbacks]
         self.callbacks = register(with_base)
-        self.fabric = Fabric(accelerator=device, devices=1)
+        self.fabric = _fabric(device)
         self.population = population.to(self.fabric.device)
         self.module = module.to(self.fabric.device)
         self.engine = FastEngine() if engine is None else engine
@@ -120,19 +121,16 @@ class FederatedLoop:
             UserError: the folder is taken, or has nothing to resume.
         """
         self._open(resume)
-        try:
+        with closing(self.budgets.ledger):
             state = self._restore() if resume else self._begin()
-            watch(self.callbacks, "on_run_start", self.view(state))
-            reason = self.all_rounds(state)
+            try:
+                watch(self.callbacks, "on_run_start", self.view(state))
+                reason = self.all_rounds(state)
+            except BaseException as error:
+                broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
+                self._end(f"{broken}; go on with --resume {self.output_dir}", finished=False)
+                raise
             return self._end(reason, finished=True)
-        except KeyboardInterrupt:
-            self._end(f"interrupted; go on with: python -m dpfl_lightning.fit --resume {self.output_dir}", finished=False)
-            raise
-        except Exception as error:
-            self._end(f"{type(error).__name__}: {error}", finished=False)
-            raise
-        finally:
-            self.budgets.ledger.close()
 
     def all_rounds(self, state: ServerState) -> str:
         """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
@@ -215,7 +213,8 @@ class FederatedLoop:
             self.folder.open_ledger(),
             self.accountant,
             SAMPLINGS[sampling],
-            fingerprint=hashlib.sha256(repr(parts).encode()).hexdigest(),
+            fingerprint=repr(parts),
+            secret=self.folder.noise_key.to_bytes(16, "big"),
             caveats=self._caveats(),
         )
 
@@ -229,8 +228,8 @@ class FederatedLoop:
     def _restore(self) -> ServerState:
         saved = self.folder.load_checkpoint(self.fabric.device)
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
-        for callback, own in zip(self.callbacks, saved["callbacks"], strict=True):
-            callback.load_state_dict(own)
+        for name, callback in self._named_callbacks():
+            callback.load_state_dict(saved["callbacks"].get(name, {}))
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
         self.saved_at, self.snapshot = time.perf_counter(), saved
@@ -246,7 +245,7 @@ class FederatedLoop:
             "models": state.models,
             "model_of": list(state.model_of),
             "round": state.round,
-            "callbacks": [callback.state_dict() for callback in self.callbacks],
+            "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
             "engine": self.engine.state_dict(),
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
@@ -254,6 +253,11 @@ class FederatedLoop:
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
             self.folder.save_checkpoint(self.snapshot)
             self.saved_at = time.perf_counter()
+
+    def _named_callbacks(self) -> list[tuple[str, ServerCallback]]:
+        """By class, and by number among equal ones: a resumed run may have other watchers."""
+        kinds = [type(callback).__qualname__ for callback in self.callbacks]
+        return [(f"{kind} {kinds[:i].count(kind)}", self.callbacks[i]) for i, kind in enumerate(kinds)]
 
     def _end(self, reason: str, finished: bool) -> RunResult:
         view = self.view(self.state)
@@ -355,6 +359,14 @@ class FederatedLoop:
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)
         return [self.engine.personalised(state.models[row], client) for row, client in pairs]
+
+
+def _fabric(device: str) -> Fabric:
+    try:
+        return Fabric(accelerator=device, devices=1)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {reason}") from None
 
 
 def summary(guarantees: Sequence[Guarantee]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,10 @@ class RunFolder:
                 f"`output_dir` must be new or empty, got {str(path)!r}, which holds another run or other files. "
                 f"Go on with it by --resume {path}, or choose another --output_dir."
             )
-        folder.path.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
         line = f"{new_noise_key():032x}" if given_key is None else f"{int(given_key, 16):032x} {_GIVEN}"
         descriptor = os.open(folder.path / "noise_key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
@@ -88,7 +92,18 @@ class RunFolder:
         write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial))
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any]:
-        return torch.load(self.checkpoint, map_location=device, weights_only=True)
+        """The last complete round.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        try:
+            return torch.load(self.checkpoint, map_location=device, weights_only=True)
+        except (RuntimeError, EOFError, pickle.UnpicklingError):
+            raise UserError(
+                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. "
+                "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+            ) from None
 
     def save_json(self, name: str, content: object) -> Path:
         text = json.dumps(content, indent=2) + "\n"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.config import ClientOptions, PrivacyOptions
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.state import RunSchedule
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
@@ -91,6 +91,7 @@ def _check(settings: Sequence[ClientSettings], private: bool) -> None:
         warnings.warn(
             f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with {own.num_records} "
             f"records ({len(loose)} clients): publishing one record at random would satisfy it.",
+            UserNotice,
             stacklevel=2,
         )
 

@@ -43,7 +43,7 @@ class Accountant(Protocol):
     together: int  # how many clients `search` likes to be asked about at once
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Epsilon rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was found, in words."""
+        """Epsilon, rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was found."""
         ...
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
@@ -150,7 +150,7 @@ def sampled_gaussian_rdp(
     noise_multiplier: Sequence[float] | np.ndarray,
     orders: tuple[float, ...] = ORDERS,
 ) -> np.ndarray:
-    """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms at once.
+    """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms.
 
     A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer
     orders, by quadrature at fractional ones.
@@ -190,7 +190,7 @@ def sampled_gaussian_rdp(
 
 @functools.lru_cache(maxsize=16)
 def _binomial_terms(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """The terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
+    """Terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
     order = np.concatenate([np.full(alpha - 1, float(alpha)) for alpha in orders])
     k = np.concatenate([np.arange(2.0, alpha + 1) for alpha in orders])
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
@@ -436,7 +436,7 @@ def _prv_epsilon(
 def _prv_grid(
     gaussian: tuple[tuple[float, float, int], ...], delta_error: float
 ) -> tuple[float, float, float]:
-    """(error of epsilon, reach, mesh) of Opacus' grid [-reach, reach]; the error grows where it would not fit."""
+    """(error of epsilon, reach, mesh) of Opacus' grid; the error grows where the grid would not fit."""
     steps = np.array([steps for _, _, steps in gaussian])
     each = sampled_gaussian_rdp([rate for rate, _, _ in gaussian], [noise for _, noise, _ in gaussian])
     whole_run = converted(steps @ each, ORDERS, delta_error / 4).min()
@@ -455,7 +455,7 @@ def _prv_grid(
 
 
 class Gdp:
-    """Exact Gaussian differential privacy, for full batches only; unequal noise composes: mu^2 = sum steps / z^2.
+    """Exact Gaussian differential privacy, for full batches only, of unequal noise: mu^2 = sum steps / z^2.
 
     Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which is tight. Opacus'
     accountant of this name is a central-limit value for sampled batches, below the truth, hence not offered.
@@ -529,7 +529,7 @@ _ACCOUNTANTS: dict[str, Accountant] = {one.name: one for one in (Rdp(), Prv(), G
 
 
 def get_accountant(name: str) -> Accountant:
-    """The accountant of that name: "rdp" (the default), "prv" (tighter, slower) or "gdp" (exact, full batches).
+    """The accountant of that name: "rdp" (default), "prv" (tighter, slower) or "gdp" (exact, full batches).
 
     Raises:
         UserError: another name; the message has the nearest one.
@@ -567,8 +567,8 @@ class Guarantee:
     def words(self) -> str:
         """One sentence, and the caveats after it.
 
-        >>> Guarantee(epsilon=1.99999, delta=0.01, sampling="full batches", accountant="RDP").words()
-        '(2, 0.01)-differential privacy per record (add or remove one record), full batches, accounted by RDP.'
+        >>> Guarantee(epsilon=1.9999991, delta=0.1, sampling="full batch", accountant="RDP").words()
+        '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
         """
         if math.isinf(self.epsilon):
             sentence = f"No differential privacy per {self.unit}: something is released without noise."

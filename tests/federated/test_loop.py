@@ -49,6 +49,14 @@ def test_the_noise_key_is_secret_and_unlogged(make_loop):
         assert path == key or secret.encode() not in path.read_bytes()
 
 
+def test_the_ledger_holds_no_digest_that_could_be_recomputed_from_the_data(make_loop):
+    """Same data, code and options: only the secret key tells the releases apart."""
+    first, second = (make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3), rounds=1) for _ in range(2))
+    first.run(), second.run()
+    ours, theirs = ({charge.release for charge in read_ledger(loop.folder.ledger_file)} for loop in (first, second))
+    assert len(ours) == 4 and not ours & theirs
+
+
 def test_a_given_noise_key_is_said_in_the_guarantee(make_loop):
     assert "noise key" in make_loop().run().guarantee
     assert "noise key" not in make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3)).run().guarantee

@@ -16,6 +16,7 @@ from conftest import FIXED_KEY, small_net
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.config import PrivacyOptions
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.privacy.ledger import read_ledger
 
@@ -96,6 +97,33 @@ def test_without_reserve_the_last_round_is_not_paid(make_loop):
     result = make_loop(engine=ENGINES["fast"](), output_dir=loop.output_dir).run(resume=True)
     assert result.rounds == 2 and "spent its budget" in result.reason
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+def test_watchers_may_come_and_go(make_loop):
+    loop = make_loop(callbacks=[Counting()])
+    cut_at(loop, 3)
+    with pytest.raises(PowerCut):
+        loop.run()
+    alone = make_loop(output_dir=loop.output_dir)
+    cut_at(alone, 3)
+    with pytest.raises(PowerCut):
+        alone.run(resume=True)
+    counting = Counting()
+    loop = make_loop(callbacks=[Counting(), counting], output_dir=alone.output_dir)
+    assert loop.run(resume=True).finished
+
+
+class Counting(ServerCallback):
+    rounds = 0
+
+    def on_round_end(self, view, report):
+        self.rounds += 1
+
+    def state_dict(self):
+        return {"rounds": self.rounds}
+
+    def load_state_dict(self, state):
+        self.rounds = state.get("rounds", 0)
 
 
 def test_resuming_a_finished_run_changes_nothing(make_loop):

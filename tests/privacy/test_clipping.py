@@ -329,6 +329,22 @@ def test_reference_is_chosen_and_says_why(net, words):
     assert reason == f"vmap: {words}"
 
 
+class Dropping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return F.dropout(self.layer(x), 0.5, self.training)
+
+
+def test_random_forward_cannot_be_checked_and_leaves_the_generator_alone():
+    before = torch.get_rng_state()
+    _, reason = clipped_sum_for(Dropping(), None, torch.empty(0, 3), LABELS)
+    assert reason.startswith("vmap: the gradient of")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_embedding_that_scales_by_frequency_has_no_rule():
     net = nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Flatten())
     with pytest.raises(Unsupported, match="scale_grad_by_freq"):

@@ -1,0 +1,52 @@
+"""One sentence, the right status, no traceback; a bug keeps its own."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
+
+
+def test_the_sentence():
+    with pytest.raises(UserError, match=r"^`key` must be above 0, got -1\. Raise it\.$"):
+        require(False, "key", "be above 0", -1, "Raise it.")
+    require(True, "key", "be above 0", 1)
+
+
+def test_the_nearest_name_or_none():
+    assert nearest("rouns", ["rounds", "seed"]) == "Did you mean `rounds`?"
+    assert nearest("xyz", ["rounds", "seed"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [(UserError("no"), 2, "error: no\n"), (KeyboardInterrupt(), 130, "stopped by Ctrl-C\n")],
+)
+def test_a_users_mistake_is_a_line_and_a_status(error, status, line, capsys):
+    def main(argv):
+        raise error
+
+    assert command(main)([]) == status
+    assert capsys.readouterr().err == line
+
+
+def test_a_bug_is_not_hidden():
+    def main(argv):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        command(main)([])
+
+
+def test_a_notice_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+
+    def main(argv):
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("mind the gap", UserNotice, stacklevel=1)
+
+    assert command(main)([]) == 0
+    assert capsys.readouterr().err == "warning: mind the gap\n"
