@@ -135,12 +135,13 @@ class FederatedLoop:
     def all_rounds(self, state: ServerState) -> str:
         """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
         while state.round < self.rounds:
-            if not self.budgets.anyone_affords():
-                return f"every client has spent its budget after {state.round} rounds"
             if reason := one_of(self.callbacks, "stop", self.view(state)):
                 return reason
             begun = time.perf_counter()
-            state, plan, weights = self.one_round(state)
+            after, plan, weights = self.one_round(state)
+            if not plan.clients and not self.budgets.anyone_affords():
+                return f"every client has spent its budget after {state.round} rounds"
+            state = after
             self._remember(state, plan)
             report = self._report(plan, weights, time.perf_counter() - begun)
             watch(self.callbacks, "on_round_end", self.view(state), report)

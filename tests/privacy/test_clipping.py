@@ -339,8 +339,8 @@ class Dropping(nn.Module):
 
 
 def test_random_forward_cannot_be_checked_and_leaves_the_generator_alone():
-    before = torch.get_rng_state()
-    _, reason = clipped_sum_for(Dropping(), None, torch.empty(0, 3), LABELS)
+    net, before = Dropping(), torch.get_rng_state()
+    _, reason = clipped_sum_for(net, None, torch.empty(0, 3), LABELS)
     assert reason.startswith("vmap: the gradient of")
     assert torch.equal(torch.get_rng_state(), before)
 
