@@ -12,7 +12,7 @@ _HOME = {
     "Dataset": "data",
     "Facts": "data",
     "FederatedLoop": "federated.loop",
-    "Guarantee": "privacy.accountant",
+    "Guarantee": "privacy.guarantee",
     "Population": "data",
     "PrivacyOptions": "config",
     "RunResult": "federated.state",

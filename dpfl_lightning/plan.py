@@ -15,9 +15,10 @@ from typing import Any
 
 import jsonargparse
 
-from dpfl_lightning.errors import UserError, command, nearest, require
-from dpfl_lightning.privacy.accountant import Guarantee, get_accountant, guarantee, rounded_up
+from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
+from dpfl_lightning.privacy.accountant import get_accountant, rounded_up
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 
 _PROG = "python -m dpfl_lightning.plan"
@@ -109,7 +110,7 @@ def plan(
         num_records: training records of the client, >= 1.
         batch_size: expected records of a step, in 1..num_records.
         rounds: rounds that the client trains in, >= 1.
-        delta: chance that epsilon does not hold, in (0, 1); usually below 1 / num_records.
+        delta: slack of the guarantee, in (0, 1); usually below 1 / num_records.
         epsilon: budget to find the noise for, > 0; give this or noise_multiplier.
         noise_multiplier: noise std / clip norm on the sum, to find epsilon for, >= 0; give this or epsilon.
         local_epochs: passes over the own records in a round, >= 1.
@@ -161,6 +162,7 @@ def plan(
         warnings.warn(
             f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "
             "record at random would satisfy it.",
+            UserNotice,
             stacklevel=2,
         )
     judge = get_accountant(accountant)

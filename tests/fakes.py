@@ -9,7 +9,7 @@ import torch
 
 from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
-from dpfl_lightning.privacy.accountant import Guarantee
+from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 

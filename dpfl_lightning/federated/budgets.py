@@ -11,8 +11,9 @@ from torch import Tensor
 
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
-from dpfl_lightning.privacy.accountant import Accountant, Guarantee, guarantee
+from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.spending import SpentEpsilon
 

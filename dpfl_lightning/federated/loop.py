@@ -39,8 +39,8 @@ from dpfl_lightning.federated.state import (
     ServerState,
     View,
 )
-from dpfl_lightning.privacy.accountant import Guarantee
 from dpfl_lightning.privacy.events import Caveat
+from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.privacy.schedule import calibrate

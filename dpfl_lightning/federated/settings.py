@@ -16,7 +16,6 @@ from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count
 
-
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dpfl_lightning.data import Facts
-from dpfl_lightning.privacy.accountant import Guarantee
 from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 

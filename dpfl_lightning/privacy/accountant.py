@@ -1,9 +1,8 @@
 """Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition), `gdp` (exact, full batches).
 
-Every accountant takes the same events and adjacency (add or remove one record), composes different events
-together, and errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and
-PRV; what calibration needs thousands of times is computed here, vectorised over clients, and the number
-reported is then Opacus' own.
+Every accountant takes the same events and adjacency (add or remove one record), composes different events together, and
+errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and PRV; what calibration needs
+thousands of times comes from `rdp.py`, and the number reported is then Opacus' own.
 
 Opacus imports torch, so it is imported where it is called: `dpfl_lightning.plan --help` stays quick.
 """
@@ -16,21 +15,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from scipy.integrate import IntegrationWarning
-from scipy.special import gammaln, log_ndtr, logsumexp
+from scipy.special import log_ndtr
 
 from dpfl_lightning.errors import UserError, nearest, require
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, repeated
-
-# Opacus' default orders (1.1 ... 10.9, 12 ... 63), 11, and a sparse tail, without which no epsilon below
-# 0.066 can be certified at delta 1e-4. 1024 is the last round order whose binomials still fit a double, as
-# Opacus computes them.
-_TAIL = (64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
-ORDERS: tuple[float, ...] = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), *_TAIL)
+from dpfl_lightning.privacy.rdp import ORDERS, converted, sampled_gaussian_rdp
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
@@ -70,9 +64,6 @@ def rounded_up(value: float, decimals: int) -> float:
     if not math.isfinite(value):
         return value
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
-
-
-# ----------------------------------------------------------------------------------------------------- events
 
 
 @dataclass(frozen=True)
@@ -142,124 +133,6 @@ def _checked(event: GaussianEvent) -> tuple[float, float]:
     return float(rate), float(noise) if noise > 1e-100 else 0.0
 
 
-# -------------------------------------------------------------------------------------------------------- rdp
-
-
-def sampled_gaussian_rdp(
-    sample_rate: Sequence[float] | np.ndarray,
-    noise_multiplier: Sequence[float] | np.ndarray,
-    orders: tuple[float, ...] = ORDERS,
-) -> np.ndarray:
-    """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms.
-
-    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer
-    orders, by quadrature at fractional ones.
-
-    Args:
-        sample_rate: [n], in (0, 1].
-        noise_multiplier: [n], > 0.
-        orders: [k], > 1.
-    Returns:
-        [n, k], Renyi divergence in nats; add and remove one record.
-    Reference: Mironov, Talwar, Zhang (2019), section 3.3, as Opacus' `compute_rdp`: both agree to 1e-9, or to
-        1e-12 in log(A_alpha), which is where Opacus cuts its series.
-
-    >>> sampled_gaussian_rdp([1.0, 0.01], [2.0, 2.5], (2.5, 5)).round(8).tolist()
-    [[0.3125, 0.625], [2.171e-05, 4.362e-05]]
-    """
-    rate = np.asarray(sample_rate, dtype=float)
-    noise = np.asarray(noise_multiplier, dtype=float)
-    order = np.asarray(orders, dtype=float)
-    whole = order == np.floor(order)
-    rdp = order / (2 * noise[:, None] ** 2)  # full batches; an upper bound for all others
-    # Below noise 0.03 (epsilons in the hundreds a step) the quadrature would need 100,000 nodes: keep the
-    # upper bound.
-    sampled = np.flatnonzero(rate < 1)
-    sampled = sampled[np.argsort(noise[sampled])]  # rows of similar noise need a like number of nodes
-    for start in range(0, len(sampled), 16):  # few enough that the work arrays stay in the cache
-        rows = sampled[start : start + 16]
-        q, z = rate[rows], noise[rows]
-        log_excess = np.full((len(rows), len(order)), np.nan)
-        log_excess[:, whole] = _log_excess_whole(q, z, tuple(order[whole].astype(int).tolist()))
-        log_excess[:, ~whole] = _log_excess_fractional(q, z, order[~whole])
-        with np.errstate(invalid="ignore"):
-            exact = np.logaddexp(0.0, log_excess) / (order - 1)  # log(1 + excess) / (alpha - 1)
-        rdp[rows] = np.where(np.isnan(exact), rdp[rows], exact)
-    return rdp
-
-
-@functools.lru_cache(maxsize=16)
-def _binomial_terms(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
-    order = np.concatenate([np.full(alpha - 1, float(alpha)) for alpha in orders])
-    k = np.concatenate([np.arange(2.0, alpha + 1) for alpha in orders])
-    log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
-    starts = np.cumsum([0, *(alpha - 1 for alpha in orders)])[:-1]
-    return k, order - k, log_binomial, starts.astype(int)
-
-
-def _log_excess_whole(q: np.ndarray, z: np.ndarray, orders: tuple[int, ...]) -> np.ndarray:
-    """log(A - 1) = log sum_{k>=2} binom(alpha, k) q^k (1-q)^(alpha-k) expm1(k(k-1) / 2z^2), [n, orders]."""
-    if not orders:
-        return np.empty((len(q), 0))
-    k, rest, log_binomial, starts = _binomial_terms(orders)
-    exponent = k * (k - 1) / (2 * z[:, None] ** 2)
-    with np.errstate(divide="ignore"):  # expm1 may underflow to 0, whose log is -inf
-        log_expm1 = exponent + np.log(-np.expm1(-exponent))
-    terms = log_binomial + k * np.log(q)[:, None] + rest * np.log1p(-q)[:, None] + log_expm1
-    top = np.maximum(np.maximum.reduceat(terms, starts, axis=1), -1e300)
-    scaled = np.exp(terms - np.repeat(top, np.diff([*starts, len(k)]), axis=1))
-    with np.errstate(divide="ignore"):
-        return top + np.log(np.add.reduceat(scaled, starts, axis=1))
-
-
-def _log_excess_fractional(q: np.ndarray, z: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v], v = q expm1(u/z - 1/2z^2), u ~ N(0, 1), [n, orders].
-
-    nan below z = 0.03. E[v] = 0, so the subtracted terms change nothing but keep the digits. The integrand is
-    analytic with Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z
-    off the real axis).
-    """
-    log_excess = np.full((len(q), len(order)), np.nan)
-    rows = np.flatnonzero(z >= 0.03)
-    if not len(rows) or not len(order):
-        return log_excess
-    q, z, alpha = q[rows, None], z[rows, None], order[:, None]
-    width = 18 + max(order.max(), 2.0) / z  # u runs from -9 to 9 beyond the highest bump, at alpha / z
-    nodes = math.ceil(np.max(width / np.minimum(0.4, 0.6 * z)))
-    u = np.linspace(0, 1, nodes + 1) * width - 9
-    t = u / z - 0.5 / z**2
-    v = q * np.expm1(np.minimum(t, 30))
-    w = np.where(t > 30, np.logaddexp(np.log1p(-q), np.log(q) + t), np.log1p(v))  # log(1 + v), v may overflow
-    v, w = v[:, None, :], w[:, None, :]
-    with np.errstate(all="ignore"):  # each branch is evaluated where the other holds, too
-        small = np.log(np.maximum(np.expm1(np.minimum(alpha * w, 99)) - alpha * v, 0))
-        large = alpha * w + np.log1p((alpha - 1) * np.exp(-alpha * w) - alpha * np.exp((1 - alpha) * w))
-    log_terms = np.where(w > 1, large, small) - (u**2 / 2)[:, None, :]
-    log_excess[rows] = logsumexp(log_terms, axis=2) + np.log(width / nodes / math.sqrt(2 * math.pi))
-    return log_excess
-
-
-def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
-    """Epsilon at each order: rdp + log((alpha-1)/alpha) - (log(delta) + log(alpha)) / (alpha-1), at least 0.
-
-    Args:
-        rdp: [..., k], composed.
-        orders: [k].
-        delta: one, or [...], broadcast against rdp's leading axes.
-    Returns:
-        [..., k]; each is valid, so the smallest is.
-    Reference: Balle et al. (2020), theorem 21, as Opacus' `get_privacy_spent`.
-
-    >>> round(float(converted(np.array([0.1]), (10.0,), 1e-5)[0]), 6)
-    1.018011
-    """
-    order = np.asarray(orders, dtype=float)
-    with np.errstate(divide="ignore"):  # delta 0 comes with an infinite RDP
-        log_delta = np.log(np.asarray(delta, dtype=float))[..., None]
-    return np.maximum(rdp + np.log1p(-1 / order) - (log_delta + np.log(order)) / (order - 1), 0.0)
-
-
 class Rdp:
     """Renyi accountant: epsilon = min over orders of the converted sum of RDP; composes every kind of event.
 
@@ -324,15 +197,9 @@ class Rdp:
         return total
 
 
-# -------------------------------------------------------------------------------------------------------- prv
-
-_EPS_ERROR, _MAX_EPS_ERROR = (
-    0.01,
-    0.1,
-)  # added to the estimate, so that the value is an upper bound; Opacus adds 0.01
-_MAX_GRID = (
-    2**21
-)  # points of the discretised privacy loss: a second or two and some 300 MB for each distinct event
+_EPS_ERROR, _MAX_EPS_ERROR = 0.01, 0.1
+# Points of the discretised privacy loss: a second or two, and some 300 MB, for each distinct event.
+_MAX_GRID = 2**21
 
 
 class Prv:
@@ -411,10 +278,10 @@ def _prv_epsilon(
         raise _NoPrv(f"PRV's rounding errors matter at delta {delta:g}")
     delta_error = delta / 1000  # Opacus' default
     eps_error, reach, mesh = _prv_grid(gaussian, delta_error)
-    grid = prv.Domain.create_aligned(-reach, reach, mesh)
     total: Any = None
     start = time.monotonic()
     try:
+        grid = prv.Domain.create_aligned(-reach, reach, mesh)
         with np.errstate(all="ignore"), warnings.catch_warnings():
             warnings.simplefilter("error", IntegrationWarning)  # a mean that cannot be trusted
             for done, (rate, noise, steps) in enumerate(gaussian):
@@ -426,8 +293,9 @@ def _prv_epsilon(
                 one = prv.compose_heterogeneous([one], [steps])
                 total = one if total is None else prv.compose_heterogeneous([total, one], [1, 1])
             epsilon = float(total.compute_epsilon(delta, delta_error, eps_error)[2])
-    except (RuntimeError, ValueError, IntegrationWarning) as error:  # Opacus' own refusals
-        raise _NoPrv(f"PRV failed ({str(error).splitlines()[0].rstrip('.')})") from error
+    except (RuntimeError, ValueError, IntegrationWarning, MemoryError) as error:  # Opacus' refusals
+        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise _NoPrv(f"PRV failed ({why})") from error
     if not math.isfinite(epsilon):
         raise _NoPrv("PRV gave no finite value")
     return rounded_up(max(epsilon, 0.0), 6), eps_error
@@ -441,17 +309,12 @@ def _prv_grid(
     each = sampled_gaussian_rdp([rate for rate, _, _ in gaussian], [noise for _, noise, _ in gaussian])
     whole_run = converted(steps @ each, ORDERS, delta_error / 4).min()
     one_step = converted(each, ORDERS, delta_error / (8 * steps.sum())).min(axis=1).max()
-    reach = (
-        max(whole_run, one_step, _EPS_ERROR) + 3
-    )  # Gopi et al. (2021), remark 5.6, as `compute_safe_domain_size`
+    reach = max(whole_run, one_step, _EPS_ERROR) + 3  # Gopi et al. (2021), remark 5.6, as Opacus
     relative_mesh = 1 / math.sqrt(steps.sum() * math.log(12 / delta_error) / 2)
     eps_error = max(_EPS_ERROR, math.ceil(100 * 2 * reach / relative_mesh / _MAX_GRID) / 100)
     if eps_error > _MAX_EPS_ERROR:
         raise _NoPrv("PRV's grid would not fit its memory")
     return eps_error, reach, eps_error * relative_mesh
-
-
-# -------------------------------------------------------------------------------------------------------- gdp
 
 
 class Gdp:
@@ -523,8 +386,6 @@ def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.array([rounded_up(e, 6) for e in value])
 
 
-# ------------------------------------------------------------------------------------------ names, guarantees
-
 _ACCOUNTANTS: dict[str, Accountant] = {one.name: one for one in (Rdp(), Prv(), Gdp())}
 
 
@@ -540,81 +401,3 @@ def get_accountant(name: str) -> Accountant:
     names = ", ".join(_ACCOUNTANTS)
     require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))
     return _ACCOUNTANTS[name]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Guarantee:
-    """What a client is promised: an epsilon is shown with this, never alone.
-
-    Args:
-        epsilon: upper bound, >= 0, rounded up to 1e-6; inf is no guarantee.
-        delta: in (0, 1).
-        sampling: how batches were drawn, in words.
-        accountant: how epsilon was found, in words.
-        unit: whose contribution is hidden.
-        adjacency: in what neighbouring data sets differ.
-        caveats: what epsilon does not cover, in words.
-    """
-
-    epsilon: float
-    delta: float
-    sampling: str
-    accountant: str
-    unit: str = "record"
-    adjacency: str = "add or remove one record"
-    caveats: tuple[str, ...] = ()
-
-    def words(self) -> str:
-        """One sentence, and the caveats after it.
-
-        >>> Guarantee(epsilon=1.9999991, delta=0.1, sampling="full batch", accountant="RDP").words()
-        '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
-        """
-        if math.isinf(self.epsilon):
-            sentence = f"No differential privacy per {self.unit}: something is released without noise."
-        else:
-            shown = f"{rounded_up(self.epsilon, 4):.4f}".rstrip("0").rstrip(".")
-            sentence = (
-                f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
-                f"{self.sampling}, accounted by {self.accountant}."
-            )
-        return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
-
-    def as_dict(self) -> dict[str, Any]:
-        """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
-        finite = self.epsilon if math.isfinite(self.epsilon) else None
-        return {**asdict(self), "epsilon": finite, "caveats": list(self.caveats), "words": self.words()}
-
-
-def guarantee(
-    events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None
-) -> Guarantee:
-    """The guarantee of composed events; the words of their `Caveat`s travel in, each once.
-
-    Args:
-        events: everything that one client releases.
-        delta: in (0, 1).
-        accountant: from `get_accountant`.
-        sampling: in words, where the sample rates do not say it (shuffled batches: with a `Caveat`).
-    Privacy: arithmetic on public facts.
-
-    >>> events = [GaussianEvent(1.0, 2.0), Caveat("data sizes are public")]
-    >>> guarantee(events, 1e-5, get_accountant("gdp")).caveats
-    ('data sizes are public',)
-    """
-    epsilon, how = accountant.bound(events, delta)
-    caveats = dict.fromkeys(event.words for event in events if isinstance(event, Caveat))
-    return Guarantee(
-        epsilon=epsilon,
-        delta=delta,
-        sampling=_sampling_words(events) if sampling is None else sampling,
-        accountant=how,
-        caveats=tuple(caveats),
-    )
-
-
-def _sampling_words(events: Sequence[Event]) -> str:
-    full = {event.sample_rate == 1 for event in events if isinstance(event, GaussianEvent) and event.steps}
-    if full == {True, False}:
-        return "full and Poisson-sampled batches"
-    return "full batches" if full == {True} else "Poisson-sampled batches"

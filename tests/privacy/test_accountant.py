@@ -15,18 +15,10 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accountant import (
-    ORDERS,
-    Guarantee,
-    Prv,
-    Rdp,
-    converted,
-    get_accountant,
-    guarantee,
-    rounded_up,
-    sampled_gaussian_rdp,
-)
+from dpfl_lightning.privacy.accountant import Prv, Rdp, get_accountant, rounded_up
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.rdp import ORDERS, converted, sampled_gaussian_rdp
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 OPACUS_ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)
@@ -223,6 +215,17 @@ def test_prv_falls_back_and_says_so():
         epsilon, how = PRV.bound(events, delta)
         assert epsilon == RDP.epsilon(events, delta)
         assert how.startswith("RDP") and words in how
+
+
+def test_prv_failure_is_said(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("Discrete mean differs significantly from continuous mean.")
+
+    monkeypatch.setattr("opacus.accountants.analysis.prv.discretize", refuse)
+    events = [GaussianEvent(0.123, 1.0, 10)]
+    epsilon, how = PRV.bound(events, 1e-5)
+    assert epsilon == RDP.epsilon(events, 1e-5)
+    assert how.endswith("because PRV failed (Discrete mean differs significantly from continuous mean)")
 
 
 def test_prv_ends_in_time():
