@@ -49,8 +49,8 @@ class Tracking(ServerCallback):
     """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
 
     Made before the run, it refuses a store that does not answer within seconds. A store that goes away later
-    never stops training: its rounds are kept, and sent when it is back; what is missing at the end is said. A
-    resumed run goes on in the same MLflow run.
+    never stops training: its rounds are kept, and sent when it is back; what is missing at the end is said.
+    Rounds that are quicker than ten writes share one. A resumed run goes on in the same MLflow run.
 
     Args:
         experiment: name of the MLflow experiment; made if missing.
@@ -67,7 +67,7 @@ class Tracking(ServerCallback):
     def __init__(self, experiment: str, run_name: str | None = None, uri: str | None = None) -> None:
         self.uri = store_uri(uri)
         self._run_name = run_name
-        with _patience(retries=0, seconds=5), _reported(self.uri):
+        with _patience(seconds=10), _reported(self.uri):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # a database that is away: its ten tries take 100 s
             self._client = MlflowClient(self.uri)
@@ -77,7 +77,7 @@ class Tracking(ServerCallback):
         self._resumed = False
         self._last_step = 0  # the last round MLflow already has
         self._pending: list[Metric] = []
-        self._retry_at = 0.0
+        self._send_at = 0.0
         self._warned = False
 
     # -- hooks
@@ -99,7 +99,7 @@ class Tracking(ServerCallback):
         if report.round <= self._last_step:
             return  # tracked before the run was killed, replayed now
         self._pending += _metrics(_round_values(report), report.round)
-        if time.monotonic() >= self._retry_at:
+        if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
     def on_run_end(self, view: View, result: RunResult) -> None:
@@ -204,23 +204,24 @@ class Tracking(ServerCallback):
         return self._run_id
 
     def _guarded(self, action: Callable[[], None]) -> bool:
-        """Whether `action` reached MLflow; a store that is away costs a tenth of the time at most."""
+        """Whether `action` reached MLflow; the next write waits for ten times as long as it took."""
         begun = time.monotonic()
         try:
             with _patience():
                 action()
+            failed = None
         except Exception as error:  # whatever a server, a disk or a proxy does to a watcher: training goes on
-            ended = time.monotonic()
-            self._retry_at = ended + max(30.0, 10 * (ended - begun))
-            if not self._warned:
-                warnings.warn(
-                    f"MLflow at {shown(self.uri)} failed, training goes on and tracking is tried again: "
-                    f"{_why(error, self.uri)}",
-                    stacklevel=2,
-                )
+            failed = error
+        took = time.monotonic() - begun
+        self._send_at = begun + took + max(10 * took, 30.0 if failed else 0.0)
+        if failed is not None and not self._warned:
             self._warned = True
-            return False
-        return True
+            warnings.warn(
+                f"MLflow at {shown(self.uri)} failed; training goes on, and tracking is tried again: "
+                f"{_why(failed, self.uri)}",
+                stacklevel=2,
+            )
+        return failed is None
 
 
 # ---- where
@@ -282,10 +283,10 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
 
 
 @contextmanager
-def _patience(retries: int = 1, seconds: int = 30) -> Iterator[None]:
-    """How long MLflow tries to reach a server inside: its default is minutes. What the user has set stays."""
+def _patience(seconds: int = 30) -> Iterator[None]:
+    """How long MLflow waits for a server inside: its default is many minutes. What the user has set stays."""
     ours = {
-        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": str(retries),
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }

@@ -9,8 +9,8 @@ import torch
 
 from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
-from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}

@@ -184,7 +184,7 @@ def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)
     out, *kernel = layer.weight.shape
-    weight = x.new_zeros(()).expand(len(x) * out, *kernel)  # only its shape matters
+    weight = x.new_empty(len(x) * out, *kernel)  # only its shape matters
     _, grads, _ = torch.ops.aten.convolution_backward(
         dy.reshape(1, -1, *dy.shape[2:]),
         x.reshape(1, -1, *x.shape[2:]),
