@@ -32,15 +32,16 @@ RUN pip install --no-cache-dir --no-deps .
 # Runs, MLflow's store and downloaded data sets are kept in /results. `runs` is the link and not a folder in it, so
 # that it also works where an empty folder of the host is mounted there.
 WORKDIR /app
-RUN useradd --uid 1000 --create-home dpfl \
+RUN useradd --uid 1000 dpfl \
     && install --directory --owner dpfl --group dpfl /results \
     && ln -s /results runs
 COPY conf conf
 VOLUME /results
 USER 1000
-ENV MLFLOW_TRACKING_URI=sqlite:////results/mlflow.db \
+# a home that every user can write to, since `docker run --user` may name any
+ENV HOME=/tmp \
+    MLFLOW_TRACKING_URI=sqlite:////results/mlflow.db \
     DPFL_DATA=/results/data \
-    MPLCONFIGDIR=/tmp/matplotlib \
     PYTHONUNBUFFERED=1 \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility

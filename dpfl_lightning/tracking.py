@@ -84,16 +84,13 @@ class Tracking(ServerCallback):
 
     def on_run_start(self, view: View) -> None:
         with _patience(), _reported(self.uri):
-            run_id = self._earlier_run(view) if self._resumed else None
-            if run_id is None:
-                self._run_id = self._new_run(view)
+            self._run_id = self._earlier_run(view) if self._resumed else None
+            if self._run_id is None:
+                self._begin_run(view)
             else:
-                self._run_id = run_id
-                self._client.update_run(run_id, status="RUNNING")
-                self._client.set_tag(run_id, "status", "running")
-                self._last_step = max(
-                    (int(step) for step in self._history("overall/participants")), default=0
-                )
+                self._client.update_run(self._run_id, status="RUNNING")
+                self._client.set_tag(self._run_id, "status", "running")
+                self._last_step = max(self._history("overall/participants"), default=0)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
@@ -109,13 +106,13 @@ class Tracking(ServerCallback):
             self._pending += _metrics(_final_values(result), result.rounds)
         missing = []
         if not self._guarded(self._send_pending):
-            rounds = sorted({metric.step for metric in self._pending})
-            missing = [f"metrics of rounds {rounds[0]} to {rounds[-1]}", "files and figures"]
+            rounds = [metric.step for metric in self._pending]
+            missing = [f"metrics of rounds {min(rounds)} to {max(rounds)}", "files and figures"]
         else:
-            missing += (
-                [] if self._guarded(lambda: self._send_files(view, result)) else ["some files and figures"]
-            )
-            missing += [] if self._guarded(lambda: self._send_status(result)) else ["the run's status"]
+            if not self._guarded(lambda: self._send_files(view, result)):
+                missing.append("some files and figures")
+            if not self._guarded(lambda: self._send_status(result)):
+                missing.append("the run's status")
         if missing:
             warnings.warn(
                 f"MLflow at {shown(self.uri)} did not get: {', '.join(missing)}. The result is complete in "
@@ -131,7 +128,7 @@ class Tracking(ServerCallback):
 
     # -- what is sent
 
-    def _new_run(self, view: View) -> str:
+    def _begin_run(self, view: View) -> None:
         folder = view.run.output_dir.resolve()
         tags = {
             **_frame(view),
@@ -144,21 +141,22 @@ class Tracking(ServerCallback):
             run_name=self._run_name or folder.name,
             tags={name: str(value)[:_LONGEST_TAG] for name, value in tags.items()},
         )
+        self._run_id = run.info.run_id
         options = loggable(view.run.options)
         sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
         params = [Param(name, value) for name, value in {**flattened(options), **flattened(sizes)}.items()]
         for begin in range(0, len(params), _MOST_PARAMS):
-            self._client.log_batch(run.info.run_id, params=params[begin : begin + _MOST_PARAMS])
+            self._client.log_batch(self._run_id, params=params[begin : begin + _MOST_PARAMS])
         if options:
-            self._client.log_dict(run.info.run_id, options, "options.yaml")
-        return run.info.run_id
+            self._client.log_dict(self._run_id, options, "options.yaml")
 
     def _earlier_run(self, view: View) -> str | None:
         """The MLflow run of a resumed run: by its id, else (it was killed at once) by its output folder."""
         folder = str(view.run.output_dir.resolve())
         if self._run_id is not None:
             try:
-                return self._client.get_run(self._run_id).info.run_id
+                run = self._client.get_run(self._run_id)
+                return self._run_id if run.info.lifecycle_stage == "active" else None
             except mlflow.MlflowException as error:
                 if error.error_code != "RESOURCE_DOES_NOT_EXIST":  # another store now: a new run there
                     raise

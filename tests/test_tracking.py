@@ -242,6 +242,16 @@ def test_a_run_that_this_store_does_not_know_begins_anew(store, experiment, fold
     assert steps_of(client, run, "overall/participants") == [4, 5]
 
 
+def test_a_run_that_was_deleted_meanwhile_begins_anew(store, experiment, folder):
+    first = Tracking(experiment, uri=store)
+    first.on_run_start(a_view(folder))
+    MlflowClient(store).delete_run(first.state_dict()["run_id"])
+    second = Tracking(experiment, uri=store)
+    second.load_state_dict(first.state_dict())
+    play(second, a_view(folder), [1])
+    assert only_run(store, experiment)[1].info.status == "FINISHED"
+
+
 # ---- stores that are away
 
 

@@ -12,11 +12,13 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import DrawnBatches, Engine, SerialEngine
 from dpfl_lightning.privacy.clipping import ClippedSum
-from dpfl_lightning.privacy.fast_clipping import clipped_sum_for
+from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 
 
 class FastEngine(SerialEngine):
     """`SerialEngine` without its costs: no optimiser objects, no summed gradient, views into one vector `[P]`.
+
+    On a CPU the process keeps freed memory for the next step (at most 512 MiB more).
 
     Layer rules are used when they reproduce `vmap(grad)` for this very net on random data, else `vmap(grad)` itself;
     `description` says which.
@@ -35,6 +37,8 @@ class FastEngine(SerialEngine):
                     f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got 'fast', "
                     f"which never calls it. Use `engine: {{name: serial}}`."
                 )
+        if self.module.device.type == "cpu":
+            keep_freed_memory()
         x, y = synthetic_batch(self.population, records=4, device=self.module.device)
         clipped_sum, self.description = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
         return clipped_sum

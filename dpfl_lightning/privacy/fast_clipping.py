@@ -33,7 +33,8 @@ from dpfl_lightning.privacy.clipping import (
 )
 from dpfl_lightning.privacy.layer_rules import RULES, ByName, Inputs, Rule, Unsupported, any_module_rule
 
-CPU_CHUNK = 64  # records: fewer pay a pass's fixed costs too often, more leave the caches
+CPU_CHUNK = 64  # records a pass: fewer pay its fixed costs too often, more leave the caches
+CPU_CACHE = 16 << 20  # bytes that the widest layer's inputs may take, lest they leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
 
 Calls = dict[str, tuple[Inputs, GradientEdge]]  # unit -> its inputs, the edge of its output in the graph
@@ -82,8 +83,8 @@ class FastClippedSum:
         net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
         chunk: records a pass, >= 1; None is 64 on a CPU, 512 elsewhere. It changes the sum by rounding only.
-        channels_last: whether records `[B, C, H, W]` enter a net with convolutions in that memory format on a
-            CPU: faster, but not for a net that calls `.view` on a feature map.
+        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU:
+            it is ten times faster there, but a net that calls `.view` on a feature map cannot have it.
 
     Guarantees:
         Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in
@@ -121,9 +122,8 @@ class FastClippedSum:
         self._sample_loss = sample_loss or cross_entropy_of(net)
         self._units = dict(_units(net))
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
-        convolves = any(isinstance(unit.module, nn.Conv2d) for unit in self._units.values())
-        self.channels_last = channels_last and convolves
-        self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if self.channels_last else []
+        self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
+        self.channels_last = bool(self._pools)
 
     def under_vmap(self) -> list[str]:
         """The modules without a rule of their own, in words."""
@@ -157,6 +157,12 @@ class FastClippedSum:
             groups = None if group is None else group[rows]
             totals.add(clip_factors(norms, clip_norm), groups, partial(_weighted, params, grads))
         return totals.rounded()
+
+    def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
+        """The most bytes that enter a unit for one record."""
+        with torch.no_grad(), self._watched() as calls:
+            self._sample_loss(params, x[:1], y[:1])
+        return max(a[:1].nbytes for inputs, _ in calls.values() for a in inputs)
 
     def _gradients(self, params: Params, x: Tensor, y: Tensor) -> ByName:
         """Each record's gradients by parameter name; parameters that no loss depends on are left out."""

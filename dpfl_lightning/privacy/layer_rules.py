@@ -122,7 +122,7 @@ Rule = Callable[[nn.Module, Params, Inputs, Tensor], ByName]
 
 def _never_form(steps: int, p: int, d: int) -> bool:
     """Whether `Outer` beats `Dense`: `steps^2 (p + d)` products for Gram matrices, or `p d` numbers moved."""
-    return steps**2 * (p + d) < 64 * p * d
+    return steps**2 * (p + d) < 32 * p * d
 
 
 def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
