@@ -145,7 +145,7 @@ class TrackingOptions:
 
     Args:
         experiment: name of the MLflow experiment.
-        run_name: name of the run; null lets MLflow choose.
+        run_name: name of the run; null takes the name of the output folder.
         uri: MLflow server or store; null takes MLFLOW_TRACKING_URI, else an SQLite file.
     """
 

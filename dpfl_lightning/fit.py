@@ -52,10 +52,11 @@ def fit(options: Options, resume: bool = False) -> RunResult:
 
     watchers, next_steps = [], []
     if options.tracking is not None:
-        from dpfl_lightning.tracking import Tracking, how_to_open
+        from dpfl_lightning.tracking import Tracking
 
-        watchers.append(Tracking(**dataclasses.asdict(options.tracking)))
-        next_steps.append(how_to_open(options.tracking.uri))
+        tracking = Tracking(**dataclasses.asdict(options.tracking))
+        watchers.append(tracking)
+        next_steps.append(tracking.how_to_open)
     return build_loop(options, [*watchers, Progress(next_steps=next_steps)]).run(resume)
 
 

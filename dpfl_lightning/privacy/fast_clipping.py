@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.clipping import (
+    DEFAULT_CHUNK,
     ClippedSum,
     GroupTotals,
     Params,
@@ -34,7 +35,7 @@ from dpfl_lightning.privacy.clipping import (
 from dpfl_lightning.privacy.layer_rules import RULES, ByName, Inputs, Rule, Unsupported, any_module_rule
 
 CPU_CHUNK = 64  # records a pass: fewer pay its fixed costs too often, more leave the caches
-CPU_CACHE = 16 << 20  # bytes that the widest layer's inputs may take, lest they leave the caches
+CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
 
 Calls = dict[str, tuple[Inputs, GradientEdge]]  # unit -> its inputs, the edge of its output in the graph
@@ -159,10 +160,10 @@ class FastClippedSum:
         return totals.rounded()
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
-        """The most bytes that enter a unit for one record."""
-        with torch.no_grad(), self._watched() as calls:
+        """How many numbers at most enter a unit for one record."""
+        with self._watched() as calls:
             self._sample_loss(params, x[:1], y[:1])
-        return max(a[:1].nbytes for inputs, _ in calls.values() for a in inputs)
+        return max(a[0].numel() for inputs, _ in calls.values() for a in inputs)
 
     def _gradients(self, params: Params, x: Tensor, y: Tensor) -> ByName:
         """Each record's gradients by parameter name; parameters that no loss depends on are left out."""
@@ -244,15 +245,16 @@ def clipped_sum_for(
 ) -> tuple[ClippedSum, str]:
     """The fastest clipped sum that is right for this model, and in words which one and why.
 
-    `FastClippedSum` if it agrees with `VmapClippedSum` to 1e-4 relative in every parameter, on three random
-    records and parameters near the net's own; the reference else. Dropout layers are off in the check.
+    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records and parameters
+    near the net's own, to 1e-8 relative in float64 (1e-4 in float32 for a model that cannot run in float64); the
+    reference else. Dropout layers are off in the check.
 
     Args:
         net: the model; its trainable parameters are what `params` will hold.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
         example_x: records `[B, *X]`, B >= 0; only shape and dtype are read.
         example_y: labels `[B, ...]`, likewise. Whole numbers are drawn from 0 and 1.
-        chunk: records a pass, >= 1; None is what suits the engine.
+        chunk: records a pass, >= 1; None is what suits model and device, a function of shapes alone.
 
     Returns:
         The clipped sum, and the reason: "fast: ..." or "vmap: ...".
@@ -265,24 +267,25 @@ def clipped_sum_for(
     'fast: exact rules for all layers'
     """
     sample_loss = sample_loss or cross_entropy_of(net)
-    reference = VmapClippedSum(sample_loss, **({} if chunk is None else {"chunk": chunk}))
     device = next(net.parameters()).device
+    why = ""
     with _without_dropout(net), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        params, x, y = _random_example(net, example_x, example_y)
-        expected = _answers(reference, params, x, y)
-        why = ""
+        loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
         for channels_last in (True, False):
             try:
-                fast = FastClippedSum(net, sample_loss, chunk, channels_last)
-                apart = _apart(params, _answers(fast, params, x, y), expected)
+                fast = FastClippedSum(net, loss, channels_last=channels_last)
+                apart = _apart(example[0], _answers(fast, *example), expected, tolerance)
             except Exception as error:  # a user's forward may raise anything when it is watched
                 why = why or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
             if apart is None:
+                if chunk is None and device.type == "cpu":
+                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // fast.widest_input(*example)))
                 rest = ", ".join(fast.under_vmap())
-                return fast, "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
+                reason = "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
+                return FastClippedSum(net, sample_loss, chunk, channels_last), reason
             why = why or f"the gradient of `{apart}` is not what the layers' rules give"
-    return reference, f"vmap: {why}"
+    return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {why}"
 
 
 @contextmanager
@@ -300,22 +303,50 @@ def _without_dropout(net: nn.Module) -> Iterator[None]:
             layer.train()
 
 
-def _random_example(net: nn.Module, x: Tensor, y: Tensor) -> tuple[Params, Tensor, Tensor]:
+Example = tuple[Params, Tensor, Tensor]
+
+
+def _reference_answers(
+    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
+) -> tuple[SampleLoss, Example, list[Tensor], float]:
+    """The loss, a random example, the reference's answers to it and how close others must come.
+
+    In float64, where rounding cannot be mistaken for an error, nor push an activation across a kink.
+    """
+    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
+        try:
+            example = _random_example(net, x, y, dtype)
+            loss = _in(dtype, net, sample_loss)
+            return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
+        except Exception:
+            if dtype == torch.float32:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:
+    """The loss with frozen parameters and buffers in `dtype`, too."""
+    fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
+    return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
+
+
+def _random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
     """Parameters moved off zeros and symmetries, and three random records, on the net's device."""
     gen = torch.Generator().manual_seed(0)
+    device = next(net.parameters()).device
     tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
 
     def like(example: Tensor, high: int) -> Tensor:
         shape = (3, *example.shape[1:])
-        if example.dtype.is_floating_point:
-            return torch.randn(shape, generator=gen, dtype=example.dtype)
-        return torch.randint(high, shape, generator=gen).to(example.dtype)
+        if example.is_floating_point():
+            return torch.randn(shape, generator=gen).to(device, dtype)
+        return torch.randint(high, shape, generator=gen).to(device, example.dtype)
 
-    params = {name: p.detach() for name, p in net.named_parameters() if p.requires_grad}
-    device = next(net.parameters()).device
+    params = {name: p.detach().to(dtype) for name, p in net.named_parameters() if p.requires_grad}
     for name, p in params.items():
-        params[name] = p + 0.05 * torch.randn(p.shape, generator=gen, dtype=p.dtype).to(p.device)
-    return params, like(x, tokens).to(device), like(y, 2).to(device)
+        params[name] = p + 0.05 * torch.randn(p.shape, generator=gen).to(device, dtype)
+    return params, like(x, tokens), like(y, 2)
 
 
 def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> list[Tensor]:
@@ -324,7 +355,7 @@ def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> l
     return [clipped_sum(params, x, y, clip_norm, each, len(x)) for clip_norm in (math.inf, 1e-2)]
 
 
-def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance: float = 1e-4) -> str | None:
+def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
     """The first parameter in which some record's gradients differ by more than rounding, if there is one."""
     for mine, true in zip(ours, expected, strict=True):
         sizes = [p.numel() for p in params.values()]
