@@ -47,7 +47,8 @@ class ClientModule(L.LightningModule):
     Args:
         net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
 
-    **Guarantees** `training_step` adds noise before anything of a record reaches the parameters, also for an empty batch.
+    **Guarantees** `training_step` adds noise before anything of a record reaches the parameters, even for an empty
+    batch.
 
     **Privacy** One `training_step` is one step of `task.mechanism`; the loop charges it beforehand. A bare
     `lightning.Trainer` has no ledger, so fitting with one is refused.

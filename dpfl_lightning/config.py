@@ -464,9 +464,7 @@ class _Source:
             owners = [one for one, known in _keys().items() if "mapping" in _in_words(known.hint)]
             owner = next((one for one in owners if key.startswith(f"{one}.")), None)
             if owner is None:
-                raise UserError(
-                    f"`{key}` must be a known key. {_nearest_key(key)}".rstrip() + f" Set {origin}."
-                )
+                raise UserError(f"`{key}` must be a known key. {_nearest_key(key)}".rstrip() + f" Set {origin}.")
             self._put_below(owner, key.removeprefix(f"{owner}."), value, origin)
 
     def _put_below(self, owner: str, rest: str, value: Any, origin: str) -> None:
@@ -668,7 +666,5 @@ def _key_parser() -> jsonargparse.ArgumentParser:
         groups[name] = parser.add_argument_group(name, words)
     for key, known in _keys().items():
         group = groups[key.rpartition(".")[0]]
-        group.add_argument(
-            f"--{key}", type=known.hint, default=known.default, help=known.help, metavar="VALUE"
-        )
+        group.add_argument(f"--{key}", type=known.hint, default=known.default, help=known.help, metavar="VALUE")
     return parser

@@ -20,10 +20,10 @@ class UserNotice(UserWarning):
 def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> None:
     """Raise the one sentence unless `ok`.
 
-    >>> require(False, "sample_rate", "be in (0, 1]", 1.8, "A batch size? Divide by the number of records.")
+    >>> require(False, "sample_rate", "be in (0, 1]", 1.8, "A batch size?")
     Traceback (most recent call last):
     ...
-    dpfl_lightning.errors.UserError: `sample_rate` must be in (0, 1], got 1.8. A batch size? Divide by the number of records.
+    dpfl_lightning.errors.UserError: `sample_rate` must be in (0, 1], got 1.8. A batch size?
     """
     if not ok:
         raise UserError(f"`{key}` must {must}, got {got!r}. {advice}".rstrip())

@@ -21,7 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     report = evaluate_run(options, Path(flags.run))
     accuracy = report["test_accuracy"]
-    print(f"test accuracy {accuracy:.2%}" if accuracy is not None else "regression", f"test loss {report['test_loss']:.4f}")
+    print(
+        f"test accuracy {accuracy:.2%}" if accuracy is not None else "regression",
+        f"test loss {report['test_loss']:.4f}",
+    )
     for row in report["clients"]:
         told = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
         print(f"  client {row['client']:>3}  accuracy {told}")
@@ -48,9 +51,15 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.state import Delivered
 
     if not (run / "result.json").is_file():
-        raise UserError(f"`RUN` must be the folder of a finished run, got {str(run)!r}. Finish it with fit --resume {run}.")
+        raise UserError(
+            f"`RUN` must be the folder of a finished run, got {str(run)!r}. Finish it with fit --resume {run}."
+        )
     model_of = tuple(client["model"] for client in json.loads((run / "result.json").read_text())["clients"])
-    files = [run / "model.pt"] if (run / "model.pt").is_file() else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
+    files = (
+        [run / "model.pt"]
+        if (run / "model.pt").is_file()
+        else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
+    )
     population = build_population(options)
     module = ClientModule(build_net(options, population))
     models = []

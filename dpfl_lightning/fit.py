@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = dataclasses.replace(options, output_dir=flags.resume)
         _check_unchanged(options, flags.resume)
     if flags.seeds:
-        require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead.")
+        require(
+            not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead."
+        )
         fit_seeds(options, flags.seeds)
     else:
         fit(options, resume=bool(flags.resume))
@@ -66,7 +68,13 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     Returns:
         Mean and standard deviation of the test accuracy over seeds; also written to `output_dir/result.json`.
     """
-    require(options.output_dir is not None, "output_dir", "be given with --seeds", None, "For example --output_dir runs/mine.")
+    require(
+        options.output_dir is not None,
+        "output_dir",
+        "be given with --seeds",
+        None,
+        "For example --output_dir runs/mine.",
+    )
     parent, results = Path(str(options.output_dir)), []
     for seed in seeds:
         own = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
@@ -87,11 +95,13 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     """Mean and spread over seeds, and what all runs together reveal."""
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
-    epsilons = [max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results]
+    epsilons = [
+        max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results
+    ]
     deltas = [max(c["delta"] for c in r["clients"]) for r in results]
     together = (
-        f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the sum, "
-        f"{math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest)."
+        f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
+        f"sum, {math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest)."
     )
     return {
         "seeds": list(seeds),
@@ -122,7 +132,9 @@ def _seeds(text: str) -> list[int]:
 def _options_file(folder: str) -> str:
     path = Path(folder) / "options.yaml"
     if not path.is_file():
-        raise UserError(f"`--resume` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/.")
+        raise UserError(
+            f"`--resume` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/."
+        )
     return str(path)
 
 
@@ -131,7 +143,9 @@ def _check_unchanged(options: Options, folder: str) -> None:
     begun, now = to_dict(load(["--config", _options_file(folder)])[0]), to_dict(options)
     for key in begun:
         same = begun[key] == now[key] or key in _FREE
-        require(same, key, f"stay what the run in {folder} began with ({begun[key]!r})", now[key], "Start a new run for it.")
+        require(
+            same, key, f"stay what the run in {folder} began with ({begun[key]!r})", now[key], "Start a new run for it."
+        )
 
 
 if __name__ == "__main__":

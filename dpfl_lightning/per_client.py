@@ -84,9 +84,7 @@ def resolve(
     return tuple(kind(one) for one in values)
 
 
-def sample_epsilons(
-    dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15
-) -> tuple[float, ...]:
+def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15) -> tuple[float, ...]:
     """Privacy budgets drawn from one of the noise-aware paper's nine distributions.
 
     Use it for a number of clients for which the paper published no list.

@@ -130,8 +130,7 @@ def plan(
     if (epsilon is None) == (noise_multiplier is None):
         must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
         raise UserError(
-            f"`epsilon` {must}, got {epsilon}. "
-            "Give epsilon to find the noise, or noise_multiplier to find epsilon."
+            f"`epsilon` {must}, got {epsilon}. Give epsilon to find the noise, or noise_multiplier to find epsilon."
         )
     for key, value in (("num_records", num_records), ("rounds", rounds), ("local_epochs", local_epochs)):
         require(value >= 1, key, "be at least 1", value)
@@ -144,13 +143,9 @@ def plan(
         way_out,
     )
     if epsilon is not None:
-        require(
-            0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private."
-        )
+        require(0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private.")
     if noise_multiplier is not None:
-        require(
-            0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier
-        )
+        require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
     require(
         0 < delta < 1,
         "delta",
@@ -168,22 +163,16 @@ def plan(
     judge = get_accountant(accountant)
     steps = local_epochs * math.ceil(num_records / batch_size)
     event = GaussianEvent(batch_size / num_records, noise_multiplier, steps)
-    schedule = ClientSchedule(
-        math.inf if epsilon is None else epsilon, delta, (Planned("train", event, rounds),)
-    )
+    schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, (Planned("train", event, rounds),))
     if epsilon is not None:
         schedule = calibrate([schedule], judge)[0]
-    return ClientPlan(
-        schedule, guarantee(schedule.events(), delta, judge), accountant, num_records, batch_size
-    )
+    return ClientPlan(schedule, guarantee(schedule.events(), delta, judge), accountant, num_records, batch_size)
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
     """Arguments of `plan` by name, and `json`."""
     about = "Epsilon to noise and back before anyone trains: one client by these keys, or a run by --config."
-    parser = jsonargparse.ArgumentParser(
-        prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False
-    )
+    parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
     parser.add_function_arguments(plan)
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
     parser.add_argument(
@@ -201,11 +190,7 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
     """jsonargparse's message in the project's sentence form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
-        kind = (
-            "a whole number"
-            if inspect.signature(plan).parameters[key].annotation == "int"
-            else "a finite number"
-        )
+        kind = "a whole number" if inspect.signature(plan).parameters[key].annotation == "int" else "a finite number"
         return UserError(f"`{key}` must be {kind}, got {value!r}.")
     if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
         return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
@@ -261,9 +246,7 @@ def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
         "epsilon_budget": budget if math.isfinite(budget) else None,
         "num_records": own.num_records,
         "batch_size": own.batch_size,
-        "planned": [
-            {"purpose": p.purpose, "count": p.count, "event": asdict(p.event)} for p in own.schedule.planned
-        ],
+        "planned": [{"purpose": p.purpose, "count": p.count, "event": asdict(p.event)} for p in own.schedule.planned],
     }
 
 
@@ -278,9 +261,7 @@ def _columns(rows: Sequence[Sequence[object]]) -> str:
     """Cells in columns, numbers and words alike to the right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells
-    )
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
 def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:
@@ -293,9 +274,7 @@ def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:
         "delta": f"{own.guarantee.delta:g}",
     }
     width = max(map(len, rows))
-    return "\n".join(
-        [*(f"{key.ljust(width)}  {value}" for key, value in rows.items()), own.guarantee.words()]
-    )
+    return "\n".join([*(f"{key.ljust(width)}  {value}" for key, value in rows.items()), own.guarantee.words()])
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:

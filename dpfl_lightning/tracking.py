@@ -16,9 +16,7 @@ from statistics import fmean
 from typing import Any
 from urllib.parse import quote
 
-os.environ.setdefault(
-    "MLFLOW_DISABLE_TELEMETRY", "true"
-)  # read on import; no usage reports from a privacy tool
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no usage reports from a privacy tool
 
 import mlflow
 import mlflow.store.db.utils
@@ -34,9 +32,7 @@ from dpfl_lightning.privacy.events import GaussianEvent
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
-logging.getLogger("urllib3.connectionpool").setLevel(
-    logging.ERROR
-)  # a retry is no news: what fails is said once
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
 
 _MOST_CLIENTS = 100  # more than this are tracked as min, mean and max
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
@@ -162,9 +158,7 @@ class Tracking(ServerCallback):
                     raise
         mark = '"' if "'" in folder else "'"
         same = f"tags.output_dir = {mark}{folder}{mark}"
-        found = self._client.search_runs(
-            [self._experiment_id], same, max_results=1, order_by=["start_time DESC"]
-        )
+        found = self._client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
         return found[0].info.run_id if found else None
 
     def _send_pending(self) -> None:
@@ -243,9 +237,7 @@ def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str
     """
     uri = shown(store_uri(uri))
     # MLflow's own start page is that of its other half, for language models, where no run is to be seen.
-    page = (
-        "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
-    )
+    page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
     if uri.startswith(("http:", "https:")):
         return f"open {uri.rstrip('/')}{page}"
     return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
@@ -271,13 +263,9 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     if known is not None:
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    beside = (
-        None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
-    )
+    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
     kind = {"mlflow.experimentKind": "custom_model_development"}  # so that the page shows training runs first
-    return client.create_experiment(
-        name, artifact_location=None if beside is None else beside.as_uri(), tags=kind
-    )
+    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri(), tags=kind)
 
 
 @contextmanager
@@ -331,11 +319,7 @@ def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     kept = {name: value for name, value in options.items() if name != "noise_key"}
     return {
-        name: loggable(value)
-        if isinstance(value, Mapping)
-        else shown(value)
-        if isinstance(value, str)
-        else value
+        name: loggable(value) if isinstance(value, Mapping) else shown(value) if isinstance(value, str) else value
         for name, value in kept.items()
     }
 

@@ -37,7 +37,7 @@ FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 @pytest.fixture
 def make_loop(tmp_path):
-    """`make_loop(rounds=3, ...)`: a loop over four small clients with a fixed noise key, each in a folder of its own."""
+    """`make_loop(rounds=3, ...)`: a loop over four small clients with a fixed noise key, in a folder of its own."""
     made = []
 
     def make(population=None, module=None, privacy="default", clients=None, **options) -> FederatedLoop:

@@ -21,9 +21,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
     records = tuple(100 + client for client in range(num_clients))
     budgets = tuple(client + 1.0 if noise else math.inf for client in range(num_clients))
     schedules = tuple(
-        ClientSchedule(
-            budget, 1e-3, (Planned("train", GaussianEvent(10 / size, noise, math.ceil(size / 10)), rounds),)
-        )
+        ClientSchedule(budget, 1e-3, (Planned("train", GaussianEvent(10 / size, noise, math.ceil(size / 10)), rounds),))
         for budget, size in zip(budgets, records, strict=True)
     )
     told = {

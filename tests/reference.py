@@ -22,8 +22,10 @@ def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm:
     return total
 
 
-def fedavg_round(net, start: Tensor, clients: list[list[tuple[Tensor, Tensor]]], learning_rates, divisors, weights) -> Tensor:
-    """Plain FedAvg: every client takes SGD steps on its batches (sum of gradients / divisor); weighted mean of changes."""
+def fedavg_round(
+    net, start: Tensor, clients: list[list[tuple[Tensor, Tensor]]], learning_rates, divisors, weights
+) -> Tensor:
+    """Plain FedAvg: SGD steps on each client's batches (sum of gradients / divisor), weighted mean of changes."""
     deltas = []
     for batches, learning_rate, divisor in zip(clients, learning_rates, divisors, strict=True):
         torch.nn.utils.vector_to_parameters(start.clone(), net.parameters())

@@ -92,9 +92,7 @@ def test_numbers_as_people_write_them(tmp_path: Path) -> None:
 
 
 def test_text_stays_text() -> None:
-    options = options_of(
-        "--tracking.experiment", "2024", "--data.folder", "[x]", "--tracking.run_name", "null"
-    )
+    options = options_of("--tracking.experiment", "2024", "--data.folder", "[x]", "--tracking.run_name", "null")
     assert options.tracking == TrackingOptions(experiment="2024", run_name=None)
     assert options.data.folder == "[x]"
 
@@ -113,9 +111,7 @@ def test_a_key_below_a_null_section_brings_it_back(tmp_path: Path) -> None:
 
 
 def test_options_of_names() -> None:
-    options = options_of(
-        "--strategies.fedprox.pull", "0.1", "--model.width", "3", "--data.partition.a.b", "[1]"
-    )
+    options = options_of("--strategies.fedprox.pull", "0.1", "--model.width", "3", "--data.partition.a.b", "[1]")
     assert options.strategies == {"size_weighted": {}, "fedprox": {"pull": 0.1}}
     assert options.model == {"name": "cnn_small", "width": 3}
     assert options.data.partition == {"name": "iid", "a": {"b": [1]}}
@@ -181,9 +177,7 @@ def test_a_flag_can_stand_for_the_file(tmp_path: Path) -> None:
 OPTIONS = st.builds(
     Options,
     rounds=st.integers(1, 10**6),
-    data=st.builds(
-        DataOptions, folder=st.none() | st.text("ab:#'[]{} 1-"), held_out_per_client=st.floats(0, 0.99)
-    ),
+    data=st.builds(DataOptions, folder=st.none() | st.text("ab:#'[]{} 1-"), held_out_per_client=st.floats(0, 0.99)),
     clients=st.builds(
         ClientOptions,
         count=st.just(2),
@@ -196,11 +190,8 @@ OPTIONS = st.builds(
         epsilon=st.floats(1e-6, float("inf")) | st.just({"name": "dist3", "source": "sampled"}),
         noise_key=st.none() | st.just(NOISE_KEY),
     ),
-    engine=st.builds(
-        EngineOptions, name=st.sampled_from(["fast", "serial"]), threads=st.none() | st.integers(1, 8)
-    ),
-    tracking=st.none()
-    | st.builds(TrackingOptions, run_name=st.sampled_from([None, "1e3", "2024", "on", "a: b"])),
+    engine=st.builds(EngineOptions, name=st.sampled_from(["fast", "serial"]), threads=st.none() | st.integers(1, 8)),
+    tracking=st.none() | st.builds(TrackingOptions, run_name=st.sampled_from([None, "1e3", "2024", "on", "a: b"])),
 )
 
 
@@ -217,9 +208,7 @@ def test_yaml_round_trip_but_for_the_noise_key(options: Options) -> None:
 
 
 def test_save_and_load(tmp_path: Path) -> None:
-    options = options_of(
-        "--clients.count", "3", "--privacy.epsilon", "[1,2,3]", "--privacy.noise_key", NOISE_KEY
-    )
+    options = options_of("--clients.count", "3", "--privacy.epsilon", "[1,2,3]", "--privacy.noise_key", NOISE_KEY)
     assert options.privacy is not None and options.privacy.noise_key == NOISE_KEY
     save(options, tmp_path / "options.yaml")
     assert to_dict(load(["--config", str(tmp_path / "options.yaml")])[0]) == to_dict(options)
@@ -227,9 +216,7 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_departures() -> None:
     assert departures(Options()) == {}
-    options = Options(
-        privacy=None, tracking=None, clients=ClientOptions(count=4), model={"name": "x", "y": 1}
-    )
+    options = Options(privacy=None, tracking=None, clients=ClientOptions(count=4), model={"name": "x", "y": 1})
     assert departures(options) == {
         "model": {"name": "x", "y": 1},
         "clients": {"count": 4},
@@ -265,10 +252,7 @@ except SystemExit as end:
     assert shown.stdout.endswith("0 []\n")
     text = " ".join(shown.stdout.split())
     assert (
-        text.startswith("usage: a.b ")
-        and "Trains." in text
-        and "go on" in text
-        and "<" not in text.replace("< ", "")
+        text.startswith("usage: a.b ") and "Trains." in text and "go on" in text and "<" not in text.replace("< ", "")
     )
     for key, known in config._keys().items():
         assert f"--{key} " in text

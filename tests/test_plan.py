@@ -39,15 +39,13 @@ def test_golden_value_both_ways():
     """Opacus: rate 0.04, noise 1.5, 2250 steps, delta 1e-5."""
     back = plan(num_records=25, batch_size=1, rounds=90, delta=1e-5, noise_multiplier=1.5)
     assert back.guarantee.epsilon == pytest.approx(7.32911117143, abs=1e-6)
-    assert plan(
-        num_records=25, batch_size=1, rounds=90, delta=1e-5, epsilon=7.32912
-    ).noise_multiplier == pytest.approx(1.5, rel=2e-4)
+    assert plan(num_records=25, batch_size=1, rounds=90, delta=1e-5, epsilon=7.32912).noise_multiplier == pytest.approx(
+        1.5, rel=2e-4
+    )
 
 
 def test_local_epochs_and_full_batches():
-    full = plan(
-        num_records=100, batch_size=100, rounds=4, local_epochs=3, delta=1e-5, epsilon=1.0, accountant="gdp"
-    )
+    full = plan(num_records=100, batch_size=100, rounds=4, local_epochs=3, delta=1e-5, epsilon=1.0, accountant="gdp")
     assert (full.steps, full.sample_rate) == (12, 1.0)
     assert full.noise_multiplier == pytest.approx(3.730632 * math.sqrt(12), rel=2e-4)
     assert full.guarantee.sampling == "full batches"
@@ -165,9 +163,7 @@ def test_a_whole_run(capsys, monkeypatch):
         settings=[types.SimpleNamespace(num_records=100, batch_size=10)] * 2,
     )
     monkeypatch.setattr("dpfl_lightning.federated.setup.planned_clients", lambda options: (loop, schedules))
-    monkeypatch.setattr(
-        "dpfl_lightning.config.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True))
-    )
+    monkeypatch.setattr("dpfl_lightning.config.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True)))
     assert main(["--config=any.yaml", "--json"]) == 0
     text = capsys.readouterr().out
     rows = json.loads(text.splitlines()[-1])["clients"]
@@ -181,11 +177,7 @@ def test_a_whole_run(capsys, monkeypatch):
         "event": {"sample_rate": 1.0, "noise_multiplier": 5.0, "steps": 1},
     }
     assert "1 first_round, 9 train" in text
-    assert (
-        "Largest epsilon: (" in text
-        and "Poisson sampling" in text
-        and "Caveat: data sizes are public." in text
-    )
+    assert "Largest epsilon: (" in text and "Poisson sampling" in text and "Caveat: data sizes are public." in text
 
 
 def test_columns_line_up():

@@ -48,7 +48,9 @@ def test_the_main_command(workplace, small_fashion):  # noqa: F811
 
 
 def test_the_commands_one_after_the_other(workplace):
-    commands = [line for text in BASH for line in text.strip().splitlines() if line.startswith("python -m dpfl_lightning")]
+    commands = [
+        line for text in BASH for line in text.strip().splitlines() if line.startswith("python -m dpfl_lightning")
+    ]
     assert len(commands) >= 8
     for command in commands:
         short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
@@ -64,8 +66,8 @@ def test_the_tracking_page_answers(workplace):
         port = one.getsockname()[1]
     words = shlex.split(command)
     words[0] = str(Path(sys.executable).parent / words[0])
-    server = subprocess.Popen([*words, "--port", str(port)], cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                              start_new_session=True)  # fmt: skip
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    server = subprocess.Popen([*words, "--port", str(port)], cwd=workplace, start_new_session=True, **quiet)
     try:
         for _ in range(240):
             try:

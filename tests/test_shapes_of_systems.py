@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -85,7 +86,7 @@ def test_privatefl_parameters_stay_with_the_client(make_loop):
     personal = loop.module.personal_mask
     assert torch.equal(loop.state.models[0][personal], start[personal]), "the server's copy never moves"
     own = [loop.engine.personalised(loop.state.models[0], client)[personal] for client in range(4)]
-    assert all(not torch.equal(a, b) for a, b in zip(own, own[1:], strict=False))
+    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(own))
     assert set(torch.load(loop.folder.checkpoint, weights_only=True)["engine"]["personal"]) == {0, 1, 2, 3}
 
 
@@ -191,7 +192,9 @@ class Cohort(ServerCallback):
 
 
 def test_quotas_leave_more_budget_for_each_participation(make_loop):
-    loop = make_loop(callbacks=[SizeWeighted(), Cohort()], privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY))
+    loop = make_loop(
+        callbacks=[SizeWeighted(), Cohort()], privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY)
+    )
     result = loop.run()
     noise = [client["noise_multiplier"] for client in result.clients]
     assert noise[0] < noise[1], "one participation in place of two"

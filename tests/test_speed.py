@@ -42,7 +42,9 @@ def opacus_client(net: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> Non
 def test_a_round_is_at_least_half_as_fast_again_as_opacus(tmp_path):
     torch.set_num_threads(2)
     generator = torch.Generator().manual_seed(0)
-    pairs = [(torch.randn(RECORDS, 1, 28, 28, generator=generator), torch.randint(10, (RECORDS,), generator=generator))] * 8
+    pairs = [
+        (torch.randn(RECORDS, 1, 28, 28, generator=generator), torch.randint(10, (RECORDS,), generator=generator))
+    ] * 8
     population = Population.from_datasets(pairs, held_out=0.0, num_classes=10)
     module = ClientModule(models.build("cnn_small", (1, 28, 28), 10))
     loop = FederatedLoop(
@@ -73,5 +75,7 @@ def test_a_round_is_at_least_half_as_fast_again_as_opacus(tmp_path):
         theirs.append(time.perf_counter() - begun)
     ratio = statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
     rates = {"ours": RECORDS / statistics.median(ours), "opacus": RECORDS / statistics.median(theirs)}
-    print(json.dumps({"ratio_vs_opacus": round(ratio, 2), "records_per_second": {k: round(v) for k, v in rates.items()}}))
+    print(
+        json.dumps({"ratio_vs_opacus": round(ratio, 2), "records_per_second": {k: round(v) for k, v in rates.items()}})
+    )
     assert ratio >= 1.5

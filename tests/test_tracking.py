@@ -89,11 +89,7 @@ def test_a_finished_run(store, experiment, folder):
     assert run.data.params["privacy.epsilon"] == "[1.0, 2.0]" and run.data.params["model.name"] == "logistic"
     assert run.data.params["num_clients"] == "3" and run.data.params["tracking.uri"] == "http://host"
     tags = run.data.tags
-    assert (
-        tags["unit"] == "record"
-        and tags["adjacency"] == "add or remove one record"
-        and tags["delta"] == "0.001"
-    )
+    assert tags["unit"] == "record" and tags["adjacency"] == "add or remove one record" and tags["delta"] == "0.001"
     assert tags["sampling"] == "Poisson sampling" and tags["accountant"].startswith("RDP")
     assert tags["status"] == "all 10 rounds are done" and "differential privacy" in tags["guarantee"]
 
@@ -135,9 +131,7 @@ def test_one_write_a_round(store, experiment, folder, monkeypatch):
     tracking.on_run_start(view)
     writes = []
     real = tracking._client.log_batch
-    monkeypatch.setattr(
-        tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw)
-    )
+    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     for round in (1, 2, 3):
         tracking._send_at = 0.0  # rounds that take long
         tracking.on_round_end(view, a_report(view, round))
@@ -149,9 +143,7 @@ def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, 
     tracking.on_run_start(view)
     writes = []
     real = tracking._client.log_batch
-    monkeypatch.setattr(
-        tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw)
-    )
+    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     for round in range(1, 11):
         tracking.on_round_end(view, a_report(view, round))
     assert len(writes) < 5
@@ -165,9 +157,7 @@ def test_many_clients_are_summed_up(store, experiment, folder):
     play(Tracking(experiment, uri=store), view, [1])
     _, run = only_run(store, experiment)
     names = {name for name in run.data.metrics if name.startswith("per_client_")}
-    assert names == {
-        f"per_client_{what}/{how}" for what in ("epsilon", "accuracy") for how in ("min", "mean", "max")
-    }
+    assert names == {f"per_client_{what}/{how}" for what in ("epsilon", "accuracy") for how in ("min", "mean", "max")}
     assert run.data.metrics["per_client_epsilon/max"] == pytest.approx(10.1)
 
 
@@ -193,9 +183,7 @@ def test_rounds_without_evaluation_and_regression(store, experiment, folder):
     tracking._send_at = 0.0
     tracking.on_round_end(view, a_report(view, 2, **none))
     client, run = only_run(store, experiment)
-    assert (
-        steps_of(client, run, "overall/test_loss") == [2] and "overall/test_accuracy" not in run.data.metrics
-    )
+    assert steps_of(client, run, "overall/test_loss") == [2] and "overall/test_accuracy" not in run.data.metrics
     assert not [name for name in run.data.metrics if name.startswith("per_client_accuracy")]
 
 
@@ -290,9 +278,7 @@ def test_a_deleted_experiment_is_one_error(store, experiment):
         Tracking(experiment, uri=store)
 
 
-def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
-    store, experiment, folder, monkeypatch
-):
+def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
     tries = []

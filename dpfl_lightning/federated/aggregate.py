@@ -1,4 +1,4 @@
-"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`: how the weights come about, and the plain step."""
+"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`: where weights come from, and the plain step."""
 
 from __future__ import annotations
 

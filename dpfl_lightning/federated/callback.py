@@ -122,7 +122,9 @@ def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> 
     Raises:
         UserError: two callbacks answered.
     """
-    answers = [(callback, answer) for callback in callbacks if (answer := getattr(callback, hook)(*context)) is not None]
+    answers = [
+        (callback, answer) for callback in callbacks if (answer := getattr(callback, hook)(*context)) is not None
+    ]
     if len(answers) > 1:
         names = " and ".join(type(callback).__name__ for callback, _ in answers)
         raise UserError(f"`{hook}` must be answered by one strategy a round, got {names}. Remove one of them.")

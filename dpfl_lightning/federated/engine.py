@@ -74,7 +74,9 @@ class SerialEngine:
         deltas = [self._release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
         noise_std = [
             mechanism.noise_std(steps, learning_rate)
-            for mechanism, steps, learning_rate in zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
+            for mechanism, steps, learning_rate in zip(
+                plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True
+            )
         ]
         return ClientUpdates(plan.clients, torch.stack(deltas), plan.steps, tuple(noise_std))
 
@@ -136,7 +138,9 @@ class SerialEngine:
         """`[num_classes, P]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
         x, y = batches[0]
         mechanism = task.mechanism
-        sums = task.clipped_sum(self.module.unflatten(start), x, y, mechanism.clip_norm, group=y, num_groups=num_classes)
+        sums = task.clipped_sum(
+            self.module.unflatten(start), x, y, mechanism.clip_norm, group=y, num_groups=num_classes
+        )
         return mechanism.privatise(sums, task.noise)
 
 

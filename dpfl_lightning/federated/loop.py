@@ -208,7 +208,13 @@ class FederatedLoop:
         sampling = "poisson" if self.privacy is None else self.privacy.sampling
         self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), sampling)
         device = torch.cuda.get_device_name() if self.fabric.device.type == "cuda" else self.fabric.device.type
-        parts = (code_fingerprint(), data_fingerprint(self.population), self.engine.name, self.engine.description, device)
+        parts = (
+            code_fingerprint(),
+            data_fingerprint(self.population),
+            self.engine.name,
+            self.engine.description,
+            device,
+        )
         self.budgets = Budgets(
             self.schedule,
             self.folder.open_ledger(),
@@ -238,7 +244,7 @@ class FederatedLoop:
         return state
 
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
-        """Keep the complete round in memory; write it when the last write is `checkpoint_seconds` old, or at the ends."""
+        """Keep the complete round; write it at the ends, and when the last write is `checkpoint_seconds` old."""
         if plan is not None:
             self.records += _expected_records(plan)
         self.state = state
@@ -349,7 +355,9 @@ class FederatedLoop:
         if self.privacy is not None and self.privacy.sampling == "shuffle":
             words.append(Caveat(SAMPLINGS["shuffle"]))
         if self.folder.noise_key_was_given:
-            words.append(Caveat("the noise key was given in the configuration: whoever reads it can subtract the noise"))
+            words.append(
+                Caveat("the noise key was given in the configuration: whoever reads it can subtract the noise")
+            )
         return [*words, *map(Caveat, self.population.caveats)]
 
     def _ask(self, query: Query) -> Answers:
@@ -374,8 +382,8 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
     """The run's guarantee in words: the weakest client's, and what holds for all."""
     weakest = max(guarantees, key=lambda one: one.epsilon)
     return (
-        f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own "
-        "records, against everyone who sees its updates. Not covered: test and held-out records, data sizes, options."
+        f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its "
+        "own records, against everyone who sees its updates. Not covered: test and held-out records, sizes, options."
     )
 
 

@@ -64,5 +64,7 @@ class SelectModel:
     def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: np.random.Generator) -> int:
         with torch.no_grad():
             losses = [module.sample_loss(module.unflatten(model), x, y) for model in self.models]
-        utilities = [-float((loss.clamp(0, self.loss_bound) / self.loss_bound).sum(dtype=torch.float64)) for loss in losses]
+        utilities = [
+            -float((loss.clamp(0, self.loss_bound) / self.loss_bound).sum(dtype=torch.float64)) for loss in losses
+        ]
         return int(np.argmax(np.array(utilities) + generator.gumbel(0.0, 1.0 / self.epsilon, len(utilities))))

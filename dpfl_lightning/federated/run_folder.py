@@ -109,7 +109,6 @@ class RunFolder:
         text = json.dumps(content, indent=2) + "\n"
         return write_atomically(self.path / name, lambda partial: partial.write_text(text))
 
-
     def save_models(self, module: ClientModule, delivered: Delivered) -> None:
         """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""
         for row, model in enumerate(delivered.models):

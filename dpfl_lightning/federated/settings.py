@@ -83,13 +83,15 @@ def _check(settings: Sequence[ClientSettings], private: bool) -> None:
     """What `resolve` cannot see: values against the client's own number of records."""
     for client, own in enumerate(settings):
         advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
-        require(own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice)
+        require(
+            own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice
+        )
     loose = [client for client, own in enumerate(settings) if private and own.delta > 1 / own.num_records]
     if loose:
         own = settings[loose[0]]
         warnings.warn(
-            f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with {own.num_records} "
-            f"records ({len(loose)} clients): publishing one record at random would satisfy it.",
+            f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with "
+            f"{own.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it.",
             UserNotice,
             stacklevel=2,
         )

@@ -86,6 +86,10 @@ def _import(class_path: str) -> Any:
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(f"`model.class_path` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
-    require(isinstance(kind, type) and issubclass(kind, nn.Module), "model.class_path", "be a torch.nn.Module", class_path)
+        raise UserError(
+            f"`model.class_path` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?"
+        ) from None
+    require(
+        isinstance(kind, type) and issubclass(kind, nn.Module), "model.class_path", "be a torch.nn.Module", class_path
+    )
     return kind

@@ -103,7 +103,8 @@ class ClientUpdates:
 
     Args:
         clients: length C.
-        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. Callbacks with `needs = "facts"` get None.
+        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks with
+            `needs = "facts"`.
         steps: local steps behind each release.
         noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
     """

@@ -48,9 +48,7 @@ class Accountant(Protocol):
         """Epsilon of many clients at once, [clients], quick; `bound` certifies the one that is kept."""
         ...
 
-    def curve(
-        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
-    ) -> np.ndarray:
+    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         """Epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: live values, cheap."""
         ...
 
@@ -121,9 +119,7 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
 def _checked(event: GaussianEvent) -> tuple[float, float]:
     """(sample_rate, noise_multiplier) of a valid event; a UserError else."""
     rate, noise = event.sample_rate, event.noise_multiplier
-    require(
-        0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records."
-    )
+    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records.")
     require(event.steps >= 0, "steps", "be at least 0", event.steps)
     if noise is None:
         raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
@@ -175,9 +171,7 @@ class Rdp:
         best = converted(self._rdp(releases), self.orders, deltas).min(axis=1)
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
-    def curve(
-        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
-    ) -> np.ndarray:
+    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         paid, each = self._rdp([composed(before, delta), composed([event], delta)])
         count = np.asarray(counts, dtype=float)[:, None]
         with np.errstate(invalid="ignore"):  # no repeat of a noiseless release costs nothing: 0 * inf
@@ -246,9 +240,7 @@ class Prv:
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         return np.array([self.epsilon(events, delta) for events, delta in queries])
 
-    def curve(
-        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
-    ) -> np.ndarray:
+    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         """As RDP's, but nowhere above PRV's value at the largest count, which is also the last value."""
         if not len(counts):
             return np.empty(0)
@@ -301,9 +293,7 @@ def _prv_epsilon(
     return rounded_up(max(epsilon, 0.0), 6), eps_error
 
 
-def _prv_grid(
-    gaussian: tuple[tuple[float, float, int], ...], delta_error: float
-) -> tuple[float, float, float]:
+def _prv_grid(gaussian: tuple[tuple[float, float, int], ...], delta_error: float) -> tuple[float, float, float]:
     """(error of epsilon, reach, mesh) of Opacus' grid; the error grows where the grid would not fit."""
     steps = np.array([steps for _, _, steps in gaussian])
     each = sampled_gaussian_rdp([rate for rate, _, _ in gaussian], [noise for _, noise, _ in gaussian])
@@ -343,9 +333,7 @@ class Gdp:
         mu = [self._mu(events, delta) for events, delta in queries]
         return _gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
 
-    def curve(
-        self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()
-    ) -> np.ndarray:
+    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         paid, each, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
         with np.errstate(invalid="ignore"):  # as in Rdp
             mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * each, 0.0))
@@ -354,9 +342,7 @@ class Gdp:
     def _mu(self, events: Sequence[Event], delta: float) -> float:
         releases = composed(events, delta)
         sampled = [rate for rate, _, _ in releases.gaussian if rate < 1]
-        way_out = (
-            "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
-        )
+        way_out = "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
         only_full = not sampled and releases.selection == 0
         found = f"a sample rate of {sampled[0]:g}" if sampled else "a selection"
         require(only_full, "accountant", f"be rdp or prv for {found}", self.name, way_out)

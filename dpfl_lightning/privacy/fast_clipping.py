@@ -84,8 +84,8 @@ class FastClippedSum:
         net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
         chunk: records a pass, >= 1; None is 64 on a CPU, 512 elsewhere. It changes the sum by rounding only.
-        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU:
-            it is ten times faster there, but a net that calls `.view` on a feature map cannot have it.
+        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
+            CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
 
     Guarantees:
         Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in
@@ -245,9 +245,9 @@ def clipped_sum_for(
 ) -> tuple[ClippedSum, str]:
     """The fastest clipped sum that is right for this model, and in words which one and why.
 
-    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records and parameters
-    near the net's own, to 1e-8 relative in float64 (1e-4 in float32 for a model that cannot run in float64); the
-    reference else. Dropout layers are off in the check.
+    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records and
+    parameters near the net's own, to 1e-8 relative in float64 (1e-4 in float32 for a model without float64);
+    the reference else. Dropout layers are off in the check.
 
     Args:
         net: the model; its trainable parameters are what `params` will hold.
@@ -309,19 +309,19 @@ Example = tuple[Params, Tensor, Tensor]
 def _reference_answers(
     net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
 ) -> tuple[SampleLoss, Example, list[Tensor], float]:
-    """The loss, a random example, the reference's answers to it and how close others must come.
+    """The loss, a random example, the reference's answers to it, and how close others must come.
 
-    In float64, where rounding cannot be mistaken for an error, nor push an activation across a kink.
+    In float64 rounding cannot be mistaken for an error, nor push an activation across a kink.
     """
-    for dtype, tolerance in ((torch.float64, 1e-8), (torch.float32, 1e-4)):
-        try:
-            example = _random_example(net, x, y, dtype)
-            loss = _in(dtype, net, sample_loss)
-            return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
-        except Exception:
-            if dtype == torch.float32:
-                raise
-    raise AssertionError("unreachable")
+
+    def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
+        loss, example = _in(dtype, net, sample_loss), _random_example(net, x, y, dtype)
+        return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
+
+    try:
+        return answered(torch.float64, 1e-8)
+    except Exception:  # of a device or loss without float64; any other comes back
+        return answered(torch.float32, 1e-4)
 
 
 def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:

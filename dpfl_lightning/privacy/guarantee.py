@@ -55,9 +55,7 @@ class Guarantee:
         return {**asdict(self), "epsilon": finite, "caveats": list(self.caveats), "words": self.words()}
 
 
-def guarantee(
-    events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None
-) -> Guarantee:
+def guarantee(events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None) -> Guarantee:
     """The guarantee of composed events; the words of their `Caveat`s travel in, each once.
 
     Args:

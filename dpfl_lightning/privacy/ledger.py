@@ -52,12 +52,14 @@ class Ledger:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = open(path, "a+b")
+        self._file = open(path, "a+b")  # noqa: SIM115 (held, and locked, as long as the ledger)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._file.close()
-            raise UserError(f"`{path}` is being written by another run. Wait for it, or choose another --output_dir.") from None
+            raise UserError(
+                f"`{path}` is being written by another run. Wait for it, or choose another --output_dir."
+            ) from None
         self._charges: dict[tuple[int, int, str, str], Charge] = {}
         self._used: Counter[tuple[int, str]] = Counter()
         self._attempts: dict[tuple[int, int, str], list[str]] = defaultdict(list)

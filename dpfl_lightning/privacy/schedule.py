@@ -184,9 +184,7 @@ def _check(schedule: ClientSchedule) -> None:
             "null is no budget.",
         )
         if math.isfinite(schedule.target_epsilon):
-            require(
-                0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records."
-            )
+            require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records.")
     for line in schedule.planned:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
 
@@ -215,9 +213,7 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
         return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
 
     noise = np.zeros(len(schedules))
-    solve = [
-        i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon) and _unsolved_steps(own)
-    ]
+    solve = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon) and _unsolved_steps(own)]
     if not solve:
         return noise
     client = np.array(solve)
@@ -230,9 +226,7 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
     root = elementwise.find_root(excess, bracket, args=(client,), tolerances=tolerances)
     if not root.success.all():
         raise RuntimeError(f"calibration found no root for {schedules[client[int(np.argmin(root.success))]]}")
-    above = np.where(
-        root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0]
-    )  # the end of the bracket that fits
+    above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
     noise[client] = np.exp(np.where(root.f_x <= 0, root.x, above))
     return noise
 
@@ -254,11 +248,7 @@ def _guess(schedule: ClientSchedule) -> float:
 def _below_floor(schedule: ClientSchedule, accountant: Accountant) -> UserError:
     floor = accountant.epsilon(schedule.with_noise(_MOST_NOISE).events(), schedule.delta)
     given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
-    cause = (
-        f"what {given} costs with the given noise"
-        if given
-        else f"the least that {accountant.name} can certify"
-    )
+    cause = f"what {given} costs with the given noise" if given else f"the least that {accountant.name} can certify"
     return UserError(
         f"`epsilon` must be above {floor:g}, {cause} at delta {schedule.delta:g}, "
         f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."

@@ -9,6 +9,7 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError, nearest
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.registry import call
 
 #: registry name -> (file, class)
 STRATEGIES = {
@@ -29,25 +30,13 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[ServerCall
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']
     """
-    return [_one(name, dict(options or {})) for name, options in strategies.items()]
-
-
-def _one(name: str, options: dict[str, Any]) -> ServerCallback:
-    kind = _class(name)
-    known = inspect.signature(kind).parameters
-    for option in options:
-        if option not in known:
-            raise UserError(
-                f"`strategies.{name}.{option}` must be an option of {name} ({', '.join(known) or 'it has none'}), "
-                f"got an unknown name. {nearest(option, known)}".rstrip()
-            )
-    return kind(**options)
+    return [call(f"strategies.{name}", {name: _class(name)}, name, **(own or {})) for name, own in strategies.items()]
 
 
 def _class(name: str) -> type[ServerCallback]:
     if name in STRATEGIES:
-        module, attribute = STRATEGIES[name]
-        return getattr(importlib.import_module(f"{__name__}.{module}"), attribute)
+        file, attribute = STRATEGIES[name]
+        return getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
     module, _, attribute = name.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), attribute) if module else None
@@ -55,7 +44,7 @@ def _class(name: str) -> type[ServerCallback]:
         raise UserError(f"`strategies.{name}` must be importable, got: {error}. Is it on PYTHONPATH?") from None
     if not (inspect.isclass(kind) and issubclass(kind, ServerCallback)):
         raise UserError(
-            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own ServerCallback as package.module.Class, "
-            f"got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
+            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own ServerCallback as "
+            f"package.module.Class, got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
         )
     return kind

@@ -26,8 +26,8 @@ class EpsilonWeighted(ServerCallback):
         unbounded = [i for i, epsilon in enumerate(view.facts.reported_epsilon) if not epsilon < float("inf")]
         if unbounded:
             raise UserError(
-                f"`privacy.epsilon` must be finite for strategy epsilon_weighted, got no budget for client {unbounded[0]}. "
-                "Use size_weighted in a non-private run."
+                "`privacy.epsilon` must be finite for strategy epsilon_weighted, got no budget for client "
+                f"{unbounded[0]}. Use size_weighted in a non-private run."
             )
         return schedule
 

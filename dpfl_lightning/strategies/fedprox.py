@@ -23,7 +23,7 @@ class FedProx(ServerCallback):
     """
 
     def __init__(self, pull: float = 0.01) -> None:
-        require(isinstance(pull, int | float) and pull >= 0, "strategies.fedprox.pull", "be >= 0", pull)
+        require(pull >= 0, "strategies.fedprox.pull", "be >= 0", pull)
         self._pull = float(pull)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:

@@ -68,9 +68,7 @@ class Progress(ServerCallback):
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation the last one stays
             words = f"{self._score} {epsilon} {speed.replace('records', 'rec')}".lstrip()
-            self._bar.update(
-                self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left
-            )
+            self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
         elif report.client_accuracy is not None or report.test_loss is not None:
             width = len(str(report.rounds))
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
@@ -120,9 +118,7 @@ class Progress(ServerCallback):
 
     def _table(self, columns: Sequence[ClientColumn]) -> None:
         count = len(columns[0].values)
-        table = Table(
-            box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold"
-        )
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
         for column in columns:
             table.add_column(column.title, justify="right")
         if count <= _MOST_ROWS:
@@ -150,12 +146,8 @@ class Progress(ServerCallback):
             transient=True,
         )
         run, ends = view.run, self._begun + view.run.estimated_seconds
-        self._task = self._bar.add_task(
-            "", total=run.rounds, completed=run.first_round - 1, words="", ends=ends
-        )
-        atexit.register(
-            self._stop_bar
-        )  # a second Ctrl-C while the run is ending must not leave the cursor hidden
+        self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
+        atexit.register(self._stop_bar)  # a second Ctrl-C while the run is ending must not leave the cursor hidden
         self._bar.start()
 
     def _stop_bar(self) -> None:
@@ -197,9 +189,7 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     columns = [
         ClientColumn("client", range(len(records))),
         ClientColumn("records", records),
-        ClientColumn(
-            "batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]
-        ),
+        ClientColumn("batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]),
         ClientColumn("steps a round", [event.steps for event in events]),
     ]
     if not _noised(view):
@@ -211,9 +201,7 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     return [
         *columns,
         ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
-        ClientColumn(
-            "noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format
-        ),
+        ClientColumn("noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format),
     ]
 
 

@@ -49,13 +49,22 @@ def test_engine_equals_the_reference(engine, make_loop):
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
 def test_engine_equals_the_reference_on_a_convolutional_net(engine, make_loop):
     generator = torch.Generator().manual_seed(3)
-    pairs = [(torch.randn(20, 1, 8, 8, generator=generator), torch.randint(4, (20,), generator=generator)) for _ in range(4)]
+    pairs = [
+        (torch.randn(20, 1, 8, 8, generator=generator), torch.randint(4, (20,), generator=generator)) for _ in range(4)
+    ]
     population = Population.from_datasets(pairs, held_out=0.0, num_classes=4)
 
     def module():
         torch.manual_seed(0)
         nn = torch.nn
-        layers = [nn.Conv2d(1, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(64, 4)]
+        layers = [
+            nn.Conv2d(1, 4, 3, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64, 4),
+        ]
         return ClientModule(nn.Sequential(*layers))
 
     options = {"population": population, "clients": ClientOptions(count=4, batch_size=8)}
@@ -141,7 +150,9 @@ def test_the_fast_engine_refuses_what_it_would_not_run(hook, make_loop):
 
 def test_huge_noise_ruins_accuracy(make_loop):
     quiet, loud = (
-        make_loop(privacy=PrivacyOptions(noise_multiplier=z, delta=1e-3, noise_key=FIXED_KEY), rounds=5).run().test_accuracy
+        make_loop(privacy=PrivacyOptions(noise_multiplier=z, delta=1e-3, noise_key=FIXED_KEY), rounds=5)
+        .run()
+        .test_accuracy
         for z in (0.5, 1000.0)
     )
     assert quiet > 0.9 and loud < 0.6

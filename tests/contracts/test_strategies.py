@@ -96,7 +96,9 @@ def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
 
 def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     def moved(pull):
-        loop = make_loop(callbacks=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1)
+        loop = make_loop(
+            callbacks=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1
+        )
         start = loop.module.flat
         loop.run()
         return float((loop.state.models[0] - start).norm())
@@ -105,7 +107,7 @@ def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
 
 
 def test_epsilon_weights_need_budgets(make_loop):
-    with pytest.raises(UserError, match="privacy.epsilon.*epsilon_weighted"):
+    with pytest.raises(UserError, match=r"privacy\.epsilon.*epsilon_weighted"):
         make_loop(callbacks=strategies.build({"epsilon_weighted": None}), privacy=None).run()
 
 

@@ -87,7 +87,7 @@ def test_a_taken_folder_is_left_alone(make_loop, tmp_path):
     loop = make_loop()
     loop.run()
     before = {path: path.read_bytes() for path in loop.output_dir.iterdir()}
-    with pytest.raises(UserError, match="output_dir.*holds another run"):
+    with pytest.raises(UserError, match=r"output_dir.*holds another run"):
         make_loop(output_dir=loop.output_dir).run()
     assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
 
@@ -95,7 +95,9 @@ def test_a_taken_folder_is_left_alone(make_loop, tmp_path):
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     cohorts = []
-    loop = make_loop(privacy=privacy, rounds=500, callbacks=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))])
+    loop = make_loop(
+        privacy=privacy, rounds=500, callbacks=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))]
+    )
     result = loop.run()
     assert "every client has spent its budget" in result.reason
     assert result.rounds < 500
@@ -151,7 +153,13 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
         verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "state_dict", "deliver")]
         return [*verbs, ("on_round_end", after)]
 
-    expected = [("plan_run", 0), ("state_dict", 0), ("on_run_start", 0), *one_round(0, 4, False), *one_round(4, 8, True)]
+    expected = [
+        ("plan_run", 0),
+        ("state_dict", 0),
+        ("on_run_start", 0),
+        *one_round(0, 4, False),
+        *one_round(4, 8, True),
+    ]
     assert calls[: len(expected)] == expected
     assert calls[-1] == ("on_run_end", 8)
 

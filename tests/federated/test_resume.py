@@ -165,7 +165,9 @@ def test_three_kills_at_random_moments(tmp_path):
         process.wait()
         argv = ["--resume", str(broken)]
     assert fit(*argv).wait() == 0
-    ours, theirs = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (broken, tmp_path / "unbroken"))
+    ours, theirs = (
+        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (broken, tmp_path / "unbroken")
+    )
     assert ours["round"] == theirs["round"] == 60
     assert torch.equal(ours["models"], theirs["models"])
     assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(tmp_path / "unbroken" / "ledger.jsonl"))

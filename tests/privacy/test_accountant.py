@@ -94,9 +94,7 @@ def test_epsilon_is_opacus_own(history):
 
 
 def test_rdp_golden_values():
-    assert RDP.epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) == pytest.approx(
-        7.32911117143, abs=1e-6
-    )  # Opacus
+    assert RDP.epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) == pytest.approx(7.32911117143, abs=1e-6)  # Opacus
     assert RDP.epsilon([GaussianEvent(150 / 60000, 1.3, 6000)], 1e-5) == pytest.approx(0.7242234026, abs=1e-6)
     assert RDP.epsilon([GaussianEvent(100 / 1e5, 1.0, 30000)], 1e-7) == pytest.approx(1.4154988495, abs=1e-6)
     assert RDP.epsilon([GaussianEvent(1.0, 0.7, 2)], 1e-5) == pytest.approx(10.8602036, abs=2e-6)
@@ -359,11 +357,7 @@ def test_guarantee_says_what_it_covers():
 
 def test_guarantee_rounds_up_what_it_shows():
     def shown(epsilon):
-        return (
-            Guarantee(epsilon=epsilon, delta=1e-5, sampling="full batches", accountant="RDP")
-            .words()
-            .split(",")[0]
-        )
+        return Guarantee(epsilon=epsilon, delta=1e-5, sampling="full batches", accountant="RDP").words().split(",")[0]
 
     assert shown(2.0) == "(2"
     assert shown(1.999991) == "(2"
@@ -378,10 +372,7 @@ def test_no_guarantee_is_said_plainly():
 
 
 def test_guarantee_names_the_fallback():
-    promise = guarantee(
-        [GaussianEvent(0.1, 2.0, 5), SelectionEvent(0.1)], 1e-5, PRV, sampling="Poisson sampling"
-    )
+    promise = guarantee([GaussianEvent(0.1, 2.0, 5), SelectionEvent(0.1)], 1e-5, PRV, sampling="Poisson sampling")
     assert (
-        "Poisson sampling, accounted by RDP" in promise.words()
-        and "PRV does not compose selections" in promise.words()
+        "Poisson sampling, accounted by RDP" in promise.words() and "PRV does not compose selections" in promise.words()
     )

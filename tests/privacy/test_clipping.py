@@ -193,10 +193,10 @@ class Scaled(nn.Module):
 class Viewing(nn.Module):
     def __init__(self):
         super().__init__()
-        self.conv, self.head = nn.Conv2d(1, 4, 3), nn.Linear(4 * 36, 3)
+        self.conv, self.pool, self.head = nn.Conv2d(1, 4, 3), nn.MaxPool2d(2), nn.Linear(4 * 9, 3)
 
     def forward(self, x):
-        return self.head(self.conv(x).view(len(x), -1))
+        return self.head(self.pool(self.conv(x)).view(len(x), -1))
 
 
 def cnn():
@@ -242,7 +242,7 @@ def test_fast_is_chosen_and_leaves_no_trace(net):
     before, state = torch.get_rng_state(), copy.deepcopy(net.state_dict())
     clipped_sum, reason = clipped_sum_for(net, None, IMAGES, LABELS)
     assert isinstance(clipped_sum, FastClippedSum), reason
-    assert clipped_sum.channels_last == (not isinstance(net, Viewing))
+    assert clipped_sum.channels_last == isinstance(net, nn.Sequential)  # pooled, and without .view
     assert reason == "fast: exact rules for all layers"
     assert torch.equal(torch.get_rng_state(), before)
     assert all(m.training for m in net.modules())
@@ -343,6 +343,20 @@ def test_random_forward_cannot_be_checked_and_leaves_the_generator_alone():
     _, reason = clipped_sum_for(net, None, torch.empty(0, 3), LABELS)
     assert reason.startswith("vmap: the gradient of")
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_model_without_float64_is_checked_in_float32():
+    net = nn.Sequential(nn.Linear(3, 3))
+    plain = cross_entropy_of(net)
+    _, reason = clipped_sum_for(net, lambda p, x, y: plain(p, x.float(), y), torch.empty(0, 3), LABELS)
+    assert reason == "fast: exact rules for all layers"
+
+
+def test_chunk_shrinks_for_wide_layers():
+    wide = nn.Sequential(nn.Linear(2, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 2))
+    assert clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].chunk == 16
+    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].chunk == 64
+    assert clipped_sum_for(cnn(), None, IMAGES, LABELS, chunk=5)[0].chunk == 5
 
 
 def test_embedding_that_scales_by_frequency_has_no_rule():

@@ -65,7 +65,9 @@ def test_a_torn_last_line_was_never_paid_and_is_cut(path):
     assert [one.client for one in read_ledger(path)] == [0, 2]
 
 
-@pytest.mark.parametrize("line", ["{}", "nonsense", '{"client": 0, "round": 1, "purpose": "a", "release": "b", "event": {"kind": "x"}}'])
+@pytest.mark.parametrize(
+    "line", ["{}", "nonsense", '{"client": 0, "round": 1, "purpose": "a", "release": "b", "event": {"kind": "x"}}']
+)
 def test_a_foreign_line_is_named(path, line):
     Ledger(path).charge([charge()])
     with open(path, "a") as file:

@@ -81,6 +81,8 @@ def test_streams_repeat_and_do_not_collide():
         return Streams(5).generator(*key).integers(2**63)
 
     assert first("noise", 1, 2, 0) == first("noise", 1, 2, 0)
-    keys = [(purpose, r, c, a) for purpose in ("noise", "sampling") for r in range(20) for c in range(20) for a in range(3)]
+    keys = [
+        (purpose, r, c, a) for purpose in ("noise", "sampling") for r in range(20) for c in range(20) for a in range(3)
+    ]
     assert len({first(*key) for key in keys}) == len(keys)
     assert first("noise", 1, 2, 0) != Streams(6).generator("noise", 1, 2, 0).integers(2**63)

@@ -242,8 +242,7 @@ def test_just_above_the_floor_is_solved():
 
 def test_many_clients_are_quick():
     clients = [
-        one_phase(0.2 + 0.1 * i, (16 + 4 * i) / 2400, math.ceil(2400 / (16 + 4 * i)), count=200)
-        for i in range(20)
+        one_phase(0.2 + 0.1 * i, (16 + 4 * i) / 2400, math.ceil(2400 / (16 + 4 * i)), count=200) for i in range(20)
     ]
     calibrate(clients[:1], RDP)  # imports
     begun = time.process_time()
@@ -251,16 +250,14 @@ def test_many_clients_are_quick():
     curves = [RDP.curve(own.planned[0].event, range(201), own.delta) for own in solved]
     assert time.process_time() - begun < 4  # measured: 0.15 s
     assert all(
-        own.target_epsilon * 0.998 < curve[-1] <= own.target_epsilon
-        for own, curve in zip(solved, curves, strict=True)
+        own.target_epsilon * 0.998 < curve[-1] <= own.target_epsilon for own, curve in zip(solved, curves, strict=True)
     )
 
 
 @pytest.mark.slow
 def test_a_thousand_different_clients():
     clients = [
-        one_phase(0.15 + 0.01 * i, (8 + i % 200) / (1000 + i), 10 + i % 50, count=10 + i % 290)
-        for i in range(1000)
+        one_phase(0.15 + 0.01 * i, (8 + i % 200) / (1000 + i), 10 + i % 50, count=10 + i % 290) for i in range(1000)
     ]
     begun = time.process_time()
     assert len(calibrate(clients, RDP)) == 1000

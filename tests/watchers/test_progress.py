@@ -61,9 +61,7 @@ def test_many_clients_are_summed_up(paper, tmp_path):
     view = a_view(tmp_path, num_clients=31)
     whole_run(progress, view)
     text = printed(paper)
-    rows = [
-        line.split() for line in text.splitlines() if re.match("(smallest|median|largest) ", line.strip())
-    ]
+    rows = [line.split() for line in text.splitlines() if re.match("(smallest|median|largest) ", line.strip())]
     assert [row[4] for row in rows[:3]] == ["1", "16", "31"]
     assert text.count("smallest") == 2 and "over 31 clients" in text
 
@@ -164,9 +162,7 @@ def test_an_unfinished_run_says_why_and_how_to_go_on(paper, tmp_path):
 def test_how_to_resume_is_said_once(paper, tmp_path):
     view = a_view(tmp_path)
     reason = f"interrupted; go on with: python -m dpfl_lightning.fit --resume {tmp_path}"
-    Progress(paper).on_run_end(
-        view, a_result(view, finished=False, reason=reason)
-    )  # before it began: no bar to stop
+    Progress(paper).on_run_end(view, a_result(view, finished=False, reason=reason))  # before it began: no bar to stop
     assert printed(paper).count("--resume") == 1
 
 
@@ -187,9 +183,7 @@ def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(tmp_path):
     assert printed(screen).rfind(show) > printed(screen).rfind(hide) >= 0
 
 
-@pytest.mark.parametrize(
-    "spent, budget", [(0.12341, math.inf), (1.99996, 2.0), (12345.6, math.inf), (3e-5, 1.0)]
-)
+@pytest.mark.parametrize("spent, budget", [(0.12341, math.inf), (1.99996, 2.0), (12345.6, math.inf), (3e-5, 1.0)])
 def test_a_shown_epsilon_is_never_below_the_spent_one(spent, budget):
     assert spent <= shown_epsilon(spent, budget) <= min(spent * 1.001, budget)
 
