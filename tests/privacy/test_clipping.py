@@ -20,6 +20,11 @@ from dpfl_lightning.privacy.layer_rules import RULES, Unsupported
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
+@pytest.fixture(autouse=True)
+def _seeded():
+    torch.manual_seed(0)
+
+
 def squares_of(net):
     """A loss that reaches every output with its own weight, whatever the output's shape."""
 
@@ -57,7 +62,8 @@ def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True):
         ours = fast(params, x, y, clip_norm, group, num_groups).double()
         expected = reference(wide, wide_x, y, clip_norm, group, num_groups)
         scale = expected.norm(dim=1) if group is each else torch.tensor(float(count))
-        assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale + 1e-12).all()
+        # A gradient of one number can cancel to nothing: 0.1 is small beside the terms of its sum.
+        assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale.clamp(min=0.1)).all()
 
 
 # --- one contract for all rules: a strategy for each registered layer draws (layer, records)
@@ -78,9 +84,7 @@ def convolutions(draw, batch):
         groups * draw(st.sampled_from([1, 5, 16])),
         kernel_size=draw(st.tuples(st.integers(1, 3), st.integers(1, 3))),
         stride=(stride := draw(st.tuples(st.integers(1, 3), st.integers(1, 2)))),
-        padding=draw(st.sampled_from([0, 1, (1, 0), "same"]))
-        if stride == (1, 1)
-        else draw(st.integers(0, 1)),
+        padding=draw(st.sampled_from([0, 1, (1, 0), "same"] if stride == (1, 1) else [0, 1])),
         dilation=draw(st.tuples(st.integers(1, 2), st.integers(1, 2))),
         groups=groups,
         bias=draw(st.booleans()),
@@ -129,6 +133,7 @@ def test_every_rule_has_a_case():
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_rule_equals_reference(layer_type, dtype, data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))  # what hypothesis draws decides the tensors, too
     layer, x = data.draw(CASES[layer_type](data.draw(st.sampled_from([0, 1, 2, 5]))))
     assert_equals_reference(layer, x, dtype=dtype)
 
