@@ -120,12 +120,12 @@ class EngineOptions:
     Args:
         name: fast, serial (the reference) or trainer (a lightning.Trainer for each client).
         device: auto takes a GPU where there is one.
-        threads: CPU threads, >= 1; null leaves it to PyTorch.
+        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU.
     """
 
     name: Literal["fast", "serial", "trainer"] = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: int | None = None
+    workers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ _SCALARS = {
     "clients.count": _AT_LEAST_ONE,
     "privacy.reserve_rounds": _AT_LEAST_ZERO,
     "privacy.noise_key": _NOISE_KEY,
-    "engine.threads": _AT_LEAST_ONE,
+    "engine.workers": _AT_LEAST_ONE,
     "evaluation.every": _AT_LEAST_ONE,
     "checkpoint_seconds": _AT_LEAST_ZERO,
 }

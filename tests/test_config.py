@@ -190,7 +190,7 @@ OPTIONS = st.builds(
         epsilon=st.floats(1e-6, float("inf")) | st.just({"name": "dist3", "source": "sampled"}),
         noise_key=st.none() | st.just(NOISE_KEY),
     ),
-    engine=st.builds(EngineOptions, name=st.sampled_from(["fast", "serial"]), threads=st.none() | st.integers(1, 8)),
+    engine=st.builds(EngineOptions, name=st.sampled_from(["fast", "serial"]), workers=st.none() | st.integers(1, 8)),
     tracking=st.none() | st.builds(TrackingOptions, run_name=st.sampled_from([None, "1e3", "2024", "on", "a: b"])),
 )
 
@@ -328,7 +328,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("privacy: {noise_key: '12'}", ["`privacy.noise_key` must be 32 hexadecimal digits"]),
         ("privacy: {reserve_rounds: -1}", ["`privacy.reserve_rounds` must be >= 0"]),
         ("evaluation: {every: 0}", ["`evaluation.every` must be >= 1"]),
-        ("engine: {threads: 0}", ["`engine.threads` must be >= 1"]),
+        ("engine: {workers: 0}", ["`engine.workers` must be >= 1"]),
         ("engine: {name: quick}", ["one of fast, serial, trainer, got 'quick'"]),
         ("tracking: {experiment: 5}", ["`tracking.experiment` must be text, got 5"]),
         ("checkpoint_seconds: -1", ["`checkpoint_seconds` must be >= 0"]),

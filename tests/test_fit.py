@@ -70,7 +70,7 @@ def test_resume_goes_on_only_with_the_run_it_was(tmp_path, capsys):
     assert fit([*DIGITS, "--output_dir", run]) == 0
     assert fit(["--resume", run, "--rounds", "9"]) == 2
     assert "`rounds` must stay" in capsys.readouterr().err
-    assert fit(["--resume", run, "--engine.threads", "1"]) == 0
+    assert fit(["--resume", run, "--engine.workers", "1"]) == 0
 
 
 def test_evaluate_names_what_is_wrong(tmp_path, capsys):

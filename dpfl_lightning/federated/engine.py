@@ -69,9 +69,8 @@ class SerialEngine:
     def choose_clipped_sum(self) -> ClippedSum:
         return VmapClippedSum(self.module.sample_loss)
 
-    @torch.no_grad()  # per-record gradients turn it on where they need it
     def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
-        deltas = [self._release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
+        deltas = self.releases(plan, state, attempts)
         noise_std = [
             mechanism.noise_std(steps, learning_rate)
             for mechanism, steps, learning_rate in zip(
@@ -79,6 +78,10 @@ class SerialEngine:
             )
         ]
         return ClientUpdates(plan.clients, torch.stack(deltas), plan.steps, tuple(noise_std))
+
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
+        """What each client of the plan sends, in the plan's order."""
+        return [self.release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         answers = {}
@@ -109,7 +112,9 @@ class SerialEngine:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._personal = {client: value.to(self._mask.device) for client, value in state["personal"].items()}
 
-    def _release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
+    @torch.no_grad()  # per-record gradients turn it on where they need it
+    def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
+        """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
         client = plan.clients[row]
         start = self.personalised(state.models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]

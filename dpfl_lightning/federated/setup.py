@@ -54,10 +54,9 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
     Raises:
         UserError: whatever in the configuration cannot be built.
     """
-    if options.engine.threads is not None:
-        torch.set_num_threads(options.engine.threads)
     population = build_population(options)
-    engine: Engine = ENGINES[options.engine.name]()
+    own = options.engine
+    engine: Engine = FastEngine(own.workers) if own.name == "fast" else ENGINES[own.name]()
     return FederatedLoop(
         population,
         ClientModule(build_net(options, population)),

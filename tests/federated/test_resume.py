@@ -31,7 +31,7 @@ def cut_at(loop, round: int) -> None:
 
     def failing(plan, state, attempts):
         if plan.round == round:
-            loop.engine._release(plan, 0, state, attempts[0])
+            loop.engine.release(plan, 0, state, attempts[0])
             raise PowerCut
         return train(plan, state, attempts)
 
