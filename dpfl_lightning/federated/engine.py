@@ -110,7 +110,8 @@ class SerialEngine:
         return {"personal": dict(self._personal)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._personal = {client: value.to(self._mask.device) for client, value in state["personal"].items()}
+        self._personal.clear()  # in place: it may be shared
+        self._personal.update({client: value.to(self._mask.device) for client, value in state["personal"].items()})
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
