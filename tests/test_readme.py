@@ -16,6 +16,8 @@ from pathlib import Path
 import pytest
 from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 
+from dpfl_lightning.config import load
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(<!-- test command -->\n)?```(bash|python)\n(.*?)```", README, re.DOTALL)
@@ -94,3 +96,18 @@ def test_ci_runs_the_very_test_command():
     assert pattern in (ROOT / ".ci" / "run").read_text()
     script = f"sed -n '{pattern}' README.md | sed -e '/^<!--/d' -e '/^```/d'"
     assert subprocess.run(script, shell=True, cwd=ROOT, capture_output=True, text=True).stdout.strip() == command
+
+
+def test_container_commands_name_real_options(monkeypatch):
+    """What follows the image's name are options of `fit`; tests/test_dockerfile.py runs the image's steps."""
+    monkeypatch.chdir(ROOT)
+    (block,) = [text for text in BASH if text.startswith("docker build")]
+    runs = [
+        line.split(" dpfl ", 1) for line in block.splitlines() if line.startswith("docker run") and " dpfl " in line
+    ]
+    assert len(runs) == 2
+    for flags, own in runs:
+        if "--entrypoint mlflow" in flags:
+            assert shlex.split(own)[:1] == ["ui"] and "sqlite:////results/mlflow.db" in own
+        else:
+            assert load(shlex.split(own))[0].data.name == "digits"

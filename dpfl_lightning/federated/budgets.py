@@ -85,6 +85,11 @@ class Budgets:
             for client, own in enumerate(self.schedule.clients)
         )
 
+    def noise_multiplier(self, client: int) -> float:
+        """Of the client's most frequent Gaussian release."""
+        gaussian = [line for line in self.schedule.clients[client].planned if isinstance(line.event, GaussianEvent)]
+        return self.schedule.clients[client].noise_multiplier(max(gaussian, key=lambda line: line.count).purpose)
+
     def steps(self, client: int) -> int:
         """Noised steps the client has paid for."""
         return sum(event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import lightning as L
@@ -28,6 +28,7 @@ class Engine(Protocol):
 
     name: str
     description: str
+    workers: int | None  # clients at the same time, known after setup
     clipped_sum: ClippedSum  # after setup
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
@@ -59,6 +60,7 @@ class SerialEngine:
 
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
+    workers: int | None = 1
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
@@ -193,8 +195,3 @@ class TrainerEngine(SerialEngine):
             trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
         self.module.to(device)
         return self.module.flat
-
-
-def engine_names() -> Mapping[str, str]:
-    """Engine name -> what it is."""
-    return {"fast": "the default", "serial": "the reference", "trainer": "a lightning.Trainer a client and round"}

@@ -52,15 +52,15 @@ class FastEngine(SerialEngine):
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         on_cpu = module.device.type == "cpu"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        workers = min(self.workers or (cores if on_cpu else 1), population.num_clients)
+        self.workers = min(self.workers or (cores if on_cpu else 1), population.num_clients)
         if on_cpu:
-            torch.set_num_threads(max(1, cores // workers))
+            torch.set_num_threads(max(1, cores // self.workers))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
-        for number in range(workers):
+        for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="client")
+        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
 
     def choose_clipped_sum(self) -> ClippedSum:
         for hook in ("training_step", "configure_optimizers"):
@@ -122,12 +122,12 @@ def synthetic_batch(population: Population, records: int, device: torch.device) 
 
 
 @torch.no_grad()
-def seconds_per_record(engine: Engine, module: ClientModule, population: Population) -> float:
+def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
     """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
-    x, y = synthetic_batch(population, records=64, device=module.device)
+    x, y = synthetic_batch(population, records=batch_size, device=module.device)
     params, times = module.unflatten(module.flat), []
     for _ in range(3):
         begun = time.perf_counter()
         float(engine.clipped_sum(params, x, y, 1.0).sum())
         times.append(time.perf_counter() - begun)
-    return min(times) / len(x)
+    return min(times) / len(x) / (engine.workers or 1)

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine, seconds_per_record
 from dpfl_lightning.federated.query import Answers, Query
+from dpfl_lightning.federated.report import client_rows, summary
 from dpfl_lightning.federated.run_folder import RunFolder, code_fingerprint, data_fingerprint
 from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule
 from dpfl_lightning.federated.state import (
@@ -40,7 +42,6 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.privacy.events import Caveat
-from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.privacy.schedule import calibrate
@@ -300,23 +301,7 @@ class FederatedLoop:
 
     def _result(self, reason: str, finished: bool) -> RunResult:
         seconds = max(self.snapshot["seconds"], 1e-9)
-        guarantees = self.budgets.guarantees()
-        scores = self.evaluated.get(self.state.round)
-        clients = tuple(
-            {
-                "client": client,
-                "epsilon_spent": _finite(guarantees[client].epsilon),
-                "epsilon_budget": _finite(own.epsilon),
-                "delta": own.delta,
-                "noise_multiplier": self.schedule.clients[client].noise_multiplier(self.first_purpose),
-                "batch_size": own.batch_size,
-                "num_records": own.num_records,
-                "steps": self.budgets.steps(client),
-                "accuracy": None if scores is None else scores.clients[client].accuracy,
-                "model": self.delivered(self.state).model_of[client],
-            }
-            for client, own in enumerate(self.settings)
-        )
+        guarantees, scores = self.budgets.guarantees(), self.evaluated.get(self.state.round)
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -325,7 +310,7 @@ class FederatedLoop:
             records_per_second=self.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),
-            clients=clients,
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, self.delivered(self.state).model_of),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
         )
@@ -348,7 +333,8 @@ class FederatedLoop:
         )
 
     def _measured_info(self, first_round: int) -> RunInfo:
-        return self._info(first_round, seconds_per_record(self.engine, self.module, self.population))
+        batch = round(median(own.batch_size for own in self.settings))
+        return self._info(first_round, seconds_per_record(self.engine, self.module, self.population, batch))
 
     def _caveats(self) -> list[Caveat]:
         words = []
@@ -378,20 +364,6 @@ def _fabric(device: str) -> Fabric:
         raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {reason}") from None
 
 
-def summary(guarantees: Sequence[Guarantee]) -> str:
-    """The run's guarantee in words: the weakest client's, and what holds for all."""
-    weakest = max(guarantees, key=lambda one: one.epsilon)
-    return (
-        f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its "
-        "own records, against everyone who sees its updates. Not covered: test and held-out records, sizes, options."
-    )
-
-
 def _expected_records(plan: RoundPlan) -> int:
     """Records a round processes in expectation: the observed number is private."""
     return round(sum(m.expected_batch_size * steps for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)))
-
-
-def _finite(epsilon: float) -> float | None:
-    """JSON has no infinity: None is "no bound"."""
-    return epsilon if math.isfinite(epsilon) else None
