@@ -70,7 +70,8 @@ class FastEngine(SerialEngine):
                     f"which never calls it. Use `engine: {{name: serial}}`."
                 )
         x, y = synthetic_batch(self.population, records=4, device=self.module.device)
-        clipped_sum, self.description = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
+        clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
+        self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
     def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:

@@ -129,7 +129,8 @@ class FederatedLoop:
                 reason = self.all_rounds(state)
             except BaseException as error:
                 broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                self._end(f"{broken}; go on with --resume {self.output_dir}", finished=False)
+                again = f"python -m dpfl_lightning.fit --resume {self.output_dir}"
+                self._end(f"{broken}; go on with: {again}", finished=False)
                 raise
             return self._end(reason, finished=True)
 
