@@ -35,8 +35,8 @@ class FastEngine(SerialEngine):
     Args:
         workers: clients trained at the same time, >= 1; None is one for each core (one on a GPU).
 
-    **Guarantees** The same bits for any number of workers with the same threads in an operator: a client's release
-    depends on its own streams only.
+    **Guarantees** The same bits for any number of workers: a client's release depends on its own streams only, and
+    the threads within an operator are chosen from cores and clients alone.
 
     Raises:
         UserError: the module overrides `training_step` or `configure_optimizers`, which this engine would not run.
@@ -53,8 +53,8 @@ class FastEngine(SerialEngine):
         on_cpu = module.device.type == "cpu"
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.workers = min(self.workers or (cores if on_cpu else 1), population.num_clients)
-        if on_cpu:
-            torch.set_num_threads(max(1, cores // self.workers))
+        if on_cpu:  # as if every core had a worker: the bits then do not depend on how many there are
+            torch.set_num_threads(max(1, cores // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()

@@ -13,6 +13,8 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.federated.state import ClassGradients, ServerState
 from dpfl_lightning.privacy.noise import Streams
@@ -146,6 +148,27 @@ def test_the_fast_engine_refuses_what_it_would_not_run(hook, make_loop):
     own = type("Own", (ClientModule,), {hook: lambda self, *args: None})
     with pytest.raises(UserError, match=hook):
         make_loop(engine=ENGINES["fast"](), module=own(small_net())).run()
+
+
+def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):
+    one, two, three = (make_loop(engine=FastEngine(workers)) for workers in (1, 2, 3))
+    for loop in (one, two, three):
+        loop.run()
+    assert torch.equal(one.state.models, two.state.models) and torch.equal(one.state.models, three.state.models)
+
+
+def test_an_error_in_a_worker_reaches_the_user(make_loop):
+    loop = make_loop(engine=FastEngine(2))
+    release = SerialEngine.release
+
+    def failing(self, plan, row, *args):
+        if plan.clients[row] == 2:
+            raise ZeroDivisionError("client 2")
+        return release(self, plan, row, *args)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError, match="client 2"):
+        patch.setattr(SerialEngine, "release", failing)
+        loop.run()
 
 
 def test_huge_noise_ruins_accuracy(make_loop):
