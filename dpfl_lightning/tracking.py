@@ -9,7 +9,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +20,6 @@ os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no 
 
 import mlflow
 import mlflow.store.db.utils
-from matplotlib.figure import Figure
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
@@ -28,13 +27,13 @@ import dpfl_lightning
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
+from dpfl_lightning.figures import figures, per_client
 from dpfl_lightning.privacy.events import GaussianEvent
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
 
-_MOST_CLIENTS = 100  # more than this are tracked as min, mean and max
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 # Never the whole folder: `noise_key` lets its reader subtract the noise, and a checkpoint is no release.
@@ -377,8 +376,8 @@ def _round_values(report: RoundReport) -> dict[str, float | None]:
     }
     return {
         **{f"overall/{name}": value for name, value in overall.items()},
-        **_per_client("per_client_epsilon", report.epsilon_spent),
-        **(_per_client("per_client_accuracy", accuracies) if measured else {}),
+        **per_client("per_client_epsilon", report.epsilon_spent),
+        **(per_client("per_client_accuracy", accuracies) if measured else {}),
     }
 
 
@@ -395,18 +394,6 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     }
 
 
-def _per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """`name/07` for each client, or `name/min`, `name/mean`, `name/max` for many.
-
-    >>> _per_client("per_client_epsilon", [1.0, 2.0])
-    {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
-    """
-    if len(values) <= _MOST_CLIENTS:
-        return {f"{name}/{client:02}": value for client, value in enumerate(values)}
-    known = [value for value in values if value is not None]
-    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) for how in (min, fmean, max)}
-
-
 def _metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
     """What has a finite value: MLflow charts neither infinity nor "not measured"."""
     now = int(time.time() * 1000)
@@ -417,96 +404,3 @@ def _description(result: RunResult) -> str:
     """Markdown for the top of the run's page."""
     accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
     return "\n\n".join([*accuracy, f"**Guarantee.** {result.guarantee}", f"**Ended:** {result.reason}."])
-
-
-# ---- figures
-
-
-def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) -> dict[str, Figure]:
-    """Name -> figure, of those curves that have data.
-
-    Args:
-        history: metric name -> {round: value}, as logged.
-        result: for budgets and final accuracies.
-    """
-    drawn = {
-        "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
-        "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
-        "accuracy_over_budget": _budget_figure(result),
-    }
-    return {name: figure for name, figure in drawn.items() if figure is not None}
-
-
-def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
-    test = history("overall/test_accuracy")
-    if not test:
-        return None
-    figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
-    curves = [history(f"per_client_accuracy/{name}") for name in _names(num_clients)]
-    rounds = [step for step in test if any(step in curve for curve in curves)]
-    if rounds:
-        spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
-        low, high = [min(values) for values in spread], [max(values) for values in spread]
-        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on own held-out records")
-    axes.plot(
-        list(test),
-        list(test.values()),
-        marker="o" if len(test) <= 30 else None,
-        markersize=3,
-        label="test set",
-    )
-    axes.legend()
-    return figure
-
-
-def _epsilon_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
-    curves = {name: history(f"per_client_epsilon/{name}") for name in _names(num_clients)}
-    curves = {name: curve for name, curve in curves.items() if curve}
-    if not curves:
-        return None
-    figure, axes = _axes("Epsilon spent, by client", "round", "epsilon")
-    names_at: dict[tuple[int, float], list[str]] = {}
-    for name, curve in curves.items():
-        axes.plot(list(curve), list(curve.values()), linewidth=1.2)
-        names_at.setdefault((max(curve), curve[max(curve)]), []).append(name)
-    ends = [epsilon for _, epsilon in names_at]
-    if max(ends) > 10 * min(ends) > 0:
-        _log_scale(axes, "y")
-    for end, names in names_at.items():  # clients with the same curve share a label
-        label = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-        axes.annotate(label, end, (4, -2), textcoords="offset points", fontsize=7)
-    return figure
-
-
-def _budget_figure(result: RunResult) -> Figure | None:
-    points = [(c["epsilon_budget"], c["accuracy"], c["client"]) for c in result.clients]
-    points = [point for point in points if None not in point]
-    if not points:
-        return None
-    figure, axes = _axes("Accuracy on own held-out records, by client", "epsilon budget", "accuracy")
-    axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
-    budgets = [budget for budget, _, _ in points]
-    if max(budgets) > 10 * min(budgets):
-        _log_scale(axes, "x")
-    for budget, accuracy, client in points if len(points) <= _MOST_CLIENTS else []:
-        axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
-    return figure
-
-
-def _names(num_clients: int) -> list[str]:
-    """The last part of `_per_client`'s names."""
-    return [name.partition("/")[2] for name in _per_client("", [0.0] * num_clients)]
-
-
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
-    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
-
-
-def _log_scale(axes: Any, which: str) -> None:
-    """With plain numbers at its ticks."""
-    axes.set(**{f"{which}scale": "log"})
-    getattr(axes, f"{which}axis").set_major_formatter("{x:g}")

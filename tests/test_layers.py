@@ -24,11 +24,13 @@ ALLOWED = {
     "federated": {"errors", "config", "per_client", "privacy", "data", "models", "client", "strategies"},
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
     "watchers": {"errors", "privacy", "federated"},
-    "tracking": {"errors", "privacy", "federated"},
+    "figures": {"federated"},
+    "tracking": {"errors", "privacy", "federated", "figures"},
 }
 COMMANDS = {"fit", "evaluate", "plan"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
+    "matplotlib": {"figures.py"},
     "optuna": {"sweep.py"},
     "opacus": {"privacy/accountant.py"},
     "jsonargparse": {"config.py", "plan.py"},

@@ -13,8 +13,9 @@ from fakes import a_report, a_result, a_view
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import register
+from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.tracking import MlflowClient, Tracking, figures, how_to_open, store_uri
+from dpfl_lightning.tracking import MlflowClient, Tracking, how_to_open, store_uri
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
