@@ -30,7 +30,7 @@ from dpfl_lightning.federated.fast import FastEngine, seconds_per_record
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.report import client_rows, summary
 from dpfl_lightning.federated.run_folder import RunFolder, code_fingerprint, data_fingerprint
-from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule
+from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
 from dpfl_lightning.federated.state import (
     Delivered,
     RoundPlan,
@@ -195,7 +195,7 @@ class FederatedLoop:
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
-        solved = calibrate(self.schedule.clients, self.accountant)
+        solved = calibrate(self.schedule.clients, self.accountant, slow_notice("solving noise multipliers"))
         self.schedule = dataclasses.replace(self.schedule, clients=tuple(solved))
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +112,19 @@ def _planned(own: ClientSettings, count: int, accountant: Accountant) -> ClientS
     if own.noise_multiplier is not None and own.epsilon < math.inf:
         count = min(count, affordable_count(event, own.epsilon, own.delta, accountant))
     return ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),))
+
+
+def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:
+    """A callback `(done, all)` that says on stderr how far something is, if and while it takes longer than that."""
+    last = time.monotonic()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > patience_seconds:
+            last = time.monotonic()
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return tell
 
 
 def accountant_of(privacy: PrivacyOptions | None) -> Accountant:

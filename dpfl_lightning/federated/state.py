@@ -87,6 +87,11 @@ class RoundPlan:
     anchor_of: tuple[int, ...] = ()
     pull: float = 0.0
 
+    def __post_init__(self) -> None:
+        columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
+        if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
+            raise ValueError(f"a plan has one entry a client in every column, and each client once: {self}")
+
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""
         rows = [row for row, client in enumerate(self.clients) if keep(client)]

@@ -1,0 +1,54 @@
+"""Every client's own settings, and the plan that follows from them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from dpfl_lightning.config import ClientOptions, PrivacyOptions
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
+
+
+def test_each_client_has_its_own():
+    clients = ClientOptions(batch_size=[10, 30], local_epochs=[1, 2], learning_rate=[0.1, 0.2])
+    privacy = PrivacyOptions(epsilon=[1.0, 4.0], delta=[1e-3, 1e-4], clip_norm=[1.0, 2.0])
+    one, two = client_settings((95, 300), clients, privacy, seed=0)
+    assert (one.steps, two.steps) == (10, 20)
+    assert (one.sample_rate, two.sample_rate) == (10 / 95, 0.1)
+    assert (one.epsilon, two.delta, two.clip_norm, two.learning_rate) == (1.0, 1e-4, 2.0, 0.2)
+    assert one.noise_multiplier is None
+
+
+def test_without_privacy_nothing_is_clipped_or_noised():
+    (own,) = client_settings((50,), ClientOptions(batch_size=50), None, seed=0)
+    assert (own.noise_multiplier, own.clip_norm, own.epsilon, own.sample_rate) == (0.0, math.inf, math.inf, 1.0)
+
+
+def test_neither_budget_nor_noise_is_refused():
+    with pytest.raises(UserError, match=r"privacy\.epsilon.*privacy=None"):
+        client_settings((50,), ClientOptions(batch_size=10), PrivacyOptions(), seed=0)
+
+
+def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
+    privacy = PrivacyOptions(epsilon=[2.0, math.inf], noise_multiplier=2.0, delta=1e-3)
+    settings = client_settings((100, 100), ClientOptions(batch_size=20), privacy, seed=0)
+    schedule = default_schedule(settings, privacy, rounds=1000, accountant=accountant_of(privacy))
+    paid, free = (own.planned[0].count for own in schedule.clients)
+    assert 1 <= paid < 1000 and free == 1000
+    judge = accountant_of(privacy)
+    assert judge.epsilon(schedule.clients[0].events(), 1e-3) <= 2.0
+
+
+def test_reserve_rounds_are_planned():
+    privacy = PrivacyOptions(epsilon=2.0, reserve_rounds=3, delta=1e-3)
+    settings = client_settings((100,), ClientOptions(batch_size=20), privacy, seed=0)
+    assert default_schedule(settings, privacy, 10, accountant_of(privacy)).clients[0].planned[0].count == 13
+
+
+def test_something_slow_is_told_and_something_quick_is_not(capsys):
+    slow_notice("solving", patience_seconds=60)(1, 2)
+    assert capsys.readouterr().err == ""
+    slow_notice("solving", patience_seconds=-1)(1, 2)
+    assert capsys.readouterr().err == "solving: 1 of 2\n"

@@ -1,0 +1,17 @@
+"""ruff and mypy, as a contributor would run them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy dpfl_lightning"])
+def test_tool_is_content(tool):
+    done = subprocess.run([sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
