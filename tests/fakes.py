@@ -30,7 +30,6 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         "first_round": 1,
         "num_params": 1234,
         "budgets": budgets,
-        "records_per_round": sum(records),
         "estimated_seconds": 200.0,
         "engine": "serial",
         "device": "cpu",

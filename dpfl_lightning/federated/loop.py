@@ -324,7 +324,6 @@ class FederatedLoop:
             first_round=first_round,
             num_params=self.module.num_params,
             budgets=tuple(own.epsilon for own in self.settings),
-            records_per_round=records,
             estimated_seconds=seconds_per_record * records * (self.rounds - first_round + 1),
             engine=f"{self.engine.name} ({self.engine.description})",
             device=str(self.fabric.device),

@@ -160,7 +160,6 @@ class RunInfo:
     first_round: int
     num_params: int
     budgets: tuple[float, ...]
-    records_per_round: int
     estimated_seconds: float
     engine: str
     device: str

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import repeated
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.schedule import ClientSchedule
 
 
 class SpentEpsilon:
@@ -33,14 +32,3 @@ class SpentEpsilon:
         if key not in self._curves:
             self._curves[key] = self.accountant.curve(main.event, range(main.count + 1), schedule.delta, before)
         return float(self._curves[key][counts[main.purpose]])
-
-
-class UsedCounts(Protocol):
-    """Integer counters of paid releases, as `Ledger` keeps them."""
-
-    def used(self, client: int, purpose: str) -> int: ...
-
-
-def affords(counts: UsedCounts, client: int, line: Planned) -> bool:
-    """Whether the client's schedule holds one more release of this line: integers are compared, never epsilons."""
-    return counts.used(client, line.purpose) < line.count
