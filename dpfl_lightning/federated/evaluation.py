@@ -16,7 +16,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.state import Delivered
 
-_CHUNK = 500  # records of one forward pass: bounds memory, costs nothing
+_CHUNK = 100  # records of one forward pass: their activations stay in the caches
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ def evaluate(
     population: Population,
     delivered: Delivered,
     personalised: Callable[[Tensor, int], Tensor] = lambda model, client: model,
+    enter: Callable[[Tensor], Tensor] = lambda x: x,
 ) -> Evaluation:
     """Each client's delivered model on the common test set and on the client's own held-out records.
 
@@ -51,6 +52,7 @@ def evaluate(
 
     Args:
         personalised: puts the client's own parameters into a model `[P]`.
+        enter: puts records into the memory format that suits the net.
     """
     everyone, model_of = range(population.num_clients), delivered.model_of
     groups = [[client] for client in everyone] if module.personal else [
@@ -62,7 +64,7 @@ def evaluate(
         model = personalised(delivered.models[model_of[group[0]]], group[0])
         wanted = [population.held_out_of[client] for client in group]
         test = population.test if population.test is not None else wanted[0][:0]
-        answers = _Answers(module, model, population, torch.cat([test, *wanted]).unique())
+        answers = _Answers(module, model, population, torch.cat([test, *wanted]).unique(), enter)
         on_test = answers.score(test)
         for client, rows in zip(group, wanted, strict=True):
             clients[client], tests[client] = answers.score(rows), on_test
@@ -72,13 +74,20 @@ def evaluate(
 class _Answers:
     """One model's outputs `[n, num_classes]` for some rows of the population's storage."""
 
-    def __init__(self, module: ClientModule, model: Tensor, population: Population, rows: Tensor) -> None:
+    def __init__(
+        self,
+        module: ClientModule,
+        model: Tensor,
+        population: Population,
+        rows: Tensor,
+        enter: Callable[[Tensor], Tensor],
+    ) -> None:
         self.module, self.population = module, population
         self.place = torch.full((len(population.y),), -1, device=rows.device)
         self.place[rows] = torch.arange(len(rows), device=rows.device)
         params = module.unflatten(model)
         with torch.inference_mode():
-            parts = [functional_call(module.net, params, (population.x[chunk],)) for chunk in rows.split(_CHUNK)]
+            parts = [functional_call(module.net, params, (enter(population.x[chunk]),)) for chunk in rows.split(_CHUNK)]
             self.outputs = torch.cat(parts) if parts else None
 
     def score(self, rows: Tensor) -> Score:

@@ -168,7 +168,8 @@ class FederatedLoop:
 
     def evaluate(self, state: ServerState) -> Evaluation:
         """The delivered models on test and held-out records."""
-        return evaluate(self.module, self.population, self.delivered(state), self.engine.personalised)
+        enter = self.engine.clipped_sum.enter
+        return evaluate(self.module, self.population, self.delivered(state), self.engine.personalised, enter)
 
     def delivered(self, state: ServerState) -> Delivered:
         answer = one_of(self.callbacks, "deliver", state, self.view(state))

@@ -56,6 +56,10 @@ class ClippedSum(Protocol):
         num_groups: int = 1,
     ) -> Tensor: ...
 
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` `[B, *X]` as it best enters the net: the same values, perhaps in another memory format."""
+        ...
+
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
     """The default loss of each record: cross entropy of `net`'s logits, `(params, x [B, *X], y [B]) -> [B]`.
@@ -189,6 +193,9 @@ class VmapClippedSum:
             groups = None if group is None else group[rows]
             totals.add(clip_factors(norms, clip_norm), groups, partial(_times, grads))
         return totals.rounded()
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
 
 
 def _times(grads: Tensor, factors: Tensor) -> Tensor:

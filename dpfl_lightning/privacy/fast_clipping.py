@@ -146,8 +146,7 @@ class FastClippedSum:
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         on_cpu = x.device.type == "cpu"
-        if on_cpu and self.channels_last and x.dim() == 4:
-            x = _channels_last(x)
+        x = self.enter(x)
         totals = GroupTotals(params, num_groups)
         for rows in chunks_of(len(x), self.chunk or (CPU_CHUNK if on_cpu else ACCELERATOR_CHUNK)):
             grads = self._gradients(params, x[rows], y[rows])
@@ -158,6 +157,10 @@ class FastClippedSum:
             groups = None if group is None else group[rows]
             totals.add(clip_factors(norms, clip_norm), groups, partial(_weighted, params, grads))
         return totals.rounded()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` in the memory format that suits the net, for any forward of it."""
+        return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """How many numbers at most enter a unit for one record."""
