@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so it is no mistake")
 DIGITS = ["--config", "conf/digits.yaml", "--rounds", "2", "--tracking", "null"]
 
 
@@ -33,13 +35,20 @@ def in_the_repository(monkeypatch, request):
         ([*DIGITS, "--seeds", "0,1"], ["output_dir", "--seeds"]),
         (["--resume", "conf"], ["--resume", "conf", "options.yaml"]),
         ([*DIGITS, "--privacy.accountant", "gdp"], ["gdp", "full batch"]),
+        pytest.param([*DIGITS, "--engine.device", "cuda"], ["engine.device", "cuda"], marks=NO_GPU),
+        ([*DIGITS, "--model", "{class_path: no.such.Net}"], ["model.class_path", "no.such.Net"]),
+        ([*DIGITS, "--model", "{class_path: torch.nn.Linear, init_args: {foo: 3}}"], ["model.init_args", "foo"]),
+        (
+            [*DIGITS, "--model", "{class_path: torch.nn.Linear, init_args: {in_features: 3, out_features: 10}}"],
+            ["model", "(1, 8, 8)", "10 outputs", "shapes"],
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(argv, words, capsys, tmp_path):
     output = [] if "--resume" in argv or words[0] == "output_dir" else ["--output_dir", str(tmp_path / "run")]
     assert fit([*argv, *output]) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1
+    assert captured.err.startswith("error: ") and captured.err.count("\n") == 1, captured.err
     for word in words:
         assert word in captured.err
     assert not (tmp_path / "run").exists()

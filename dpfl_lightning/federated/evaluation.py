@@ -98,7 +98,8 @@ class _Answers:
             loss = float(self.module.loss(output, y).mean(dtype=torch.float64))
         if y.is_floating_point():
             return Score(None, loss)
-        accuracy = multiclass_accuracy(output, y, num_classes=self.population.num_classes, average="micro")
+        classes = max(self.population.num_classes, output.shape[1])  # a net may know more classes than there are here
+        accuracy = multiclass_accuracy(output.argmax(dim=1), y, num_classes=classes, average="micro")
         return Score(float(accuracy), loss)
 
 

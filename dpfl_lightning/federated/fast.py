@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import queue
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,8 +14,9 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.engine import DrawnBatches, Engine, SerialEngine
+from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.state import RoundPlan, ServerState
+from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.noise import Streams
@@ -109,26 +109,3 @@ class FastEngine(SerialEngine):
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)
         return theta
-
-
-def synthetic_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random data of the population's public shape: for self-checks and timing, never private records."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(records, *population.input_shape, generator=generator)
-    if population.y.is_floating_point():
-        y = torch.randn(records, generator=generator)
-    else:
-        y = torch.randint(population.num_classes, (records,), generator=generator)
-    return x.to(device, population.x.dtype), y.to(device, population.y.dtype)
-
-
-@torch.no_grad()
-def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
-    """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
-    x, y = synthetic_batch(population, records=batch_size, device=module.device)
-    params, times = module.unflatten(module.flat), []
-    for _ in range(3):
-        begun = time.perf_counter()
-        float(engine.clipped_sum(params, x, y, 1.0).sum())
-        times.append(time.perf_counter() - begun)
-    return min(times) / len(x) / (engine.workers or 1)

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.budgets import Budgets
 from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, register, watch
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
-from dpfl_lightning.federated.fast import FastEngine, seconds_per_record
+from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.report import client_rows, summary
 from dpfl_lightning.federated.run_folder import RunFolder, code_fingerprint, data_fingerprint
@@ -41,6 +41,7 @@ from dpfl_lightning.federated.state import (
     ServerState,
     View,
 )
+from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
 from dpfl_lightning.privacy.events import Caveat
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -100,6 +101,7 @@ class FederatedLoop:
         self.fabric = _fabric(device)
         self.population = population.to(self.fabric.device)
         self.module = module.to(self.fabric.device)
+        check_fits(self.module, self.population)
         self.engine = FastEngine() if engine is None else engine
         self.rounds, self.seed, self.privacy = rounds, seed, privacy
         self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds

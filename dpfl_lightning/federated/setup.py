@@ -44,7 +44,11 @@ def build_net(options: Options, population: Population) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
-        return _import(model["class_path"])(**model.get("init_args", {}))
+        kind, arguments = _import(model["class_path"]), model.get("init_args") or {}
+        try:
+            return kind(**arguments)
+        except TypeError as error:
+            raise UserError(f"`model.init_args` must fit {kind.__name__}, got {arguments}: {error}.") from None
     return models.build(model.pop("name", "cnn_small"), population.input_shape, population.num_classes, **model)
 
 

@@ -1,0 +1,82 @@
+"""Accuracy of delivered models: whose model, on which records."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Dataset, Population
+from dpfl_lightning.federated.evaluation import evaluate
+from dpfl_lightning.federated.state import Delivered
+
+
+def always(label: int, classes: int = 2, features: int = 3) -> torch.Tensor:
+    """Parameters of a linear net that answers `label` whatever comes."""
+    bias = torch.zeros(classes)
+    bias[label] = 5.0
+    return torch.cat([torch.zeros(classes * features), bias])
+
+
+@pytest.fixture
+def population():
+    """Client 0 holds out four zeros, client 1 a zero and three ones; the test set has one zero in four."""
+    x = torch.zeros(8, 3)
+    pairs = [(x, torch.tensor([0] * 8)), (x, torch.tensor([0, 1, 1, 1] * 2))]
+    made = Population.from_datasets(pairs, test=(x[:4], torch.tensor([0, 1, 1, 1])), held_out=0.0, num_classes=2)
+    made.held_out_of[0], made.held_out_of[1] = torch.arange(4), torch.arange(8, 12)
+    return made
+
+
+def test_each_client_by_its_own_model(population):
+    module = ClientModule(nn.Linear(3, 2))
+    models = torch.stack([always(0), always(1)])
+    scores = evaluate(module, population, Delivered(models, (0, 1)))
+    assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
+    assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
+    alone = evaluate(module, population, Delivered(models, (0, 0)))
+    assert [one.accuracy for one in alone.clients] == [1.0, 0.25] and alone.test.accuracy == 0.25
+
+
+def test_personal_parameters_are_put_in(population):
+    kind = type("Own", (ClientModule,), {"personal": ("bias",)})
+    scores = evaluate(
+        kind(nn.Linear(3, 2)),
+        population,
+        Delivered(always(0)[None], (0, 0)),
+        personalised=lambda model, client: always(1) if client == 1 else model,
+    )
+    assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
+    assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
+
+
+def test_a_net_may_know_more_classes(population):
+    scores = evaluate(ClientModule(nn.Linear(3, 7)), population, Delivered(always(1, classes=7)[None], (0, 0)))
+    assert scores.test.accuracy == 0.75
+
+
+def test_without_a_test_set_the_clients_stand_in():
+    x, y = torch.zeros(10, 3), torch.zeros(10, dtype=torch.long)
+    population = Population.from_datasets([(x, y), (x, 1 - y)], held_out=0.5, num_classes=2)
+    scores = evaluate(ClientModule(nn.Linear(3, 2)), population, Delivered(always(0)[None], (0, 0)))
+    assert [one.accuracy for one in scores.clients] == [1.0, 0.0] and scores.test.accuracy == 0.5
+
+
+def test_shares_of_the_test_set_are_seen_once():
+    x = torch.randn(60, 3)
+    dataset = Dataset("mine", x, torch.arange(60) % 2, x[:20], torch.arange(20) % 2, 2)
+    population = Population.partitioned(dataset, num_clients=4)
+    seen = []
+
+    class Counting(nn.Linear):
+        def forward(self, records):
+            seen.append(len(records))
+            return super().forward(records)
+
+    scores = evaluate(ClientModule(Counting(3, 2)), population, Delivered(always(0)[None], (0,) * 4))
+    assert sum(seen) == 20
+    assert sum(one.accuracy for one in scores.clients) / 4 == pytest.approx(scores.test.accuracy) == 0.5
+    assert not math.isnan(scores.test.loss)
