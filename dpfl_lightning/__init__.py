@@ -9,12 +9,12 @@ __version__ = "0.1.0"
 #: public name -> module that defines it; lazily, so that `--help` needs no torch
 _HOME = {
     "ClientModule": "client",
-    "ClientOptions": "config",
+    "ClientOptions": "options",
     "Facts": "data",
     "FederatedLoop": "federated.loop",
     "Guarantee": "privacy.guarantee",
     "Population": "data",
-    "PrivacyOptions": "config",
+    "PrivacyOptions": "options",
     "RunResult": "federated.state",
     "ServerCallback": "federated.callback",
     "UserError": "errors",

@@ -1,198 +1,40 @@
 """Options of a run <-> YAML and command line. Imports neither torch nor lightning: `--help` is quick.
 
 `load` reads `--config FILE`, then dotted overrides on top of it (`--rounds 5`, `--privacy null`,
-`--clients.batch_size [16,32]`, `--strategies.fedprox.pull 0.1`). What a name chooses (partition, model,
-strategies) keeps its options in a plain mapping, which its own registry checks; every other key is typed. The
-docstring's line of a field is its text in `--help`.
+`--clients.batch_size [16,32]`, `--strategies.fedprox.pull 0.1`).
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import dataclasses
 import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
 
 import yaml
 
 from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.per_client import Bound, resolve
+from dpfl_lightning.options import (
+    MAY_BE_NULL,
+    SECTIONS,
+    Options,
+    all_keys,
+    check,
+    hints,
+    in_words,
+    nearest_key,
+    to_dict,
+)
 
 if TYPE_CHECKING:
     import jsonargparse
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
-
-# One value for all clients, a list with one a client, or a named distribution: see `per_client`.
-PerClientInt = int | tuple[int, ...] | dict
-PerClientFloat = float | tuple[float, ...] | dict
-
-
-@dataclass(frozen=True)
-class DataOptions:
-    """Whose records, and how they are dealt to the clients.
-
-    Args:
-        name: data set: fashion_mnist, mnist, cifar10, cifar100 or digits (needs no download).
-        folder: folder with its files; null looks for the system's package and in the cache.
-        download: fetch files that are not found, with checksum.
-        records_per_client: training records of each client, >= 1; null deals out all records.
-        held_out_per_client: records that each client holds out beside them to be evaluated on: a fraction
-            below 1 or a number of records; 0 gives it a share of the test set instead.
-        public_records: the last so many training records belong to no client and are public, >= 0.
-        use_public: deal out the public records instead, to choose settings without a look at private ones.
-        partition: who gets which records: {name, options}; iid, stratified, dirichlet (alpha), shards
-            (max_classes), sizes (sizes), overlapping.
-    """
-
-    name: str = "fashion_mnist"
-    folder: str | None = None
-    download: bool = True
-    records_per_client: int | None = None
-    held_out_per_client: float = 0.0
-    public_records: int = 0
-    use_public: bool = False
-    partition: dict = field(default_factory=lambda: {"name": "iid"})
-
-
-@dataclass(frozen=True)
-class ClientOptions:
-    """What each client does in a round.
-
-    All but `count` are one value, a list with one value a client, or {name: uniform, low, high},
-    {name: normal, mean, std, floor}, {name: choice, values}.
-
-    Args:
-        count: number of clients, >= 1.
-        batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's.
-        local_epochs: passes over the own records in a round, >= 1.
-        learning_rate: of local SGD, > 0.
-    """
-
-    count: int = 20
-    batch_size: PerClientInt = 32
-    local_epochs: PerClientInt = 1
-    learning_rate: PerClientFloat = 0.1
-
-
-@dataclass(frozen=True)
-class PrivacyOptions:
-    """What each client's releases may reveal about one record; `privacy: null` is a run without privacy.
-
-    epsilon, delta, clip_norm and noise_multiplier are one value, a list with one value a client, or a named
-    distribution as for the clients. Set epsilon, noise_multiplier or both.
-
-    Args:
-        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the noise-aware paper's
-            budgets (source: published or sampled; scale); null is no budget: epsilon is only reported.
-        delta: probability with which epsilon need not hold, in (0, 1), usually below 1 / records.
-        clip_norm: L2 norm to which the gradient of one record is clipped, > 0.
-        noise_multiplier: noise std / clip_norm on the sum of gradients, >= 0; null solves it from epsilon.
-            With both given, a client whose budget is spent sits out.
-        accountant: rdp, prv (tighter, slower) or gdp (exact, for full batches only).
-        sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
-        reserve_rounds: rounds of budget set aside for those that a resumed run must charge again, >= 0.
-        noise_key: 32 hexadecimal digits that fix all noise, for tests only: who knows them can remove the
-            noise. null draws a fresh key.
-    """
-
-    epsilon: PerClientFloat | None = None
-    delta: PerClientFloat = 1e-4
-    clip_norm: PerClientFloat = 1.0
-    noise_multiplier: PerClientFloat | None = None
-    accountant: Literal["rdp", "prv", "gdp"] = "rdp"
-    sampling: Literal["poisson", "shuffle"] = "poisson"
-    reserve_rounds: int = 0
-    noise_key: str | None = None
-
-
-@dataclass(frozen=True)
-class EngineOptions:
-    """How the local steps are computed: speed, never meaning.
-
-    Args:
-        name: fast, serial (the reference) or trainer (a lightning.Trainer for each client).
-        device: auto takes a GPU where there is one.
-        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU.
-    """
-
-    name: Literal["fast", "serial", "trainer"] = "fast"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int | None = None
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """When the model is evaluated.
-
-    Args:
-        every: rounds from one evaluation to the next, >= 1; the last round is always evaluated.
-    """
-
-    every: int = 1
-
-
-@dataclass(frozen=True)
-class TrackingOptions:
-    """Where MLflow keeps the run; `tracking: null` does not track.
-
-    Args:
-        experiment: name of the MLflow experiment.
-        run_name: name of the run; null takes the name of the output folder.
-        uri: MLflow server or store; null takes MLFLOW_TRACKING_URI, else an SQLite file.
-    """
-
-    experiment: str = "dpfl_lightning"
-    run_name: str | None = None
-    uri: str | None = None
-
-
-@dataclass(frozen=True)
-class Options:
-    """Everything that decides a run.
-
-    Args:
-        rounds: federated rounds, >= 1.
-        seed: root of initialisation, partition and drawn options, >= 0; never of the noise.
-        data: see DataOptions.
-        model: the net: {name, options}; cnn_small, cnn_tiny, lenet5, convnet, resnet18, resnet20, resnet34,
-            logistic, linear; or your own: {class_path: package.module.Class, init_args: {...}}.
-        clients: see ClientOptions.
-        privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
-        strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, minimum_epsilon; and fedprox (pull); or your own by package.module.Class.
-        engine: see EngineOptions.
-        evaluation: see EvaluationOptions.
-        tracking: see TrackingOptions; None does not track.
-        checkpoint_seconds: least time between two checkpoints, >= 0.
-        output_dir: new or empty folder for results, ledger and checkpoints; null makes one under runs/.
-
-    >>> Options(rounds=5).clients.count
-    20
-    """
-
-    rounds: int = 10
-    seed: int = 0
-    data: DataOptions = field(default_factory=DataOptions)
-    model: dict = field(default_factory=lambda: {"name": "cnn_small"})
-    clients: ClientOptions = field(default_factory=ClientOptions)
-    privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
-    strategies: dict[str, dict | None] = field(default_factory=lambda: {"size_weighted": {}})
-    engine: EngineOptions = field(default_factory=EngineOptions)
-    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
-    tracking: TrackingOptions | None = field(default_factory=TrackingOptions)
-    checkpoint_seconds: float = 10.0
-    output_dir: str | None = None
-
-
-# ---- what a user calls
 
 
 def load(
@@ -259,32 +101,6 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
     return source.options()
 
 
-def to_dict(options: Options) -> dict[str, Any]:
-    """The resolved configuration, nested, without the noise key: what may be logged."""
-    resolved = dataclasses.asdict(options)
-    if resolved["privacy"] is not None:
-        del resolved["privacy"]["noise_key"]
-    return resolved
-
-
-def departures(options: Options) -> dict[str, Any]:
-    """Only what differs from the defaults, nested, without the noise key.
-
-    >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
-    {'rounds': 3, 'data': {'name': 'digits'}}
-    """
-    differing: dict[str, Any] = {}
-    defaults = to_dict(Options())
-    for name, value in to_dict(options).items():
-        if name in _SECTIONS and value is not None:
-            value = {key: one for key, one in value.items() if one != defaults[name][key]}
-            if value:
-                differing[name] = value
-        elif value != defaults[name]:
-            differing[name] = value
-    return differing
-
-
 def to_yaml(options: Options) -> str:
     """The resolved configuration as YAML that `load` reads back, without the noise key."""
     return dump(to_dict(options))
@@ -298,137 +114,6 @@ def dump(raw: Mapping[str, Any]) -> str:
 def save(options: Options, path: str | Path) -> None:
     """Write `to_yaml(options)` to `path`."""
     Path(path).write_text(to_yaml(options), encoding="utf-8")
-
-
-# ---- ranges
-
-
-_AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
-_AT_LEAST_ZERO = Bound("be >= 0", lambda value: value >= 0)
-_FRACTION_OR_COUNT = Bound(
-    "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
-)
-_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
-_SCALARS = {
-    "rounds": _AT_LEAST_ONE,
-    "seed": _AT_LEAST_ZERO,
-    "data.records_per_client": _AT_LEAST_ONE,
-    "data.held_out_per_client": _FRACTION_OR_COUNT,
-    "data.public_records": _AT_LEAST_ZERO,
-    "clients.count": _AT_LEAST_ONE,
-    "privacy.reserve_rounds": _AT_LEAST_ZERO,
-    "privacy.noise_key": _NOISE_KEY,
-    "engine.workers": _AT_LEAST_ONE,
-    "evaluation.every": _AT_LEAST_ONE,
-    "checkpoint_seconds": _AT_LEAST_ZERO,
-}
-_PER_CLIENT: dict[str, type[int] | type[float]] = {
-    "clients.batch_size": int,
-    "clients.local_epochs": int,
-    "clients.learning_rate": float,
-    "privacy.epsilon": float,
-    "privacy.delta": float,
-    "privacy.clip_norm": float,
-    "privacy.noise_multiplier": float,
-}
-
-
-def check(options: Options) -> None:
-    """Check the range of every value, also of every client's.
-
-    Raises:
-        UserError: the first value out of range.
-    """
-    for key, bound in _SCALARS.items():
-        value = _at(options, key)
-        require(value is None or bound.holds(value), key, bound.words, value)
-    for key, kind in _PER_CLIENT.items():
-        value = _at(options, key)
-        if value is not None:
-            resolve(key, value, options.clients.count, options.seed, kind)
-    partition, model = options.data.partition, options.model
-    require("name" in partition, "data.partition", "have a `name`", partition)
-    require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
-    require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
-    if options.privacy is not None and options.privacy.noise_multiplier is None:
-        advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
-        must = "be a budget to solve the noise from"
-        require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
-
-
-def _at(options: Options, key: str) -> Any:
-    """The value at a dotted key; None below a section that is None."""
-    value: Any = options
-    for name in key.split("."):
-        value = None if value is None else getattr(value, name)
-    return value
-
-
-# ---- keys and their types
-
-
-class _Key(NamedTuple):
-    hint: Any
-    default: Any
-    help: str
-
-
-def _hints(of: type) -> dict[str, Any]:
-    return get_type_hints(of, globals())
-
-
-_SECTIONS: dict[str, type] = {
-    name: kind
-    for name, hint in _hints(Options).items()
-    for kind in (hint, *get_args(hint))
-    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
-}
-_MAY_BE_NULL = {name for name, hint in _hints(Options).items() if types.NoneType in get_args(hint)}
-
-
-@functools.cache
-def _keys() -> dict[str, _Key]:
-    """Every dotted key that holds a value (sections hold keys)."""
-    import docstring_parser
-
-    keys = {}
-    for section, kind in [("", Options), *_SECTIONS.items()]:
-        lines = docstring_parser.parse(kind.__doc__ or "").params
-        texts = {line.arg_name: " ".join((line.description or "").split()) for line in lines}
-        for name, hint in _hints(kind).items():
-            if section or name not in _SECTIONS:
-                key = f"{section}.{name}" if section else name
-                keys[key] = _Key(hint, getattr(kind(), name), texts[name])
-    return keys
-
-
-def _nearest_key(key: str, flags: Iterable[str] = ()) -> str:
-    """The hint for an unknown key: the same last part in another section, else the most alike."""
-    everything = [*_keys(), *_SECTIONS, "model.name", "data.partition.name", *flags]
-    same_end = [one for one in everything if one.rpartition(".")[2] == key.rpartition(".")[2]]
-    return nearest(key, same_end) or nearest(key, everything)
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    types.NoneType: "null",
-}
-
-
-def _in_words(hint: Any) -> str:
-    """`int | None` as "a whole number or null"."""
-    if hint in _WORDS:
-        return _WORDS[hint]
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list of {_in_words(get_args(hint)[0]).removeprefix('a ')}s"
-    if hint is dict or get_origin(hint) is dict:
-        return "a mapping"
-    return " or ".join(_in_words(one) for one in get_args(hint))
 
 
 # ---- where values come from
@@ -450,26 +135,26 @@ class _Source:
     def put(self, key: str, value: Any, origin: str) -> None:
         """Set one key; it must be known, or lie below one that holds a mapping of options."""
         section = key.partition(".")[0]
-        if section in _SECTIONS and (section != key or isinstance(value, Mapping)):
+        if section in SECTIONS and (section != key or isinstance(value, Mapping)):
             self._values.pop(section, None)  # a key below a section ends its being null
-        if key in _SECTIONS and isinstance(value, Mapping):
+        if key in SECTIONS and isinstance(value, Mapping):
             for name, one in value.items():
                 self.put(f"{key}.{name}", one, origin)
-        elif key in _SECTIONS or key in _keys():
+        elif key in SECTIONS or key in all_keys():
             for values in (self._values, self._origins):
                 for below in [one for one in values if one.startswith(f"{key}.")]:
                     del values[below]
             self._values[key], self._origins[key] = value, origin
         else:
-            owners = [one for one, known in _keys().items() if "mapping" in _in_words(known.hint)]
+            owners = [one for one, known in all_keys().items() if "mapping" in in_words(known.hint)]
             owner = next((one for one in owners if key.startswith(f"{one}.")), None)
             if owner is None:
-                raise UserError(f"`{key}` must be a known key. {_nearest_key(key)}".rstrip() + f" Set {origin}.")
+                raise UserError(f"`{key}` must be a known key. {nearest_key(key)}".rstrip() + f" Set {origin}.")
             self._put_below(owner, key.removeprefix(f"{owner}."), value, origin)
 
     def _put_below(self, owner: str, rest: str, value: Any, origin: str) -> None:
         """Set an option inside the mapping that `owner` holds, given or by default."""
-        current = self._values.get(owner, _keys()[owner].default)
+        current = self._values.get(owner, all_keys()[owner].default)
         options = copy.deepcopy(current) if isinstance(current, dict) else {}
         if rest in ("name", "class_path") and options.get(rest) != value:
             # Options of the old choice do not fit the new one; those set beside the new name do.
@@ -502,20 +187,20 @@ class _Source:
 
 def _check_null(key: str, value: Any) -> None:
     """jsonargparse lets null pass for any type; what a section itself holds here is null or no mapping."""
-    if key in _SECTIONS:
-        must = "be a mapping of keys" + (" or null" if key in _MAY_BE_NULL else "")
+    if key in SECTIONS:
+        must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
         advice = f"Write {key}: {{name: {value}}}." if isinstance(value, str) else ""
-        require(value is None and key in _MAY_BE_NULL, key, must, value, advice)
+        require(value is None and key in MAY_BE_NULL, key, must, value, advice)
     elif value is None:
-        hint = _keys()[key].hint
-        require(types.NoneType in get_args(hint), key, f"be {_in_words(hint)}", value)
+        hint = all_keys()[key].hint
+        require(types.NoneType in get_args(hint), key, f"be {in_words(hint)}", value)
 
 
 def _typed(values: Mapping[str, Any]) -> Options:
     """The values as dataclasses, their types checked and converted by jsonargparse."""
     import jsonargparse
 
-    null = [key for key in values if key in _SECTIONS]
+    null = [key for key in values if key in SECTIONS]
     given: dict[str, Any] = {}
     for key, value in values.items():
         section, _, name = key.rpartition(".")
@@ -530,20 +215,24 @@ def _typed(values: Mapping[str, Any]) -> Options:
         raise _wrong_type(found[1], values[found[1]]) from None
     for key, value in values.items():  # jsonargparse reads a text as YAML once more: a folder "#" would become null
         section, _, name = key.rpartition(".")
-        if key in _keys() and isinstance(value, str) and str in (_keys()[key].hint, *get_args(_keys()[key].hint)):
+        if (
+            key in all_keys()
+            and isinstance(value, str)
+            and str in (all_keys()[key].hint, *get_args(all_keys()[key].hint))
+        ):
             (typed[section] if section else typed)[name] = value
-    sections = {name: None if name in null else kind(**typed[name]) for name, kind in _SECTIONS.items()}
+    sections = {name: None if name in null else kind(**typed[name]) for name, kind in SECTIONS.items()}
     return Options(**(typed | sections))
 
 
 def _wrong_type(key: str, value: Any) -> UserError:
-    hint = _keys()[key].hint
+    hint = all_keys()[key].hint
     advice = ""
     if get_origin(hint) is Literal:
         advice = nearest(str(value), get_args(hint))
-    elif isinstance(value, str) and "mapping" in _in_words(hint):
+    elif isinstance(value, str) and "mapping" in in_words(hint):
         advice = f"Write {{{value}: {{}}}}." if key == "strategies" else f"Write {{name: {value}}}."
-    return UserError(f"`{key}` must be {_in_words(hint)}, got {value!r}. {advice}".rstrip())
+    return UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip())
 
 
 # ---- YAML
@@ -605,7 +294,7 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
     words = iter(argv)
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or key.partition(".")[0] not in _hints(Options):
+        if not word.startswith("--") or key.partition(".")[0] not in hints(Options):
             others.append(word)
             continue
         if not equals:
@@ -617,7 +306,7 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
 
 def _value(key: str, text: str) -> Any:
     """The text of an override as YAML; for a key that holds text, the text itself."""
-    hint = _keys()[key].hint if key in _keys() else None
+    hint = all_keys()[key].hint if key in all_keys() else None
     if hint is not str and get_origin(hint) is not Literal and str not in get_args(hint):
         return _parse_yaml(text, f"--{key}")
     return None if text == "null" and types.NoneType in get_args(hint) else text
@@ -647,7 +336,7 @@ def _parse_flags(
     flags, unknown = parser.parse_known_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]
-        near = _nearest_key(word.removeprefix("--"), vars(flags)).replace("`", "`--", 1)
+        near = nearest_key(word.removeprefix("--"), vars(flags)).replace("`", "`--", 1)
         raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
     return flags
 
@@ -660,11 +349,11 @@ def _key_parser() -> jsonargparse.ArgumentParser:
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=argparse.SUPPRESS)
     groups = {"": parser.add_argument_group("run")}
-    for name, kind in _SECTIONS.items():
+    for name, kind in SECTIONS.items():
         text = docstring_parser.parse(kind.__doc__ or "")
         words = f"{text.short_description} {text.long_description or ''}"
         groups[name] = parser.add_argument_group(name, words)
-    for key, known in _keys().items():
+    for key, known in all_keys().items():
         group = groups[key.rpartition(".")[0]]
         group.add_argument(f"--{key}", type=known.hint, default=known.default, help=known.help, metavar="VALUE")
     return parser

@@ -6,8 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfl_lightning.config import Options, load
+from dpfl_lightning.config import load
 from dpfl_lightning.errors import UserError, command
+from dpfl_lightning.options import Options
 
 
 @command

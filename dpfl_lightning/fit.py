@@ -11,8 +11,9 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import Options, load, to_dict
+from dpfl_lightning.config import load
 from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.options import Options, to_dict
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.state import RunResult

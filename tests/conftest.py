@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 
 torch.set_num_threads(1)  # tests run side by side
 

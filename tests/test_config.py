@@ -14,22 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import config
-from dpfl_lightning.config import (
+from dpfl_lightning.config import from_mapping, load, save, to_yaml
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.options import (
     ClientOptions,
     DataOptions,
     EngineOptions,
     Options,
     PrivacyOptions,
     TrackingOptions,
+    all_keys,
     check,
     departures,
-    from_mapping,
-    load,
-    save,
     to_dict,
-    to_yaml,
 )
-from dpfl_lightning.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf"
 NOISE_KEY = "0123456789abcdef" * 2
@@ -254,7 +252,7 @@ except SystemExit as end:
     assert (
         text.startswith("usage: a.b ") and "Trains." in text and "go on" in text and "<" not in text.replace("< ", "")
     )
-    for key, known in config._keys().items():
+    for key, known in all_keys().items():
         assert f"--{key} " in text
         assert known.help and known.help in text
 
@@ -273,8 +271,8 @@ def test_help_lists_the_names_there_are() -> None:
         "strategies": list(strategies.STRATEGIES),
     }.items():
         for name in names:
-            assert name in config._keys()[key].help, f"`--help` of {key} does not mention {name}"
-    for name in get_args(config._keys()["privacy.accountant"].hint):
+            assert name in all_keys()[key].help, f"`--help` of {key} does not mention {name}"
+    for name in get_args(all_keys()["privacy.accountant"].hint):
         assert get_accountant(name).name == name
 
 

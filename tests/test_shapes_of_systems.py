@@ -11,11 +11,11 @@ from conftest import FIXED_KEY, small_net
 from torch import nn
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.federated.state import ClassGradients, Delivered
+from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.schedule import Planned
 from dpfl_lightning.strategies.size_weighted import SizeWeighted

@@ -14,11 +14,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpfl_lightning import models
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.loop import FederatedLoop
 from dpfl_lightning.federated.state import ServerState
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.noise import Streams
 
 CLIENTS, RECORDS, BATCH, CLIP, NOISE, RATE, REPEATS = 8, 2400, 64, 3.0, 1.0, 0.01, 3

@@ -18,7 +18,6 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated import aggregate
@@ -42,6 +41,7 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS

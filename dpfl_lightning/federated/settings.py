@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.state import RunSchedule
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent

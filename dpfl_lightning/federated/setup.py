@@ -11,13 +11,13 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import Options, to_dict
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import Engine, SerialEngine, TrainerEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.options import Options, to_dict
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
 ENGINES: dict[str, type[SerialEngine]] = {"fast": FastEngine, "serial": SerialEngine, "trainer": TrainerEngine}

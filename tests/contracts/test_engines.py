@@ -10,7 +10,6 @@ import torch
 from conftest import FIXED_KEY, small_net
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated import aggregate
@@ -19,6 +18,7 @@ from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.federated.state import ClassGradients, ServerState
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.fedprox import FedProx
 

@@ -9,9 +9,9 @@ import torch
 from conftest import FIXED_KEY, blobs, small_net
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import HOOKS, ServerCallback
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.uniform import Uniform

@@ -14,10 +14,10 @@ import torch
 from conftest import FIXED_KEY, small_net
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 
 

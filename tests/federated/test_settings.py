@@ -6,9 +6,9 @@ import math
 
 import pytest
 
-from dpfl_lightning.config import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 
 
 def test_each_client_has_its_own():
