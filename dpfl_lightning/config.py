@@ -87,6 +87,18 @@ def load(
     return options, flags
 
 
+def options_file(folder: str, key: str) -> str:
+    """The file with the options of the run in `folder`, for `config_of`; `key` is the flag that named the folder.
+
+    Raises:
+        UserError: it is not the folder of a run.
+    """
+    path = Path(folder) / "options.yaml"
+    if not path.is_file():
+        raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/.")
+    return str(path)
+
+
 def from_mapping(raw: Mapping[str, Any]) -> Options:
     """The options of a nested mapping, as a YAML file holds it; missing keys take their defaults.
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfl_lightning.config import load
+from dpfl_lightning.config import load, options_file
 from dpfl_lightning.errors import UserError, command
 from dpfl_lightning.options import Options
 
@@ -18,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda parser: parser.add_argument("run", metavar="RUN", help="folder of a finished run"),
         prog="python -m dpfl_lightning.evaluate",
         description="Evaluate a finished run; --data.* keys choose other data of the same shape.",
-        config_of=lambda flags: str(Path(flags.run) / "options.yaml"),
+        config_of=lambda flags: options_file(flags.run, "RUN"),
     )
     report = evaluate_run(options, Path(flags.run))
     accuracy = report["test_accuracy"]

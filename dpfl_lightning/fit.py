@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import load
-from dpfl_lightning.errors import UserError, command, require
+from dpfl_lightning.config import load, options_file
+from dpfl_lightning.errors import command, require
 from dpfl_lightning.options import Options, to_dict
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _flags,
         prog="python -m dpfl_lightning.fit",
         description="Differentially private federated training, every client with its own budget.",
-        config_of=lambda flags: _options_file(flags.resume) if flags.resume else None,
+        config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume else None,
     )
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
@@ -130,18 +130,9 @@ def _seeds(text: str) -> list[int]:
     return seeds
 
 
-def _options_file(folder: str) -> str:
-    path = Path(folder) / "options.yaml"
-    if not path.is_file():
-        raise UserError(
-            f"`--resume` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/."
-        )
-    return str(path)
-
-
 def _check_unchanged(options: Options, folder: str) -> None:
     """A resumed run is the same run: what decides its releases must be what it began with."""
-    begun, now = to_dict(load(["--config", _options_file(folder)])[0]), to_dict(options)
+    begun, now = to_dict(load(["--config", options_file(folder, "--resume")])[0]), to_dict(options)
     for key in begun:
         same = begun[key] == now[key] or key in _FREE
         require(

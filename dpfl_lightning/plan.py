@@ -59,22 +59,17 @@ class ClientPlan:
     @property
     def noise_multiplier(self) -> float:
         """Noise std / clip norm of the most frequent release."""
-        return self._main.noise_multiplier or 0.0
+        return self.schedule.main.noise_multiplier or 0.0
 
     @property
     def sample_rate(self) -> float:
         """Poisson probability of a record in a step of the most frequent release."""
-        return self._main.sample_rate
+        return self.schedule.main.sample_rate
 
     @property
     def steps(self) -> int:
         """Noised steps of the whole run."""
         return sum(event.steps for event in self.schedule.events() if isinstance(event, GaussianEvent))
-
-    @property
-    def _main(self) -> GaussianEvent:
-        lines = [(line.count, line.event) for line in self.schedule.planned]
-        return max(((n, e) for n, e in lines if isinstance(e, GaussianEvent)), key=lambda pair: pair[0])[1]
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON; an infinite epsilon is None."""

@@ -24,7 +24,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 import dpfl_lightning
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.figures import figures, per_client
@@ -112,6 +112,7 @@ class Tracking(ServerCallback):
             warnings.warn(
                 f"MLflow at {shown(self.uri)} did not get: {', '.join(missing)}. The result is complete in "
                 f"{result.output_dir}.",
+                UserNotice,
                 stacklevel=2,
             )
 
@@ -210,6 +211,7 @@ class Tracking(ServerCallback):
             warnings.warn(
                 f"MLflow at {shown(self.uri)} failed; training goes on, and tracking is tried again: "
                 f"{_why(failed, self.uri)}",
+                UserNotice,
                 stacklevel=2,
             )
         return failed is None

@@ -84,6 +84,7 @@ def test_resume_goes_on_only_with_the_run_it_was(tmp_path, capsys):
 
 def test_evaluate_names_what_is_wrong(tmp_path, capsys):
     assert evaluate([str(tmp_path / "nowhere")]) == 2
+    assert "`RUN` must be the folder of a run" in capsys.readouterr().err
     assert fit([*DIGITS, "--output_dir", str(tmp_path / "run")]) == 0
     (tmp_path / "run" / "result.json").unlink()
     assert evaluate([str(tmp_path / "run")]) == 2

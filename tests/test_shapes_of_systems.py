@@ -165,7 +165,10 @@ class ClassGradientRun(ServerCallback):
         self._synthetic = combined  # [1, num_classes, P]
         return dataclasses.replace(state, models=torch.randn_like(state.models))
 
+    delivered = 0
+
     def deliver(self, state, view):
+        self.delivered += 1
         return Delivered(torch.ones_like(state.models), state.model_of)
 
 
@@ -173,6 +176,7 @@ def test_class_gradients_reach_the_server_and_another_net_is_delivered(make_loop
     distiller = ClassGradientRun()
     loop = make_loop(callbacks=[SizeWeighted(), distiller])
     loop.run()
+    assert distiller.delivered == 3, "once a round, though evaluation, result and export all ask for it"
     assert distiller._synthetic.shape == (1, 3, loop.module.num_params)
     assert torch.equal(torch.load(loop.output_dir / "model.pt")["0.bias"], torch.ones(8))
     assert all(event.steps == 1 for event in loop.budgets.ledger.events(2))

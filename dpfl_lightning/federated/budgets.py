@@ -54,18 +54,19 @@ class Budgets:
             starts: `[P]` for each client of the plan: what its release begins from.
         """
         charges = {}
+        known: dict[tuple[int, int], bytes] = {}  # most clients begin at one model: it is hashed once a round
         for row, (client, start) in enumerate(zip(plan.clients, starts, strict=True)):
             mechanism, steps = plan.mechanism_of[row], plan.steps[row]
             anchor = None if plan.anchors is None else plan.anchors[plan.anchor_of[row]]
             what = (start, mechanism, steps, plan.learning_rate_of[row], plan.job, anchor, plan.pull)
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
-            charges[client] = Charge(client, plan.round, plan.purpose, self._digest(*what), event)
+            charges[client] = Charge(client, plan.round, plan.purpose, self._digest(what, known), event)
         plan = plan.only(lambda client: self._payable(charges[client]))
         return plan, self.ledger.charge([charges[client] for client in plan.clients])
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
         """The clients that can pay for their answer, charged and synced, and each one's attempt number."""
-        digest = self._digest(*dataclasses.astuple(query)) if dataclasses.is_dataclass(query) else self._digest(query)
+        digest = self._digest(dataclasses.astuple(query) if dataclasses.is_dataclass(query) else (query,), {})
         charges = [Charge(client, round, query.purpose, digest, query.event) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self.ledger.charge(charges)
@@ -87,8 +88,7 @@ class Budgets:
 
     def noise_multiplier(self, client: int) -> float:
         """Of the client's most frequent Gaussian release."""
-        gaussian = [line for line in self.schedule.clients[client].planned if isinstance(line.event, GaussianEvent)]
-        return self.schedule.clients[client].noise_multiplier(max(gaussian, key=lambda line: line.count).purpose)
+        return self.schedule.clients[client].main.noise_multiplier or 0.0
 
     def steps(self, client: int) -> int:
         """Noised steps the client has paid for."""
@@ -110,14 +110,19 @@ class Budgets:
             )
         return self.ledger.holds(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
 
-    def _digest(self, *values: object) -> str:
+    def _digest(self, values: Sequence[object], known: dict[tuple[int, int], bytes]) -> str:
+        """Of all values; `known` keeps the tensors' own digests by the memory they lie in."""
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16, key=self.secret)
         for value in values:
-            digest.update(_bytes(value))
+            if isinstance(value, Tensor):
+                place = (value.data_ptr(), value.numel())
+                if place not in known:
+                    known[place] = hashlib.blake2b(_memory(value), digest_size=32).digest()
+                digest.update(known[place])
+            else:
+                digest.update(repr(value).encode())
         return digest.hexdigest()
 
 
-def _bytes(value: object) -> bytes:
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu").contiguous().view(torch.uint8).numpy().tobytes()
-    return repr(value).encode()
+def _memory(value: Tensor) -> memoryview:
+    return value.detach().to("cpu").contiguous().view(torch.uint8).numpy().data

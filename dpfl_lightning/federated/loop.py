@@ -43,6 +43,7 @@ from dpfl_lightning.federated.state import (
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat
+from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.privacy.schedule import calibrate
@@ -107,7 +108,10 @@ class FederatedLoop:
         self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
         self.options = dict(options or {})
-        self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
+        self.sampling = "poisson" if privacy is None else privacy.sampling
+        # round -> what was made for it, of the latest such round only
+        self.evaluated: dict[int, Evaluation] = {}
+        self._delivered: dict[int, Delivered] = {}
         self.settings = client_settings(population.num_records, clients or ClientOptions(), privacy, seed)
         self.accountant = accountant_of(privacy)
         self.facts = population.facts(
@@ -174,8 +178,11 @@ class FederatedLoop:
         return evaluate(self.module, self.population, self.delivered(state), self.engine.personalised, enter)
 
     def delivered(self, state: ServerState) -> Delivered:
-        answer = one_of(self.callbacks, "deliver", state, self.view(state))
-        return Delivered(state.models, state.model_of) if answer is None else answer
+        """What `deliver` answers, asked once a round (it may train a net), or the server's models."""
+        if state.round not in self._delivered:
+            answer = one_of(self.callbacks, "deliver", state, self.view(state))
+            self._delivered = {state.round: Delivered(state.models, state.model_of) if answer is None else answer}
+        return self._delivered[state.round]
 
     def view(self, state: ServerState) -> View:
         """What callbacks see before round `state.round + 1`."""
@@ -210,8 +217,7 @@ class FederatedLoop:
         given_key = None if self.privacy is None else self.privacy.noise_key
         path = self.output_dir
         self.folder = RunFolder.reopen(path) if resume else RunFolder.claim(path, self.options, given_key)
-        sampling = "poisson" if self.privacy is None else self.privacy.sampling
-        self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), sampling)
+        self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), self.sampling)
         device = torch.cuda.get_device_name() if self.fabric.device.type == "cuda" else self.fabric.device.type
         parts = (
             code_fingerprint(),
@@ -224,7 +230,7 @@ class FederatedLoop:
             self.schedule,
             self.folder.open_ledger(),
             self.accountant,
-            SAMPLINGS[sampling],
+            SAMPLINGS[self.sampling],
             fingerprint=repr(parts),
             secret=self.folder.noise_key.to_bytes(16, "big"),
             caveats=self._caveats(),
@@ -241,7 +247,8 @@ class FederatedLoop:
         saved = self.folder.load_checkpoint(self.fabric.device)
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
         for name, callback in self._named_callbacks():
-            callback.load_state_dict(saved["callbacks"].get(name, {}))
+            if name in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
         self.saved_at, self.snapshot = time.perf_counter(), saved
@@ -276,10 +283,12 @@ class FederatedLoop:
         self.folder.save_checkpoint(self.snapshot)
         if finished and self.state.round not in self.evaluated:
             self.evaluated = {self.state.round: self.evaluate(self.state)}
-        result = self._result(reason, finished)
+        guarantees = self.budgets.guarantees()
+        model_of = self.delivered(self.state).model_of if finished else self.state.model_of
+        result = self._result(reason, finished, guarantees, model_of)
         if finished:
             self.folder.save_models(self.module, self.delivered(self.state))
-            self.folder.save_json("guarantees.json", [one.as_dict() for one in self.budgets.guarantees()])
+            self.folder.save_json("guarantees.json", [one.as_dict() for one in guarantees])
             self.folder.save_json("result.json", result.as_dict())
         watch(self.callbacks, "on_run_end", view, result)
         return result
@@ -303,9 +312,11 @@ class FederatedLoop:
             client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
         )
 
-    def _result(self, reason: str, finished: bool) -> RunResult:
+    def _result(
+        self, reason: str, finished: bool, guarantees: Sequence[Guarantee], model_of: Sequence[int]
+    ) -> RunResult:
         seconds = max(self.snapshot["seconds"], 1e-9)
-        guarantees, scores = self.budgets.guarantees(), self.evaluated.get(self.state.round)
+        scores = self.evaluated.get(self.state.round)
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -314,7 +325,7 @@ class FederatedLoop:
             records_per_second=self.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, self.delivered(self.state).model_of),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
         )
@@ -330,7 +341,7 @@ class FederatedLoop:
             estimated_seconds=seconds_per_record * records * (self.rounds - first_round + 1),
             engine=f"{self.engine.name} ({self.engine.description})",
             device=str(self.fabric.device),
-            sampling="poisson" if self.privacy is None else self.privacy.sampling,
+            sampling=self.sampling,
             accountant=self.accountant.name,
             options=self.options,
         )
@@ -340,14 +351,9 @@ class FederatedLoop:
         return self._info(first_round, seconds_per_record(self.engine, self.module, self.population, batch))
 
     def _caveats(self) -> list[Caveat]:
-        words = []
-        if self.privacy is not None and self.privacy.sampling == "shuffle":
-            words.append(Caveat(SAMPLINGS["shuffle"]))
-        if self.folder.noise_key_was_given:
-            words.append(
-                Caveat("the noise key was given in the configuration: whoever reads it can subtract the noise")
-            )
-        return [*words, *map(Caveat, self.population.caveats)]
+        given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
+        words = [given] if self.folder.noise_key_was_given else []
+        return [Caveat(one) for one in (*words, *self.population.caveats)]
 
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1

@@ -35,7 +35,6 @@ class RunFolder:
         self.options = path / "options.yaml"
         self.ledger_file = path / "ledger.jsonl"
         self.checkpoint = path / "checkpoint.pt"
-        self.result = path / "result.json"
 
     @classmethod
     def claim(cls, path: str | Path, options: Mapping[str, Any], given_key: str | None = None) -> RunFolder:
@@ -137,7 +136,10 @@ def code_fingerprint() -> str:
 
 
 def data_fingerprint(population: Population) -> str:
-    """Digest of every client's records: another data set is another release. Never leaves the run folder."""
+    """Digest of every client's records: another data set is another release.
+
+    **Privacy** Private: it goes into keyed digests only (`Budgets`), never into a file.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (population.x, population.y, *population.train_of):
         digest.update(tensor.cpu().contiguous().numpy().data)

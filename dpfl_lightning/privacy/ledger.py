@@ -60,8 +60,9 @@ class Ledger:
             raise UserError(
                 f"`{path}` is being written by another run. Wait for it, or choose another --output_dir."
             ) from None
-        self._charges: dict[tuple[int, int, str, str], Charge] = {}
+        self._keys: set[tuple[int, int, str, str]] = set()
         self._used: Counter[tuple[int, str]] = Counter()
+        self._events: defaultdict[int, list[Event]] = defaultdict(list)
         self._attempts: dict[tuple[int, int, str], list[str]] = defaultdict(list)
         self._cut_torn_line()
         for charge in read_ledger(path):
@@ -69,7 +70,7 @@ class Ledger:
 
     def charge(self, charges: Sequence[Charge]) -> list[int]:
         """Write the charges that are new and sync; returns each one's attempt number (0 unless released before)."""
-        new = [charge for charge in charges if charge.key not in self._charges]
+        new = [charge for charge in charges if charge.key not in self._keys]
         if new:
             self._file.write(b"".join(_line(charge) for charge in new))
             self._file.flush()
@@ -80,7 +81,7 @@ class Ledger:
 
     def holds(self, charge: Charge) -> bool:
         """Whether this very release is already paid for (a replay)."""
-        return charge.key in self._charges
+        return charge.key in self._keys
 
     def used(self, client: int, purpose: str) -> int:
         """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
@@ -88,14 +89,15 @@ class Ledger:
 
     def events(self, client: int) -> list[Event]:
         """Everything the client has paid for, in order."""
-        return [charge.event for charge in self._charges.values() if charge.client == client]
+        return list(self._events[client])
 
     def close(self) -> None:
         self._file.close()
 
     def _remember(self, charge: Charge) -> None:
-        self._charges[charge.key] = charge
+        self._keys.add(charge.key)
         self._used[charge.client, charge.purpose] += 1
+        self._events[charge.client].append(charge.event)
         self._attempts[charge.key[:3]].append(charge.release)
 
     def _cut_torn_line(self) -> None:

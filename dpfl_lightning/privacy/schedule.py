@@ -69,6 +69,18 @@ class ClientSchedule:
         """What the whole run releases."""
         return [repeated(line.event, line.count) for line in self.planned]
 
+    @property
+    def main(self) -> GaussianEvent:
+        """One of the most frequent Gaussian releases: what "the" noise and rate of a client are.
+
+        Raises:
+            KeyError: no Gaussian release is planned.
+        """
+        gaussian = [(line.count, line.event) for line in self.planned if isinstance(line.event, GaussianEvent)]
+        if not gaussian:
+            raise KeyError("no Gaussian release is planned")
+        return max(gaussian, key=lambda pair: pair[0])[1]
+
     def count_of(self, purpose: str) -> int:
         """Planned releases of that purpose; 0 for one that is not planned."""
         return sum(line.count for line in self.planned if line.purpose == purpose)

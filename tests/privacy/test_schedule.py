@@ -262,3 +262,11 @@ def test_a_thousand_different_clients():
     begun = time.process_time()
     assert len(calibrate(clients, RDP)) == 1000
     assert time.process_time() - begun < 30
+
+
+def test_the_main_release_is_the_most_frequent_gaussian_one():
+    many, once = GaussianEvent(0.1, 1.0, 9), GaussianEvent(1.0, 5.0)
+    lines = (Planned("select", SelectionEvent(0.1), 99), Planned("first", once, 1), Planned("train", many, 30))
+    assert ClientSchedule(1.0, 1e-4, lines).main == many
+    with pytest.raises(KeyError):
+        _ = ClientSchedule(1.0, 1e-4, lines[:1]).main
