@@ -95,7 +95,7 @@ class FastEngine(SerialEngine):
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
         seat = copy.copy(self)
         seat.module = copy.deepcopy(self.module)
-        seat.clipped_sum = seat.choose_clipped_sum()
+        seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
         return seat
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:

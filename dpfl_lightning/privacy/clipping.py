@@ -56,6 +56,10 @@ class ClippedSum(Protocol):
         num_groups: int = 1,
     ) -> Tensor: ...
 
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
+        """The same sum for a copy of its net, so that two threads can work: a forward touches the net."""
+        ...
+
     def enter(self, x: Tensor) -> Tensor:
         """`x` `[B, *X]` as it best enters the net: the same values, perhaps in another memory format."""
         ...
@@ -193,6 +197,9 @@ class VmapClippedSum:
             groups = None if group is None else group[rows]
             totals.add(clip_factors(norms, clip_norm), groups, partial(_times, grads))
         return totals.rounded()
+
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
+        return VmapClippedSum(sample_loss, self.chunk)
 
     def enter(self, x: Tensor) -> Tensor:
         return x

@@ -158,6 +158,9 @@ class FastClippedSum:
             totals.add(clip_factors(norms, clip_norm), groups, partial(_weighted, params, grads))
         return totals.rounded()
 
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
+        return FastClippedSum(net, sample_loss, self.chunk, self.channels_last)
+
     def enter(self, x: Tensor) -> Tensor:
         """`x` in the memory format that suits the net, for any forward of it."""
         return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x

@@ -490,3 +490,18 @@ def test_user_errors(net):
 
 def test_keep_freed_memory_answers():
     assert keep_freed_memory() in (True, False)
+
+
+@pytest.mark.parametrize("kind", ["fast", "vmap"])
+def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
+    net = nn.Sequential(nn.Conv2d(1, 3, 3), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(27, 4))
+    first = FastClippedSum(net, chunk=5) if kind == "fast" else VmapClippedSum(cross_entropy_of(net), chunk=5)
+    twin = copy.deepcopy(net)
+    second = first.copy_for(twin, cross_entropy_of(twin))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x, y = torch.randn(7, 1, 8, 8), torch.randint(4, (7,))
+    calls: list[int] = []
+    net.register_forward_hook(lambda *_: calls.append(1))
+    ours = second(params, x, y, 1.0)
+    assert second.chunk == 5 and not calls, "only the twin was run"
+    assert torch.equal(ours, first(params, x, y, 1.0)) and calls
