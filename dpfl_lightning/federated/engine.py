@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
 from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
@@ -21,6 +23,8 @@ from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps
 
 Batch = tuple[Tensor, Tensor]
+
+FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
 
 
 class Engine(Protocol):
@@ -35,12 +39,21 @@ class Engine(Protocol):
         """Once a run, before the first round: module and population are on their device."""
         ...
 
-    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
-        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream."""
+    def train(
+        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+    ) -> ClientUpdates:
+        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream.
+
+        With `say` `[K, C]` they are streamed into the sum `say @ deltas`, and none is kept.
+        """
         ...
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         """The noised answers of the query's clients."""
+        ...
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        """The net's outputs `[n, ...]` with parameters `model` `[P]` for `rows` `[n]` of the population's storage."""
         ...
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
@@ -71,19 +84,18 @@ class SerialEngine:
     def choose_clipped_sum(self) -> ClippedSum:
         return VmapClippedSum(self.module.sample_loss)
 
-    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
-        deltas = self.releases(plan, state, attempts)
-        noise_std = [
-            mechanism.noise_std(steps, learning_rate)
-            for mechanism, steps, learning_rate in zip(
-                plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True
-            )
-        ]
-        return ClientUpdates(plan.clients, torch.stack(deltas), plan.steps, tuple(noise_std))
+    def train(
+        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+    ) -> ClientUpdates:
+        received = Received(plan, say)
+        for row, release in self.releases(plan, state, attempts):
+            received.take(row, release)
+        return received.updates()
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        """What each client of the plan sends, in the plan's order."""
-        return [self.release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """What each client of the plan sends, with its row in the plan, in any order."""
+        for row, attempt in enumerate(attempts):
+            yield row, self.release(plan, row, state, attempt)
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         answers = {}
@@ -93,6 +105,15 @@ class SerialEngine:
             generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
             answers[client] = query.answer(self.module, x, y, generator)
         return answers
+
+    @torch.inference_mode()
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        params = self.module.unflatten(model)
+        parts = []
+        for chunk in rows.split(FORWARD_CHUNK):
+            x = self.clipped_sum.enter(self.population.x[chunk])
+            parts.append(functional_call(self.module.net, params, (x,)))
+        return torch.cat(parts)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         """The client's parameters `[P]` after its steps from `start` `[P]`."""

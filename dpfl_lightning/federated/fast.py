@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import queue
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.engine import FORWARD_CHUNK, DrawnBatches, SerialEngine
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum
@@ -74,22 +75,41 @@ class FastEngine(SerialEngine):
         self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        def one(row: int) -> Tensor:
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        longest_first = sorted(range(len(attempts)), key=lambda row: -plan.steps[row])
+        return self._side_by_side(lambda seat, row: seat.release(plan, row, state, attempts[row]), longest_first)
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
+        done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
+        return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
+
+    def _side_by_side(
+        self, work: Callable[[SerialEngine, int], Tensor], numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Tensor]]:
+        """`work(seat, number)` for all numbers, as they are done; only so many are begun that few results wait."""
+
+        def seated(number: int) -> Tensor:
             seat = self._seats.get()
             try:
-                return seat.release(plan, row, state, attempts[row])
+                return work(seat, number)
             finally:
                 self._seats.put(seat)
 
-        longest_first = sorted(range(len(attempts)), key=lambda row: -plan.steps[row])
-        tasks = {row: self._pool.submit(one, row) for row in longest_first}
+        running: dict[Future[Tensor], int] = {}
+        waiting = iter(numbers)
         try:
-            return [tasks[row].result() for row in range(len(attempts))]
-        except BaseException:
-            for task in tasks.values():
+            while True:
+                for number in itertools.islice(waiting, 2 * (self.workers or 1) - len(running)):
+                    running[self._pool.submit(seated, number)] = number
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for task in done:
+                    yield running.pop(task), task.result()
+        finally:
+            for task in running:
                 task.cancel()
-            raise
 
     def _another_seat(self) -> SerialEngine:
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""

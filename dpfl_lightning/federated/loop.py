@@ -161,21 +161,29 @@ class FederatedLoop:
         plan = fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view)
         plan, attempts = self.budgets.charge_round(plan, self._starts(plan, state))  # a crash never under-reports
         if not plan.clients:
-            return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), 0)
-        updates = self.engine.train(plan, state, attempts)
-        plan, updates = aggregate.drop_non_finite(plan, updates)
-        weights = aggregate.weigh(self.callbacks, plan, updates, view)  # [K, C]; an empty row leaves its model alone
+            return self._unmoved(state, plan)
+        say = aggregate.say_beforehand(self.callbacks, plan, view)  # None: single updates must be seen
+        updates = self.engine.train(plan, state, attempts, say)
+        arrived, say = aggregate.without_lost(plan, updates, say)
+        if not arrived.clients:
+            return self._unmoved(state, plan)
+        plan = arrived
+        say = aggregate.say(self.callbacks, plan, updates, view) if say is None else say  # [K, C]
+        weights = aggregate.normalised(say)  # an empty row leaves its model alone
         combined = one_of(self.callbacks, "combine", updates, weights, view)
-        combined = aggregate.combine(weights, updates.released) if combined is None else combined
+        combined = aggregate.combine(say, updates) if combined is None else combined
         stepped = one_of(self.callbacks, "step", state, combined, view)
         state = aggregate.step(state, combined) if stepped is None else stepped
         state = fold(self.callbacks, "refine", state, updates, view)
         return dataclasses.replace(state, round=plan.round), plan, weights
 
+    def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:
+        """A round in which nothing arrived."""
+        return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), len(plan.clients))
+
     def evaluate(self, state: ServerState) -> Evaluation:
         """The delivered models on test and held-out records."""
-        enter = self.engine.clipped_sum.enter
-        return evaluate(self.module, self.population, self.delivered(state), self.engine.personalised, enter)
+        return evaluate(self.module, self.population, self.delivered(state), self.engine)
 
     def delivered(self, state: ServerState) -> Delivered:
         """What `deliver` answers, asked once a round (it may train a net), or the server's models."""
