@@ -32,6 +32,7 @@ from dpfl_lightning.launcher import Launch, launched
 T = TypeVar("T")
 
 _PATIENCE = timedelta(weeks=1)  # for a message: a round may be long, and a rank that dies closes its socket anyway
+_FAREWELL = 10.0  # seconds for the others to end
 _MESSAGE, _END = 0, 1  # what a header announces: so many bytes; the end of the run with this exit status
 
 
@@ -164,13 +165,15 @@ class Ranks:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hear the others; after a run that ended well nobody is heard any more."""
+        """Hear the others, until they have answered the end of the run, or are gone."""
         threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.others]
         for thread in threads:
             thread.start()
-        yield
-        for thread in threads:
-            thread.join()
+        try:
+            yield
+        finally:  # a thread that comes back from torch while the interpreter ends would abort the process
+            for thread in threads:
+                thread.join(_FAREWELL)
 
     def _listen(self, rank: int) -> None:
         try:
@@ -246,13 +249,15 @@ def _fabric(device: str, launch: Launch) -> Fabric:
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {_first(error)}") from None
-    logging.getLogger("lightning.fabric").setLevel(logging.WARNING)  # lines of each rank about each rank otherwise
+    logging.disable(logging.INFO)  # it would tell of each rank on each rank
     try:
         fabric.launch()
     except (ValueError, RuntimeError) as error:
         raise UserError(
             f"`ranks` must all find each other, got on rank {launch.rank} of {launch.size}: {_first(error)}"
         ) from None
+    finally:
+        logging.disable(logging.NOTSET)
     return fabric
 
 
