@@ -6,6 +6,7 @@ Rank 0 writes `FOLDER/results.pt`: what each of `RUNS` came to.
 from __future__ import annotations
 
 import dataclasses
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +88,30 @@ class GradientsOfClasses(ServerCallback):
 
 class WithPersonalBias(ClientModule):
     personal = ("0.bias",)
+
+
+def slurm(rank: int, hosts: int, ranks_on_each: int, port: int) -> dict[str, str]:
+    """The variables of SLURM's `srun` for one rank, with all hosts on this machine."""
+    size, host = hosts * ranks_on_each, rank // ranks_on_each
+    names = {
+        "NTASKS": size,
+        "STEP_NUM_TASKS": size,
+        "NTASKS_PER_NODE": ranks_on_each,
+        "NNODES": hosts,
+        "NODEID": host,
+        "NODELIST": "127.0.0.1",
+        "JOB_NAME": "fit",
+        "JOB_ID": 1,
+        "PROCID": rank,
+        "LOCALID": rank % ranks_on_each,
+    }
+    return {"MASTER_PORT": str(port)} | {f"SLURM_{name}": str(value) for name, value in names.items()}
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
 
 
 RUNS: dict[str, Callable[[Path], FederatedLoop]] = {

@@ -14,6 +14,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+import ranked_runs
 from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.config import load
@@ -58,6 +59,47 @@ def test_the_commands_one_after_the_other(workplace):
         short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
         run(command + short, workplace)
     assert (workplace / "runs" / "digits_seeds" / "result.json").is_file()
+
+
+def ranks_lines(start: str) -> list[str]:
+    return [line for text in BASH for line in text.splitlines() if line.startswith(start)]
+
+
+def all_at_once(commands: list[tuple[str, dict[str, str]]], folder: Path) -> str:
+    """What the commands print together; all end well."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    own = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    started = [subprocess.Popen(shlex.split(one), cwd=folder, env=own | more, **pipes) for one, more in commands]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), said
+    return "".join(said)
+
+
+SHORT = " --rounds 2 --tracking null"
+
+
+def test_ranks_on_one_host(workplace):
+    (command,) = ranks_lines("torchrun --standalone")
+    assert ", 2 ranks" in all_at_once([(command + SHORT, {})], workplace)
+
+
+@pytest.mark.slow
+def test_ranks_on_two_hosts(workplace):
+    """Both on this machine."""
+    (command,) = ranks_lines("torchrun --nnodes 2")
+    command = command.replace("head:29500", f"127.0.0.1:{ranked_runs.free_port()}")
+    said = all_at_once([(command + SHORT, {})] * 2, workplace)
+    assert said.count(", 4 ranks") == 1
+
+
+@pytest.mark.slow
+def test_ranks_by_slurm(workplace):
+    """What `srun` would start, with its variables."""
+    (line,) = ranks_lines("srun --nodes 2 --ntasks-per-node 2 ")
+    command, port = line[line.index("python") :] + SHORT, ranked_runs.free_port()
+    said = all_at_once([(command, ranked_runs.slurm(rank, 2, 2, port)) for rank in range(4)], workplace)
+    assert said.count(", 4 ranks") == 1
 
 
 def test_the_tracking_page_answers(workplace):

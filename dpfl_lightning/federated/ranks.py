@@ -80,6 +80,8 @@ class Ranks:
             self.cores = self._own_cores()
         self._inbox: queue.SimpleQueue[tuple[int, Tensor | None]] = queue.SimpleQueue()
         self._leaving = threading.Lock()
+        self._sending = False
+        self._stop: BaseException | None = None  # a signal's exception that waits for the end of a message
 
     @property
     def others(self) -> range:
@@ -107,7 +109,7 @@ class Ranks:
         """
         if self.size == 1:
             return work()
-        with self._listening(), _handled(_stop_once, signal.SIGTERM, signal.SIGINT):
+        with self._listening(), _handled(self._stop_once, signal.SIGTERM, signal.SIGINT):
             try:
                 result = work()
             except BaseException as error:
@@ -143,11 +145,16 @@ class Ranks:
         packed = io.BytesIO()
         torch.save(message, packed)  # pickle, with each tensor's bytes once; tensors may lie on any device
         data = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
+        self._sending = True
         try:
             self._header(rank, _MESSAGE, len(data))
             dist.send(data, rank)
         except RuntimeError:
             self._gone(rank)
+        finally:
+            self._sending = False
+        if self._stop is not None:
+            raise self._stop
 
     def receive(self) -> tuple[int, Any]:
         """The next message and the rank it came from, in the order of arrival.
@@ -194,7 +201,17 @@ class Ranks:
         if self.rank > 0:
             self._header(0, _END, 0)
 
+    def _stop_once(self, number: int, frame: object) -> None:
+        """Handles a signal; one that comes while a message goes out waits, or the next would be read as its rest."""
+        _ignore(signal.SIGTERM, signal.SIGINT)
+        words = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
+        error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(words)
+        if not self._sending:
+            raise error
+        self._stop = error
+
     def _end_others(self, error: BaseException) -> None:
+        _ignore(signal.SIGTERM, signal.SIGINT)
         status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
         for rank in self.others:
             with suppress(RuntimeError):  # it may be the one that was lost
@@ -274,13 +291,6 @@ def _received(buffer: Tensor, rank: int) -> Tensor:
 
 
 # -- signals: only the main thread may handle them
-
-
-def _stop_once(number: int, frame: object) -> NoReturn:
-    _ignore(signal.SIGTERM, signal.SIGINT)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise LostRank("`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped.")
 
 
 @contextmanager

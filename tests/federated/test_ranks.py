@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -68,13 +67,8 @@ def srun(started):
     """What SLURM's `srun` does: a process for each task, told by variables; nobody looks after them."""
 
     def start(ranks: int, *command: str) -> list[subprocess.Popen]:
-        with socket.socket() as one:
-            one.bind(("127.0.0.1", 0))
-            port = str(one.getsockname()[1])
-        common = {"SLURM_NTASKS": str(ranks), "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks)}
-        common |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NAME": "fit"}
-        common |= {"SLURM_JOB_ID": "1", "MASTER_PORT": port}
-        return [started(*command, **common, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in range(ranks)]
+        port = ranked_runs.free_port()
+        return [started(*command, **ranked_runs.slurm(rank, 1, ranks, port)) for rank in range(ranks)]
 
     return start
 
