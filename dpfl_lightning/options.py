@@ -107,7 +107,8 @@ class EngineOptions:
     Args:
         name: fast, serial (the reference) or trainer (a lightning.Trainer for each client).
         device: auto takes a GPU where there is one.
-        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU.
+        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU. With
+            several ranks (torchrun, srun): on each rank; null then shares the host's cores among its ranks.
     """
 
     name: Literal["fast", "serial", "trainer"] = "fast"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import socket
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,9 @@ import torch
 from conftest import FIXED_KEY, blobs, small_net
 
 from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, PrivacyOptions, ServerCallback
+from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.federated.state import ClassGradients
 from dpfl_lightning.launcher import launched
@@ -86,6 +89,14 @@ class GradientsOfClasses(ServerCallback):
         return dataclasses.replace(state, models=state.models - combined.sum(dim=1))
 
 
+class Losing(FastEngine):
+    """What clients 1 and 3 release is never finite."""
+
+    def releases(self, plan, *args):
+        for row, delta in super().releases(plan, *args):
+            yield row, delta * float("nan") if plan.clients[row] % 2 else delta
+
+
 class WithPersonalBias(ClientModule):
     personal = ("0.bias",)
 
@@ -122,6 +133,8 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "personal": lambda folder: make_loop(folder, module=WithPersonalBias(small_net())),
     "selection": lambda folder: make_loop(folder, Selection()),
     "classes": lambda folder: make_loop(folder, GradientsOfClasses()),
+    "lost": lambda folder: make_loop(folder, engine=Losing()),
+    "lost, deltas": lambda folder: make_loop(folder, Median(), engine=Losing()),
     "other net": lambda folder: make_loop(folder, module=ClientModule(small_net(seed=launched().rank))),
 }
 
@@ -152,6 +165,7 @@ def broken_client(folder: Path) -> dict:
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", UserNotice)  # of updates that are lost
     results = {}
     for name, make in RUNS.items():
         loop = make(folder / name)

@@ -164,6 +164,16 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     _same_run(broken, unbroken)
 
 
+@pytest.mark.slow
+def test_a_rank_that_nobody_looks_after_is_missed_too(srun, tmp_path):
+    ranks = srun(3, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
+    _wait_for_rounds(tmp_path / "run", 2, ranks[0])
+    ranks[2].kill()
+    said = [_said(process, seconds=20) for process in ranks]
+    assert [status for status, _, _ in said] == [2, 2, -signal.SIGKILL] and said[1][1:] == ("", "")
+    assert said[0][2].startswith("error: `ranks` must all live until the run ends, got the end of rank 2. The run is")
+
+
 def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
     ranks = srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
     _wait_for_rounds(tmp_path / "run", 2, ranks[0])
