@@ -151,6 +151,7 @@ class RankedEngine:
         shares = [Share.of(rows, plan, state, attempts, say, personal) if rows else None for rows in rows_of]
         parts = [None if share is None else (share,) for share in shares]
         received = Received(plan, say)
+        self.seconds = {}
         for rank, (updates, own, seconds) in self._together("_train", parts):
             share = shares[rank]
             assert share is not None  # for mypy: it answered

@@ -90,14 +90,14 @@ class Ranks:
 
     def told(self, value: T) -> T:
         """Rank 0's `value`, on every rank, outside of runs."""
-        if self.size == 1:
+        if self.rank == 0:
+            for rank in self.others:
+                self.send(rank, value)
             return value
-        box = [value]
         try:
-            dist.broadcast_object_list(box, src=0)
+            return self._unpacked(self._hear(0))
         except RuntimeError:
             self._gone(0)
-        return box[0]
 
     # -- a run
 
@@ -165,8 +165,7 @@ class Ranks:
         rank, data = self._inbox.get()
         if data is None:
             self._gone(rank)
-        packed = io.BytesIO(data.numpy().data)
-        return rank, torch.load(packed, map_location=self.fabric.device, weights_only=False)
+        return rank, self._unpacked(data)
 
     # -- below messages
 
@@ -184,15 +183,22 @@ class Ranks:
 
     def _listen(self, rank: int) -> None:
         try:
-            while True:
-                kind, number = _received(torch.empty(2, dtype=torch.int64), rank).tolist()
-                if kind == _END:
-                    return self._ended(number)
-                self._inbox.put((rank, _received(torch.empty(number, dtype=torch.uint8), rank)))
+            while not isinstance(heard := self._hear(rank), int):
+                self._inbox.put((rank, heard))
+            self._ended(heard)
         except RuntimeError:  # the connection was closed
             if self.rank > 0:
                 self._gone(rank)
             self._inbox.put((rank, None))
+
+    def _hear(self, rank: int) -> Any:
+        """The bytes of the next message of `rank`, or the exit status with which the run has ended."""
+        kind, number = _received(torch.empty(2, dtype=torch.int64), rank).tolist()
+        return number if kind == _END else _received(torch.empty(number, dtype=torch.uint8), rank)
+
+    def _unpacked(self, data: Tensor) -> Any:
+        packed = io.BytesIO(data.numpy().data)
+        return torch.load(packed, map_location=self.fabric.device, weights_only=False)  # any object, of a trusted peer
 
     def _ended(self, status: int) -> None:
         """Rank 0's run has ended: answer, so that it may stop listening too; or end with it."""
