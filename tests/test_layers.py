@@ -33,6 +33,8 @@ ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
     "optuna": {"sweep.py"},
+    "numba": {"privacy/windows.py"},
+    "llvmlite": {"privacy/windows.py"},
     "opacus": {"privacy/accountant.py"},
     "jsonargparse": {"config.py", "plan.py"},
     "pooch": {"data/datasets.py"},

@@ -129,7 +129,8 @@ def write_atomically(path: Path, write: Any) -> Path:
 
 def code_fingerprint() -> str:
     """Digest of this package's source and of the libraries that decide a release bit for bit."""
-    digest = hashlib.sha256(f"torch {torch.__version__} threads {torch.get_num_threads()}".encode())
+    processor = f"{torch.backends.cpu.get_cpu_capability()} threads {torch.get_num_threads()}"
+    digest = hashlib.sha256(f"torch {torch.__version__} {processor}".encode())
     for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()
