@@ -50,6 +50,9 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     from dpfl_lightning.benchmark.measure import machine, measure, startup
 
     device = _device(options.device)
+    before = machine(device)
+    if (before["load_before"] or 0) > 0.5:
+        _say(f"the machine is busy (load {before['load_before']}): rivals of several threads suffer more than ours")
     results: dict[str, Any] = {}
     for name in options.cases:
         if name == "startup":
@@ -58,7 +61,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
             results[name] = measure(name, case, options.repeats, device, options.workers, _say, peers_python)
-    return {**results, "machine": machine(device), "date": datetime.date.today().isoformat()}
+    return {**results, "machine": before, "date": datetime.date.today().isoformat()}
 
 
 def _say(text: str) -> None:

@@ -38,7 +38,8 @@ def threads_as_before():
     torch.set_num_threads(before)
 
 
-def test_json_is_the_last_line_and_the_page_is_filled(capsys, tmp_path):
+def test_json_is_the_last_line_and_the_page_is_filled(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "common", dataclasses.replace(CASES["common"], records=640))
     page, saved = tmp_path / "page.md", tmp_path / "bench.json"
     shutil.copy(ROOT / "docs" / "benchmarks.md", page)
     assert main([*QUICK, "--json", "--save", str(saved), "--page", str(page)]) == 0

@@ -175,11 +175,12 @@ def _python(words: Sequence[str]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on, without naming the machine."""
+    """What the figures depend on, without naming the machine; asked before the run, for its load."""
     return {
         "cores": cores(),
         "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "load_before": round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "opacus": version("opacus"),

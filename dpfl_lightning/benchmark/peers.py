@@ -44,9 +44,13 @@ PEERS = {
 
 _LOOK = """
 import json, sys
-from importlib.metadata import distributions
-there = {one.metadata["Name"]: one.version for one in distributions()}
-print(json.dumps({name: there.get(name) for name in sys.argv[1:]}))
+from importlib.metadata import PackageNotFoundError, version
+def look(name):
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+print(json.dumps({name: look(name) for name in sys.argv[1:]}))
 """
 
 

@@ -23,9 +23,10 @@ RIVALS = {
 def report(results: Mapping[str, Any]) -> str:
     """Table with the ratios first, start-up, machine, and what was compared; Markdown that reads well as it is.
 
-    >>> machine = {"cores": 2, "cpu": "arm64", "device": "cpu", "threads": 2, "torch": 2, "opacus": 1, "python": 3}
-    >>> print(report({"machine": machine, "date": "2026-01-31"}))
-    2026-01-31: 2 cores (arm64), torch 2 with 2 threads by default, Opacus 1, Python 3; on a GPU: not measured.
+    >>> machine = {"cores": 2, "cpu": "arm64", "device": "cpu", "load_before": 0.1, "threads": 2, "torch": 2.9}
+    >>> print(report({"machine": machine | {"opacus": 1.6, "python": 3.12}, "date": "2026-01-31"}))
+    2026-01-31: 2 cores (arm64), load 0.1 before the run; torch 2.9 with 2 threads by default, Opacus 1.6, Python \
+3.12; on a GPU: not measured.
     """
     measured = {name: results[name] for name in CASES if name in results}
     parts = []
@@ -41,7 +42,8 @@ def report(results: Mapping[str, Any]) -> str:
     if measured:
         parts.append(
             "Ratios are rates, ours / theirs: the median, and the range, over the repeats of one run in which the "
-            "contestants take turns. All are whole rounds, from one model to the mean. A wide range is a busy machine."
+            "contestants take turns. All are whole rounds, from one model to the mean. A wide range is a busy machine, "
+            "on which operators of several threads, the loops', suffer most: such a run flatters ours."
         )
     return "\n\n".join(parts)
 
@@ -136,6 +138,7 @@ def _machine(results: Mapping[str, Any]) -> str:
     told = results["machine"]
     gpu = "on a GPU: not measured" if told["device"] == "cpu" else f"on {told['device']}"
     return (
-        f"{results['date']}: {told['cores']} cores ({told['cpu']}), torch {told['torch']} with {told['threads']} "
-        f"threads by default, Opacus {told['opacus']}, Python {told['python']}; {gpu}."
+        f"{results['date']}: {told['cores']} cores ({told['cpu']}), load {told['load_before']} before the run; "
+        f"torch {told['torch']} with {told['threads']} threads by default, Opacus {told['opacus']}, "
+        f"Python {told['python']}; {gpu}."
     )
