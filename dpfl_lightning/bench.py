@@ -20,7 +20,7 @@ from dpfl_lightning.errors import UserError, command, nearest, require
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "startup")
+_NAMES = (*CASES, "startup", "memory")
 _DEVICES = ("cpu", "cuda", "auto")
 
 
@@ -33,6 +33,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
     if options.page:
         write_page(Path(options.page), results)
+        if "memory" in results:
+            from dpfl_lightning.figures import memory_figure
+
+            memory_figure(results["memory"]["peak_mib"]).savefig(Path(options.page).with_name("memory.svg"))
     if options.json:
         print(json.dumps(results))
     return 0
@@ -48,6 +52,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
         UserError: the device or the peers' Python is not there.
     """
     from dpfl_lightning.benchmark.measure import machine, measure, startup
+    from dpfl_lightning.benchmark.memory import peak_memory
 
     device = _device(options.device)
     before = machine(device)
@@ -57,6 +62,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     for name in options.cases:
         if name == "startup":
             results[name] = startup(options.repeats)
+        elif name == "memory":
+            results[name] = peak_memory(_say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -93,7 +100,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dpfl_lightning.bench",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
-        "interleaved in one run on random data. Takes minutes; tells its progress on stderr.",
+        "interleaved in one run on random data; start-up; peak memory for more and more clients (Fashion-MNIST). "
+        "Takes minutes; tells its progress on stderr.",
         exit_on_error=False,
         allow_abbrev=False,
     )
@@ -107,7 +115,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
     parser.add_argument("--save", metavar="FILE", help="write that object to a file")
     parser.add_argument("--load", metavar="FILE", help="show what --save wrote instead of measuring")
-    parser.add_argument("--page", metavar="FILE", help="put the table between the marks of this Markdown page")
+    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks, its figure beside it")
     try:
         options, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:

@@ -15,7 +15,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.bench import main
-from dpfl_lightning.benchmark import measure, peers
+from dpfl_lightning.benchmark import measure, memory, peers
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
 from dpfl_lightning.benchmark.contestants import build_net, contestants
 from dpfl_lightning.benchmark.measure import startup
@@ -141,6 +141,26 @@ def test_start_up_is_quick_and_lean():
 def test_help_loads_no_torch():
     code = "import sys; from dpfl_lightning import bench; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_memory_of_whole_runs_is_measured_and_drawn(tmp_path, monkeypatch, capsys):
+    """Hardly more memory for eight times the clients; slow tests take thousands."""
+    real = memory.peak_memory
+    monkeypatch.setattr(memory, "peak_memory", lambda say: real(say, clients=(20, 160), data="digits"))
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / "docs" / "benchmarks.md", page)
+    assert main(["--cases", "memory", "--page", str(page), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert set(found["peak_mib"]) == {"20", "160"} and min(found["peak_mib"].values()) > 50
+    assert found["growth"] < 0.1
+    assert "memory.svg" in page.read_text() and "</svg>" in (tmp_path / "memory.svg").read_text()
+
+
+def test_a_run_that_fails_is_told(monkeypatch, capsys):
+    real = memory.peak_memory
+    monkeypatch.setattr(memory, "peak_memory", lambda say: real(say, clients=(20,), data="digitz"))
+    assert main(["--cases", "memory"]) == 2
+    assert "20 clients, got: " in capsys.readouterr().err
 
 
 # ---- peers

@@ -36,6 +36,8 @@ def report(results: Mapping[str, Any]) -> str:
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
+    if "memory" in results:
+        parts.append(_memory(results["memory"]))
     missing = [reason for found in measured.values() for reason in found.get("not_measured", {}).values()]
     parts += [f"Not measured: {reason}." for reason in missing]
     parts.append(_machine(results))
@@ -131,6 +133,14 @@ def _startup(found: Mapping[str, Any]) -> str:
         f"Start-up: `python -m dpfl_lightning.fit --help` takes {found['fit_help_seconds']:.2f} s and "
         f"{loads(found['fit_help_imports'])}; `import dpfl_lightning` takes {found['import_seconds']:.2f} s and "
         f"{loads(found['import_imports'])}."
+    )
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    peaks = ", ".join(f"{peak:,} MiB with {int(count):,} clients" for count, peak in found["peak_mib"].items())
+    return (
+        f"Peak memory of a whole run ({found['data']}, {found['records']} records a client, overlapping draws): "
+        f"{peaks}; between the least and the most {found['growth']:.1%}.\n\n![Peak memory over clients](memory.svg)"
     )
 
 

@@ -43,7 +43,7 @@ from dpfl_lightning.privacy.layer_rules import (
     has_own_backward,
 )
 
-CPU_CHUNK = 64  # records a pass: fewer pay its fixed costs too often, more leave the caches
+CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
 CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
 
@@ -108,7 +108,7 @@ class FastClippedSum:
     Args:
         net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
-        chunk: records a pass, >= 1; None is 64 on a CPU, 512 elsewhere. It changes the sum by rounding only.
+        chunk: records a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum by rounding only.
         channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
             CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
 

@@ -361,7 +361,7 @@ def test_model_without_float64_is_checked_in_float32():
 def test_chunk_shrinks_for_wide_layers():
     wide = nn.Sequential(nn.Linear(2, 1 << 18), nn.ReLU(), nn.Linear(1 << 18, 2))
     assert clipped_sum_for(wide, None, torch.empty(0, 2), LABELS)[0].chunk == 16
-    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].chunk == 64
+    assert clipped_sum_for(cnn(), None, IMAGES, LABELS)[0].chunk == 128
     assert clipped_sum_for(cnn(), None, IMAGES, LABELS, chunk=5)[0].chunk == 5
 
 
