@@ -118,6 +118,15 @@ class SerialEngine:
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
+        task, start, batches = self.local_task(plan, row, state, attempt)
+        if isinstance(plan.job, ClassGradients):
+            return self._class_gradients(task, start, batches, plan.job.num_classes)
+        return self.change(plan.clients[row], start, self.local_training(task, start, batches))
+
+    def local_task(
+        self, plan: RoundPlan, row: int, state: ServerState, attempt: int
+    ) -> tuple[LocalTask, Tensor, DrawnBatches]:
+        """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
         client = plan.clients[row]
         start = self.personalised(state.models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
@@ -132,10 +141,10 @@ class SerialEngine:
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,
         )
-        batches = DrawnBatches(self.population, client, draws)
-        if isinstance(plan.job, ClassGradients):
-            return self._class_gradients(task, start, batches, plan.job.num_classes)
-        end = self.local_training(task, start, batches)
+        return task, start, DrawnBatches(self.population, client, draws)
+
+    def change(self, client: int, start: Tensor, end: Tensor) -> Tensor:
+        """`end - start` `[P]`, zero at the personal parameters, whose end stays here."""
         delta = end - start
         if self.module.personal:
             self._personal[client] = end[self._mask].clone()

@@ -14,6 +14,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
@@ -63,33 +64,29 @@ class FastEngine(SerialEngine):
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
 
     def choose_clipped_sum(self) -> ClippedSum:
-        for hook in ("training_step", "configure_optimizers"):
-            if getattr(type(self.module), hook) is not getattr(ClientModule, hook):
-                raise UserError(
-                    f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got 'fast', "
-                    f"which never calls it. Use `engine: {{name: serial}}`."
-                )
-        x, y = synthetic_batch(self.population, records=4, device=self.module.device)
-        clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
+        clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
     def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        def one(row: int) -> Tensor:
+        def together(rows: list[int]) -> list[Tensor]:
             seat = self._seats.get()
             try:
-                return seat.release(plan, row, state, attempts[row])
+                return one_step.releases(seat, plan, rows, state, attempts)
             finally:
                 self._seats.put(seat)
 
-        longest_first = sorted(range(len(attempts)), key=lambda row: -plan.steps[row])
-        tasks = {row: self._pool.submit(one, row) for row in longest_first}
+        longest_first = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
+        tasks = [self._pool.submit(together, rows) for rows in longest_first]
+        released: dict[int, Tensor] = {}
         try:
-            return [tasks[row].result() for row in range(len(attempts))]
+            for rows, task in zip(longest_first, tasks, strict=True):
+                released |= zip(rows, task.result(), strict=True)
         except BaseException:
-            for task in tasks.values():
+            for task in tasks:
                 task.cancel()
             raise
+        return [released[row] for row in range(len(attempts))]
 
     def _another_seat(self) -> SerialEngine:
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
@@ -109,3 +106,20 @@ class FastEngine(SerialEngine):
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)
         return theta
+
+
+def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
+    """What `clipped_sum_for` chooses for the engine's module, for engines that take plain SGD steps of their own.
+
+    Raises:
+        UserError: the module overrides `training_step` or `configure_optimizers`, which they would not run.
+    """
+    module = engine.module
+    for hook in ("training_step", "configure_optimizers"):
+        if getattr(type(module), hook) is not getattr(ClientModule, hook):
+            raise UserError(
+                f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got {engine.name!r}, "
+                f"which never calls it. Use `engine: {{name: serial}}`."
+            )
+    x, y = synthetic_batch(engine.population, records=4, device=module.device)
+    return clipped_sum_for(module.net, module.sample_loss, x, y)
