@@ -27,7 +27,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     alike = defaultdict(list)
     for row, (model, mechanism) in enumerate(zip(plan.model_of, plan.mechanism_of, strict=True)):
         alike[model, mechanism.clip_norm].append(row)
-    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _blocks(plan))))
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
     return [group for rows in alike.values() for group in _cut(plan, rows, most)]
 
 
@@ -44,12 +44,12 @@ def releases(
         return [engine.release(plan, row, state, attempts[row]) for row in rows]
     tasks, starts, drawn = zip(*(engine.local_task(plan, row, state, attempts[row]) for row in rows), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, blocks = torch.cat(xs), torch.cat(ys), _blocks(plan)
+    x, y, num_blocks = torch.cat(xs), torch.cat(ys), blocks(plan)
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
-    group = owner * blocks + y if isinstance(plan.job, ClassGradients) else owner
+    group = owner * num_blocks + y if isinstance(plan.job, ClassGradients) else owner
     params = engine.module.unflatten(starts[0])
-    sums = engine.clipped_sum(params, x, y, tasks[0].mechanism.clip_norm, group, len(rows) * blocks)
-    return [_release(plan, *own) for own in zip(tasks, starts, sums.split(blocks), strict=True)]
+    sums = engine.clipped_sum(params, x, y, tasks[0].mechanism.clip_norm, group, len(rows) * num_blocks)
+    return [_release(plan, *own) for own in zip(tasks, starts, sums.split(num_blocks), strict=True)]
 
 
 def _release(plan: RoundPlan, task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ def _release(plan: RoundPlan, task: LocalTask, start: Tensor, clipped: Tensor) -
     return step.mul_(-task.learning_rate)
 
 
-def _blocks(plan: RoundPlan) -> int:
-    """G: rows of one client's sum."""
+def blocks(plan: RoundPlan) -> int:
+    """G: rows of one client's sums, one or one for each class."""
     return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1
 
 

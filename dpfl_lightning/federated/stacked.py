@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -26,9 +26,9 @@ from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.stacked_clipping import StackedSums, stacked_clipped_sums
 
 CPU_BYTES = 64 << 20  # of per-record gradients a pass: more leave the caches, and gain nothing
-CUDA_SHARE = 8  # one part in so many of the free memory: activations and copies take several times as much again
+CUDA_SHARE = 16  # one part in so many of the memory: activations and copies take several times as much again
 DEVIATIONS = 3.0  # a batch of the widest client exceeds its padded width once in about 700 steps
-SHAPES = 64  # that may be compiled in one process; the default of 8 is an error for the ninth
+SHAPES = 64  # of passes that may be compiled in a run; by default the ninth is an error
 
 
 class StackedEngine(SerialEngine):
@@ -54,10 +54,10 @@ class StackedEngine(SerialEngine):
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         super().setup(module, population, streams, sampling)
-        self._sums = stacked_clipped_sums(module.sample_loss)
-        self._check()
-        if module.device.type == "cuda":
-            self._sums = captured(self._sums)
+        on_cuda = module.device.type == "cuda"
+        sums = stacked_clipped_sums(module.sample_loss)
+        self.check(captured(sums, backend="eager") if on_cuda else sums)  # traced, not compiled: seconds
+        self._sums = captured(sums, mode="reduce-overhead") if on_cuda else sums
         self.bytes = _gradient_bytes(module.device)
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
 
@@ -85,7 +85,8 @@ class StackedEngine(SerialEngine):
         widest = max(padded_width(plan.mechanism_of[row], num_records[plan.clients[row]]) for row in rows)
         most = max(1, self.bytes // self.module.flat.nbytes)  # gradients at once
         width = min(size_above(widest), size_below(most))
-        size = size_above(math.ceil(len(rows) / math.ceil(len(rows) / size_below(most // width))))
+        most_clients = size_below(max(1, most // max(width, 2 * one_step.blocks(plan))))  # the sums are in float64
+        size = size_above(math.ceil(len(rows) / math.ceil(len(rows) / most_clients)))
         # equal numbers of steps share a stack; the client breaks ties, so that the plan's order does not count
         ordered = sorted(rows, key=lambda row: (-plan.steps[row], plan.clients[row]))
         for first in range(0, len(rows), size):
@@ -111,14 +112,11 @@ class StackedEngine(SerialEngine):
         ends = stack.local_training(starts, draws)
         return [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
 
-    def _check(self) -> None:
-        """Run the pass on random data before anything private is touched, or charged for."""
+    def check(self, sums: StackedSums) -> None:
+        """Run a pass on random data, before anything private is touched or charged for."""
         x, y = synthetic_batch(self.population, records=1, device=self.module.device)
         params = vmap(self.module.unflatten)(self.module.flat[None])
         mask, clip_norm = torch.ones(1, 1, dtype=torch.bool, device=x.device), self.module.flat.new_ones(1)
-        sums: StackedSums = self._sums
-        if x.is_cuda:  # traced only: what one graph needs, without the time to compile for another shape
-            sums = torch.compile(sums, backend="eager", fullgraph=True, dynamic=False)
         try:
             with torch.no_grad():
                 sums(params, x[None], y[None], mask, clip_norm)
@@ -206,19 +204,23 @@ class Stack:
         return out
 
 
-def captured(sums: StackedSums) -> StackedSums:
-    """`sums` as CUDA graphs: one launch a pass. Not measured on a GPU yet.
+def captured(sums: StackedSums, **compiler: Any) -> StackedSums:
+    """`sums` compiled, once for each shape: with `mode="reduce-overhead"` as CUDA graphs, one launch a pass.
 
-    Every shape is compiled once, so the engine has few of them (`SIZES`).
+    Not measured on a GPU yet; a test traces the same function.
+
+    Args:
+        compiler: further arguments of `torch.compile`.
     """
+    torch.compiler.reset()  # what earlier runs of this process compiled would count against the limit
     torch._dynamo.config.cache_size_limit = max(SHAPES, torch._dynamo.config.cache_size_limit)
-    compiled = torch.compile(sums, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    compiled = torch.compile(sums, fullgraph=True, dynamic=False, **compiler)
 
-    def one_pass(*args: Any, **more: Any) -> Tensor:
+    def one_pass(*args: Any) -> Tensor:
         torch.compiler.cudagraph_mark_step_begin()  # the last pass's sums have been added up: reuse their memory
-        return compiled(*args, **more)
+        return compiled(*args)
 
-    return one_pass
+    return cast(StackedSums, one_pass)
 
 
 #: numbers of clients and records a pass: at most a third of it is padding, and a process sees few shapes
@@ -254,5 +256,5 @@ def _gradient_bytes(device: torch.device) -> int:
     """Memory for the per-record gradients of one pass."""
     if device.type != "cuda":
         return CPU_BYTES
-    free, _ = torch.cuda.mem_get_info(device)
-    return 1 << (free // CUDA_SHARE).bit_length() - 1  # a power of two: the same in most runs on one machine
+    _, total = torch.cuda.mem_get_info(device)  # not what is free now: a resumed run must have the same stacks
+    return total // CUDA_SHARE
