@@ -12,23 +12,25 @@ from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, ServerState
 
-MOST_CLIENTS = 64  # a batch: with more the fixed cost is small already, and workers need several batches
-MOST_RECORDS = 512  # expected in a batch, for the same reason
+MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
+FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
 MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
 def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
-    """The rows of the plan, those together that make one batch: one step, one start, one clip norm.
+    """The rows of the plan, those together that make one batch: one step, one start, one clip norm, few records.
 
-    A function of the plan and the module's size alone, so the bits of a release do not depend on workers or memory.
+    Who is with whom follows from the clients' numbers, the module's size and the job: the bits of a release depend
+    neither on workers nor on memory, nor on the other groups of the plan.
     """
-    if module.personal or any(steps != 1 for steps in plan.steps):
-        return [[row] for row in range(len(plan.clients))]
-    alike = defaultdict(list)
-    for row, (model, mechanism) in enumerate(zip(plan.model_of, plan.mechanism_of, strict=True)):
-        alike[model, mechanism.clip_norm].append(row)
     most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
-    return [group for rows in alike.values() for group in _cut(plan, rows, most)]
+    alike = defaultdict(list)
+    for row, client in enumerate(plan.clients):
+        mechanism = plan.mechanism_of[row]
+        fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
+        block = client // most if fits else -1 - client  # a number of its own: alone
+        alike[block, plan.model_of[row], mechanism.clip_norm].append(row)
+    return list(alike.values())
 
 
 def releases(
@@ -66,17 +68,3 @@ def _release(plan: RoundPlan, task: LocalTask, start: Tensor, clipped: Tensor) -
 def blocks(plan: RoundPlan) -> int:
     """G: rows of one client's sums, one or one for each class."""
     return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1
-
-
-def _cut(plan: RoundPlan, rows: Sequence[int], most: int) -> list[list[int]]:
-    """`rows` in order, a new group where the next client would be one too many, or its expected records."""
-    cut: list[list[int]] = []
-    records = 0.0
-    for row in rows:
-        expected = plan.mechanism_of[row].expected_batch_size
-        if not cut or len(cut[-1]) == most or records + expected > MOST_RECORDS:
-            cut.append([])
-            records = 0.0
-        cut[-1].append(row)
-        records += expected
-    return cut

@@ -8,6 +8,8 @@ import itertools
 import pytest
 import torch
 from conftest import blobs, small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.federated import one_step
@@ -50,7 +52,7 @@ def test_a_group_releases_what_its_clients_release_alone(engine, job, dtype, tol
     anchors = torch.linspace(-1, 1, 83, dtype=dtype)[None]
     plan = plan_of(job=job, anchors=anchors, anchor_of=(0,) * CLIENTS, pull=0.7)
     theirs = released(SerialEngine(), plan, dtype)
-    monkeypatch.setattr(one_step, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(one_step, "MOST_CLIENTS", 12)
     monkeypatch.setattr(SerialEngine, "release", None)  # all are in groups: nobody is trained in another way
     monkeypatch.setattr(StackedEngine, "stack_releases", None)
     ours = released(engine(), plan, dtype)
@@ -58,13 +60,13 @@ def test_a_group_releases_what_its_clients_release_alone(engine, job, dtype, tol
 
 
 def test_bits_do_not_depend_on_workers(monkeypatch):
-    monkeypatch.setattr(one_step, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(one_step, "MOST_CLIENTS", 6)
     one, two, three = (released(FastEngine(workers), plan_of()) for workers in (1, 2, 3))
     assert torch.equal(one, two) and torch.equal(one, three)
 
 
 @pytest.mark.parametrize(
-    "name, value, largest", [("MOST_CLIENTS", 2, 2), ("MOST_RECORDS", 25, 2), ("MOST_BYTES", 83 * 8 * 3, 3)]
+    "name, value, largest", [("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)]
 )
 def test_groups_cover_the_plan_within_their_limits(name, value, largest, monkeypatch):
     monkeypatch.setattr(one_step, name, value)
@@ -74,6 +76,24 @@ def test_groups_cover_the_plan_within_their_limits(name, value, largest, monkeyp
     assert max(map(len, groups)) == largest
     for rows in groups:
         assert len({(plan.model_of[row], plan.mechanism_of[row].clip_norm) for row in rows}) == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    most=st.integers(1, 8),
+    kept=st.sets(st.integers(0, CLIENTS - 1)),
+    steps=st.lists(st.integers(1, 2), min_size=CLIENTS, max_size=CLIENTS),
+)
+def test_a_group_does_not_depend_on_the_others_of_the_plan(most, kept, steps):
+    """Parts of a plan may be trained elsewhere, as long as they are whole groups."""
+    module = ClientModule(small_net())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(one_step, "MOST_CLIENTS", most)
+        plan = dataclasses.replace(plan_of(), steps=tuple(steps))
+        whole = [[plan.clients[row] for row in rows] for rows in one_step.groups(plan, module)]
+        left = [clients for number, clients in enumerate(whole) if number in kept]
+        part = plan.only(lambda client: any(client in clients for clients in left))
+        assert [[part.clients[row] for row in rows] for rows in one_step.groups(part, module)] == left
 
 
 def test_nothing_is_grouped_that_is_not_one_step_from_one_start():
