@@ -47,9 +47,11 @@ def evaluate_run(options: Options, run: Path) -> dict:
     import torch
 
     from dpfl_lightning.client import ClientModule
+    from dpfl_lightning.federated.engine import SerialEngine
     from dpfl_lightning.federated.evaluation import evaluate
     from dpfl_lightning.federated.setup import build_net, build_population
     from dpfl_lightning.federated.state import Delivered
+    from dpfl_lightning.privacy.noise import Streams
 
     if not (run / "result.json").is_file():
         raise UserError(
@@ -71,7 +73,9 @@ def evaluate_run(options: Options, run: Path) -> dict:
             reason = str(error).strip().splitlines()[-1].strip()
             raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
         models.append(module.flat)
-    scores = evaluate(module, population, Delivered(torch.stack(models), model_of))
+    engine = SerialEngine()
+    engine.setup(module, population, Streams(0), "poisson")  # no noise is drawn
+    scores = evaluate(module, population, Delivered(torch.stack(models), model_of), engine)
     clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
     return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
 

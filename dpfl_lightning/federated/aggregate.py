@@ -1,4 +1,4 @@
-"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`: where weights come from, and the plain step."""
+"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`: weights, their sum, the plain step."""
 
 from __future__ import annotations
 
@@ -14,69 +14,173 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, ServerState, View
 
 
-def rows(plan: RoundPlan, num_models: int, factors: Sequence[Tensor], route: Tensor | None = None) -> Tensor:
-    """Weights `[K, C]` in float64, each row of sum 1, or all zero for a model that nobody moves.
+def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
+    """Every callback's say, multiplied: `[K, C]` in float64, not normalised.
 
-    Starts from the one-hot rows of `plan.model_of` (or from `route` `[K, C]`), multiplies by every factor (`[C]` or
-    `[K, C]`, >= 0), and normalises once: that is why noise-aware x clustered x selected composes.
+    Starts from the one-hot rows of `plan.model_of` (or from a `route` `[K, C]`) and multiplies by every factor
+    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Callbacks that need facts only
+    do not see the deltas.
     """
-    num_clients = len(plan.clients)
-    if route is None:
-        route = torch.zeros(num_models, num_clients, dtype=torch.float64)
-        route[list(plan.model_of), range(num_clients)] = 1.0
-    weights = route.to("cpu", torch.float64)
-    for factor in factors:
-        weights = weights * factor.to("cpu", torch.float64)
-    if not bool((weights >= 0).all() & weights.isfinite().all()):
-        raise RuntimeError("a strategy's `weigh` gave a negative or non-finite factor")
-    total = weights.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, weights / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-
-
-def weigh(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
-    """Every callback's say, as `rows`. Callbacks that need facts only do not see the deltas."""
-    facts_only = dataclasses.replace(updates, deltas=None)
-    route, factors = None, []
+    facts_only = dataclasses.replace(updates, deltas=None, total=None)
+    num_models, num_clients = len(view.state.models), len(plan.clients)
+    product = torch.zeros(num_models, num_clients, dtype=torch.float64)
+    product[list(plan.model_of), range(num_clients)] = 1.0
+    factors = []
     for callback in callbacks:
         answer = callback.weigh(updates if callback.needs == "deltas" else facts_only, view)
-        if answer is None:
-            continue
-        if callback.role == "route":
-            route = answer
+        if answer is not None and callback.role == "route":
+            product = answer.to("cpu", torch.float64)
+        elif answer is not None:
+            factors.append(answer.to("cpu", torch.float64))
+    for factor in factors:
+        product = product * factor
+    if not bool((product >= 0).all() & product.isfinite().all()):
+        raise RuntimeError("a strategy's `weigh` gave a negative or non-finite factor")
+    return product
+
+
+def normalised(say: Tensor) -> Tensor:
+    """Weights `[K, C]`: each row of sum 1, or all zero for a model that nobody moves."""
+    total = say.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, say / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+
+
+def say_beforehand(callbacks: Sequence[ServerCallback], plan: RoundPlan, view: View) -> Tensor | None:
+    """`say` before anybody has trained, for updates that are streamed; None if a callback reads single ones."""
+    if any(cb.needs == "deltas" or type(cb).combine is not ServerCallback.combine for cb in callbacks):
+        return None
+    return say(callbacks, plan, ClientUpdates.announced(plan), view)
+
+
+class WeightedSum:
+    """`weights [K, C] @ deltas [C, ...]` as the clients come in: the same bits in whatever order they come.
+
+    Every entry is a pair of float64 numbers whose sum is never rounded to one (Knuth's two-sum): what the order
+    changes lies far below the last bit of the float32 that it is rounded to once. The memory is that of 2 K models in
+    float64, however many clients there are.
+
+    Args:
+        weights: `[K, C]`, >= 0; a client with a zero in row k leaves model k alone.
+
+    >>> total = WeightedSum(torch.tensor([[0.25, 0.75]]))
+    >>> total.add(1, torch.tensor([4.0]))
+    >>> total.add(0, torch.tensor([2.0]))
+    >>> total.rounded()
+    tensor([[3.5000]])
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights.to("cpu", torch.float64)
+        self.pair: Tensor | None = None  # [2, K, ...]: high and low parts
+        self.dtype = torch.float32
+
+    def add(self, column: int, delta: Tensor) -> None:
+        """The update of the client of `column`, with its weight in each model."""
+        self.dtype = delta.dtype
+        wide = delta.to("cpu" if delta.device.type == "mps" else delta.device, torch.float64)  # MPS has no float64
+        if self.pair is None:
+            self.pair = wide.new_zeros(2, len(self.weights), *wide.shape)
+        for row in self.weights[:, column].nonzero().flatten().tolist():
+            self._add(row, wide * self.weights[row, column])
+
+    def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
+        """Another part of the same sum: of other clients, and of all models or of those at `rows`."""
+        if other.pair is None:
+            return
+        if self.pair is None:
+            self.pair = other.pair.new_zeros(2, len(self.weights), *other.pair.shape[2:])
+            self.dtype = other.dtype
+        models = range(len(self.weights)) if rows is None else rows
+        for row, parts in zip(models, other.pair.to(self.pair.device).unbind(dim=1), strict=True):
+            for part in parts:
+                self._add(row, part)
+
+    def rounded(self, divisor: Tensor | None = None) -> Tensor:
+        """The sums `[K, ...]`, each divided by its `divisor` `[K]` (by nothing if that is 0), in the updates' dtype."""
+        assert self.pair is not None, "a sum of no updates has no shape"
+        total = self.pair.sum(dim=0)
+        if divisor is not None:
+            by = torch.where(divisor > 0, divisor, 1.0).to(total.device, torch.float64)
+            total /= by.view(-1, *[1] * (total.dim() - 1))
+        return total.to(self.dtype)
+
+    def _add(self, row: int, value: Tensor) -> None:
+        assert self.pair is not None
+        high, low = self.pair[0, row], self.pair[1, row]
+        total = high + value
+        rest = total - high
+        low += (high - (total - rest)).add_(value - rest)
+        high.copy_(total)
+
+
+class Received:
+    """A round's releases as they come in: kept, or added up with known weights; those that are not finite are left out.
+
+    Args:
+        weights: `[K, C]` if they are known beforehand; None keeps every update.
+    """
+
+    def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
+        self.plan = plan
+        self.total = None if weights is None else WeightedSum(weights)
+        self.deltas: Tensor | None = None
+        self.lost: list[int] = []
+
+    def take(self, row: int, delta: Tensor) -> None:
+        """The release of the plan's client at `row`."""
+        if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
+            self.lost.append(row)
+        elif self.total is not None:
+            self.total.add(row, delta)
         else:
-            factors.append(answer)
-    return rows(plan, len(view.state.models), factors, route)
+            if self.deltas is None:
+                self.deltas = delta.new_empty(len(self.plan.clients), *delta.shape)
+            self.deltas[row] = delta
+
+    def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
+        """What arrived elsewhere of other clients of the plan; a sum for all models, or for those at rows `models`."""
+        row_of = {client: row for row, client in enumerate(self.plan.clients)}
+        self.lost += [row_of[client] for client in part.lost]
+        if part.total is not None and self.total is not None:
+            self.total.merge(part.total, models)
+        elif part.deltas is not None:
+            for client, delta in zip(part.clients, part.deltas, strict=True):
+                self.take(row_of[client], delta)
+
+    def updates(self) -> ClientUpdates:
+        """What arrived."""
+        lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
+        kept = self.plan.only(lambda client: client not in lost)
+        deltas = self.deltas
+        if deltas is not None and lost:
+            deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in self.lost]]
+        return dataclasses.replace(ClientUpdates.announced(kept), deltas=deltas, total=self.total, lost=lost)
 
 
-def combine(weights: Tensor, deltas: Tensor) -> Tensor:
-    """`weights [K, C] @ deltas [C, ...]`, summed in float64 and rounded once: the order of clients does not matter."""
-    flat = deltas.reshape(len(deltas), -1)
-    out = torch.empty(len(weights), flat.shape[1], dtype=deltas.dtype, device=deltas.device)
-    weights = weights.to(deltas.device)
-    for part, target in zip(flat.split(1 << 20, dim=1), out.split(1 << 20, dim=1), strict=True):
-        target.copy_(weights @ part.double())
-    return out.reshape(len(weights), *deltas.shape[1:])
+def without_lost(plan: RoundPlan, updates: ClientUpdates, say: Tensor | None) -> tuple[RoundPlan, Tensor | None]:
+    """The plan, and what was said `[K, C]`, without the clients whose release is not finite; warns of them."""
+    if not updates.lost:
+        return plan, say
+    words = f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
+    warnings.warn(words, UserNotice, stacklevel=2)
+    kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
+    return plan.only(lambda client: client not in updates.lost), None if say is None else say[:, kept]
+
+
+def combine(say: Tensor, updates: ClientUpdates) -> Tensor:
+    """`normalised(say) [K, C] @ deltas [C, ...]`, rounded once: the order of clients does not change a bit.
+
+    Args:
+        say: `[K, C]` of the clients that arrived; a streamed sum was taken with the same numbers.
+    """
+    total = updates.total
+    if total is None:
+        total = WeightedSum(say)
+        for column, delta in enumerate(updates.released):
+            total.add(column, delta)
+    return total.rounded(say.sum(dim=1))
 
 
 def step(state: ServerState, combined: Tensor) -> ServerState:
     """FedAvg: `models + combined`, `[K, P]`."""
     return dataclasses.replace(state, models=state.models + combined)
-
-
-def drop_non_finite(plan: RoundPlan, updates: ClientUpdates) -> tuple[RoundPlan, ClientUpdates]:
-    """Without the clients whose release is not finite: 0 x NaN is NaN, so a zero weight would not be enough."""
-    deltas = updates.released
-    finite = deltas.reshape(len(deltas), -1).isfinite().all(dim=1).tolist()
-    if all(finite):
-        return plan, updates
-    lost = tuple(client for client, ok in zip(updates.clients, finite, strict=True) if not ok)
-    words = f"round {plan.round}: the updates of clients {lost} are not finite; they are left out of this round"
-    warnings.warn(words, UserNotice, stacklevel=2)
-    kept = [row for row, ok in enumerate(finite) if ok]
-    updates = ClientUpdates(
-        clients=tuple(updates.clients[row] for row in kept),
-        deltas=deltas[kept],
-        steps=tuple(updates.steps[row] for row in kept),
-        noise_std=tuple(updates.noise_std[row] for row in kept),
-    )
-    return plan.only(lambda client: client not in lost), updates

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -10,10 +11,12 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from torch.utils.data import DataLoader
 
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
 from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
@@ -21,6 +24,8 @@ from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps
 
 Batch = tuple[Tensor, Tensor]
+
+FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
 
 
 class Engine(Protocol):
@@ -30,17 +35,27 @@ class Engine(Protocol):
     description: str
     workers: int | None  # clients at the same time, known after setup
     clipped_sum: ClippedSum  # after setup
+    seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Once a run, before the first round: module and population are on their device."""
         ...
 
-    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
-        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream."""
+    def train(
+        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+    ) -> ClientUpdates:
+        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream.
+
+        With `say` `[K, C]` they are streamed into the sum `say @ deltas`, and none is kept.
+        """
         ...
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         """The noised answers of the query's clients."""
+        ...
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        """The net's outputs `[n, ...]` with parameters `model` `[P]` for `rows` `[n]` of the population's storage."""
         ...
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
@@ -67,23 +82,23 @@ class SerialEngine:
         self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
+        self.seconds: dict[int, float] = {}
 
     def choose_clipped_sum(self) -> ClippedSum:
         return VmapClippedSum(self.module.sample_loss)
 
-    def train(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> ClientUpdates:
-        deltas = self.releases(plan, state, attempts)
-        noise_std = [
-            mechanism.noise_std(steps, learning_rate)
-            for mechanism, steps, learning_rate in zip(
-                plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True
-            )
-        ]
-        return ClientUpdates(plan.clients, torch.stack(deltas), plan.steps, tuple(noise_std))
+    def train(
+        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+    ) -> ClientUpdates:
+        received = Received(plan, say)
+        for row, release in self.releases(plan, state, attempts):
+            received.take(row, release)
+        return received.updates()
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        """What each client of the plan sends, in the plan's order."""
-        return [self.release(plan, row, state, attempt) for row, attempt in enumerate(attempts)]
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """What each client of the plan sends, with its row in the plan, in any order."""
+        for row, attempt in enumerate(attempts):
+            yield row, self.release(plan, row, state, attempt)
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         answers = {}
@@ -93,6 +108,15 @@ class SerialEngine:
             generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
             answers[client] = query.answer(self.module, x, y, generator)
         return answers
+
+    @torch.inference_mode()
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        params = self.module.unflatten(model)
+        parts = []
+        for chunk in rows.split(FORWARD_CHUNK):
+            x = self.clipped_sum.enter(self.population.x[chunk])
+            parts.append(functional_call(self.module.net, params, (x,)))
+        return torch.cat(parts)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         """The client's parameters `[P]` after its steps from `start` `[P]`."""
@@ -118,10 +142,14 @@ class SerialEngine:
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
+        begun, client = time.perf_counter(), plan.clients[row]
         task, start, batches = self.local_task(plan, row, state, attempt)
         if isinstance(plan.job, ClassGradients):
-            return self._class_gradients(task, start, batches, plan.job.num_classes)
-        return self.change(plan.clients[row], start, self.local_training(task, start, batches))
+            released = self._class_gradients(task, start, batches, plan.job.num_classes)
+        else:
+            released = self.change(client, start, self.local_training(task, start, batches))
+        self.seconds[client] = time.perf_counter() - begun
+        return released
 
     def local_task(
         self, plan: RoundPlan, row: int, state: ServerState, attempt: int

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.state import Delivered
-
-_CHUNK = 100  # records of one forward pass: their activations stay in the caches
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ def evaluate(
     module: ClientModule,
     population: Population,
     delivered: Delivered,
-    personalised: Callable[[Tensor, int], Tensor] = lambda model, client: model,
-    enter: Callable[[Tensor], Tensor] = lambda x: x,
+    engine: Engine,
 ) -> Evaluation:
     """Each client's delivered model on the common test set and on the client's own held-out records.
 
@@ -51,56 +48,59 @@ def evaluate(
     over clients on their held-out records stands in for it.
 
     Args:
-        personalised: puts the client's own parameters into a model `[P]`.
-        enter: puts records into the memory format that suits the net.
+        engine: set up for `module` and `population`; it runs the nets and puts personal parameters in.
     """
     everyone, model_of = range(population.num_clients), delivered.model_of
-    groups = [[client] for client in everyone] if module.personal else [
-        [client for client in everyone if model_of[client] == row] for row in sorted(set(model_of))
-    ]  # fmt: skip
+    groups = [[client] for client in everyone] if module.personal else _by_model(model_of)
     clients: list[Score] = [_NOTHING] * population.num_clients
     tests: list[Score] = [_NOTHING] * population.num_clients
     for group in groups:
-        model = personalised(delivered.models[model_of[group[0]]], group[0])
+        model = engine.personalised(delivered.models[model_of[group[0]]], group[0])
         wanted = [population.held_out_of[client] for client in group]
         test = population.test if population.test is not None else wanted[0][:0]
-        answers = _Answers(module, model, population, torch.cat([test, *wanted]).unique(), enter)
-        on_test = answers.score(test)
-        for client, rows in zip(group, wanted, strict=True):
-            clients[client], tests[client] = answers.score(rows), on_test
+        on_test, *own = _scores(module, model, population, [test, *wanted], engine)
+        for client, score in zip(group, own, strict=True):
+            clients[client], tests[client] = score, on_test
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
 
 
-class _Answers:
-    """One model's outputs `[n, num_classes]` for some rows of the population's storage."""
+def _by_model(model_of: Sequence[int]) -> list[list[int]]:
+    """The clients of each delivered model that has any."""
+    groups: dict[int, list[int]] = {}
+    for client, row in enumerate(model_of):
+        groups.setdefault(row, []).append(client)
+    return list(groups.values())
 
-    def __init__(
-        self,
-        module: ClientModule,
-        model: Tensor,
-        population: Population,
-        rows: Tensor,
-        enter: Callable[[Tensor], Tensor],
-    ) -> None:
-        self.module, self.population = module, population
-        self.place = torch.full((len(population.y),), -1, device=rows.device)
-        self.place[rows] = torch.arange(len(rows), device=rows.device)
-        params = module.unflatten(model)
-        with torch.inference_mode():
-            parts = [functional_call(module.net, params, (enter(population.x[chunk]),)) for chunk in rows.split(_CHUNK)]
-            self.outputs = torch.cat(parts) if parts else None
 
-    def score(self, rows: Tensor) -> Score:
-        if self.outputs is None or len(rows) == 0:
-            return _NOTHING
-        output, y = self.outputs[self.place[rows]], self.population.y[rows]
-        with torch.inference_mode():
-            loss = float(self.module.loss(output, y).mean(dtype=torch.float64))
-        if y.is_floating_point():
-            return Score(None, loss)
-        classes = max(self.population.num_classes, output.shape[1])  # a net may know more classes than there are here
-        accuracy = multiclass_accuracy(output.argmax(dim=1), y, num_classes=classes, average="micro")
-        return Score(float(accuracy), loss)
+def _scores(
+    module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
+) -> list[Score]:
+    """One model's score on each of several sets of rows, which may overlap: a record is seen once."""
+    rows, place = torch.cat(list(sets)).unique(return_inverse=True)
+    if len(rows) == 0:
+        return [_NOTHING] * len(sets)
+    output, y = engine.outputs(model, rows), population.y[rows]
+    with torch.inference_mode():
+        losses = module.loss(output, y).double()
+    values = losses[None] if y.is_floating_point() else torch.stack([losses, _hits(output, y, population.num_classes)])
+    sizes = torch.tensor([len(one) for one in sets], device=rows.device)
+    of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
+    sums = values.new_zeros(len(values), len(sets)).index_add_(1, of_set, values[:, place])
+    means = (sums / sizes).tolist()  # 0 / 0 is NaN: a set without records
+    accuracies = [None] * len(sets) if y.is_floating_point() else means[1]
+    return [
+        _NOTHING if math.isnan(loss) and size == 0 else Score(accuracy, loss)
+        for accuracy, loss, size in zip(accuracies, means[0], sizes.tolist(), strict=True)
+    ]
+
+
+def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
+    """1.0 for each record whose class is the likeliest, else 0.0, `[n]`."""
+    classes = max(num_classes, output.shape[1])  # a net may know more classes than there are here
+    hits = multiclass_accuracy(
+        output.argmax(dim=1, keepdim=True), y[:, None], classes, average="micro", multidim_average="samplewise"
+    )
+    return hits.double()
 
 
 def _mean(scores: Sequence[Score]) -> Score:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import queue
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +17,14 @@ from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated import one_step
-from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.engine import FORWARD_CHUNK, DrawnBatches, SerialEngine
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.noise import Streams
+
+T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
@@ -68,25 +72,43 @@ class FastEngine(SerialEngine):
         self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        def together(rows: list[int]) -> list[Tensor]:
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
+        done = self._side_by_side(
+            lambda seat, number: one_step.releases(seat, plan, groups[number], state, attempts), range(len(groups))
+        )
+        for number, released in done:
+            yield from zip(groups[number], released, strict=True)
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
+        done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
+        return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
+
+    def _side_by_side(self, work: Callable[[SerialEngine, int], T], numbers: Sequence[int]) -> Iterator[tuple[int, T]]:
+        """`work(seat, number)` for all numbers, as they are done; only so many are begun that few results wait."""
+
+        def seated(number: int) -> T:
             seat = self._seats.get()
             try:
-                return one_step.releases(seat, plan, rows, state, attempts)
+                return work(seat, number)
             finally:
                 self._seats.put(seat)
 
-        longest_first = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
-        tasks = [self._pool.submit(together, rows) for rows in longest_first]
-        released: dict[int, Tensor] = {}
+        running: dict[Future[T], int] = {}
+        waiting = iter(numbers)
         try:
-            for rows, task in zip(longest_first, tasks, strict=True):
-                released |= zip(rows, task.result(), strict=True)
-        except BaseException:
-            for task in tasks:
+            while True:
+                for number in itertools.islice(waiting, 2 * (self.workers or 1) - len(running)):
+                    running[self._pool.submit(seated, number)] = number
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for task in done:
+                    yield running.pop(task), task.result()
+        finally:
+            for task in running:
                 task.cancel()
-            raise
-        return [released[row] for row in range(len(attempts))]
 
     def _another_seat(self) -> SerialEngine:
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""

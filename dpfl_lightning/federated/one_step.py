@@ -33,6 +33,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     return list(alike.values())
 
 
+@torch.no_grad()  # in any thread
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], state: ServerState, attempts: Sequence[int]
 ) -> list[Tensor]:

@@ -65,17 +65,15 @@ class StackedEngine(SerialEngine):
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> list[Tensor]:
-        released: dict[int, Tensor] = {}
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         alone: list[int] = []
         for rows in one_step.groups(plan, self.module):
             if len(rows) == 1:
                 alone += rows
             else:
-                released |= zip(rows, one_step.releases(self, plan, rows, state, attempts), strict=True)
+                yield from zip(rows, one_step.releases(self, plan, rows, state, attempts), strict=True)
         for rows, shape in self.stacks(plan, alone):
-            released |= zip(rows, self.stack_releases(plan, rows, shape, state, attempts), strict=True)
-        return [released[row] for row in range(len(attempts))]
+            yield from zip(rows, self.stack_releases(plan, rows, shape, state, attempts), strict=True)
 
     def stacks(self, plan: RoundPlan, rows: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Rows that are trained at once, most steps first, and the shape (S, B) of every pass, of public facts only."""

@@ -17,6 +17,7 @@ from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 if TYPE_CHECKING:
+    from dpfl_lightning.federated.aggregate import WeightedSum
     from dpfl_lightning.federated.query import Answers, Query
 
 
@@ -92,6 +93,11 @@ class RoundPlan:
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
             raise ValueError(f"a plan has one entry a client in every column, and each client once: {self}")
 
+    @property
+    def expected_records(self) -> tuple[float, ...]:
+        """Records each client's steps process in expectation, `[C]`: the observed number is private."""
+        return tuple(m.expected_batch_size * steps for m, steps in zip(self.mechanism_of, self.steps, strict=True))
+
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""
         rows = [row for row, client in enumerate(self.clients) if keep(client)]
@@ -108,16 +114,27 @@ class ClientUpdates:
 
     Args:
         clients: length C.
-        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks with
-            `needs = "facts"`.
         steps: local steps behind each release.
         noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
+        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks with
+            `needs = "facts"`, and where updates were streamed.
+        total: their weighted sum instead, if nobody reads single updates.
+        lost: clients whose release was not finite; in none of the above.
     """
 
     clients: tuple[int, ...]
-    deltas: Tensor | None
     steps: tuple[int, ...]
     noise_std: tuple[float, ...]
+    deltas: Tensor | None = None
+    total: WeightedSum | None = field(default=None, repr=False)
+    lost: tuple[int, ...] = ()
+
+    @classmethod
+    def announced(cls, plan: RoundPlan) -> ClientUpdates:
+        """What is known of a plan's updates before they come."""
+        rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
+        noise_std = tuple(mechanism.noise_std(steps, rate) for mechanism, steps, rate in rows)
+        return cls(plan.clients, plan.steps, noise_std)
 
     @property
     def released(self) -> Tensor:

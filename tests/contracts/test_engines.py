@@ -8,6 +8,8 @@ import pytest
 import reference
 import torch
 from conftest import FIXED_KEY, small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
@@ -199,8 +201,50 @@ def test_order_of_clients_does_not_matter(engine, make_loop):
     torch.testing.assert_close(backwards.state.models, forwards.state.models, rtol=1e-6, atol=1e-7)
 
 
-def test_sums_are_rounded_once():
-    """Sixty-four thousandths and one large opposite pair: float32 sums would lose them."""
-    deltas = torch.tensor([[1e6], *[[1e-3]] * 64, [-1e6]])
-    weights = torch.ones(1, 66, dtype=torch.float64)
-    assert float(aggregate.combine(weights, deltas)) == pytest.approx(0.064, rel=1e-5)
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+@pytest.mark.parametrize("job", [None, ClassGradients(3)], ids=["training", "class gradients"])
+def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
+    loop = make_loop(engine=ENGINES[engine]())
+    loop.plan_schedule()
+    loop.engine.setup(loop.module, loop.population, Streams(7), "poisson")
+    state = ServerState(loop.module.flat[None], (0,) * 4)
+    plan = loop.view(state).plan(job=job)
+    say = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    kept = loop.engine.train(plan, state, [0] * 4)
+    streamed = loop.engine.train(plan, state, [0] * 4, say)
+    assert streamed.deltas is None and streamed.clients == kept.clients and streamed.noise_std == kept.noise_std
+    combined = aggregate.combine(say, streamed)
+    assert torch.equal(combined, aggregate.combine(say, kept))
+    expected = torch.tensordot(aggregate.normalised(say), kept.released.double(), dims=1)
+    torch.testing.assert_close(combined.double(), expected, rtol=1e-6, atol=1e-9)
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 30))
+@settings(max_examples=50, deadline=None)
+def test_a_weighted_sum_has_the_same_bits_in_any_order_and_any_grouping(seed, clients):
+    generator = torch.Generator().manual_seed(seed)
+    deltas = torch.randn(clients, 500, generator=generator) * 10.0 ** torch.randint(
+        -6, 7, (clients, 1), generator=generator
+    )
+    weights = torch.rand(2, clients, generator=generator, dtype=torch.float64)
+    sums = []
+    for groups in (1, 2, 3):
+        order = torch.randperm(clients, generator=generator).tolist()
+        parts = [aggregate.WeightedSum(weights) for _ in range(groups)]
+        for place, column in enumerate(order):
+            parts[place % groups].add(column, deltas[column])
+        total = aggregate.WeightedSum(weights)
+        for part in parts:
+            total.merge(part)
+        sums.append(total.rounded())
+    assert torch.equal(sums[0], sums[1]) and torch.equal(sums[0], sums[2])
+    torch.testing.assert_close(sums[0], (weights @ deltas.double()).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_sums_keep_what_doubles_would_lose():
+    """2^60 and back: in float64 the ones between would be gone."""
+    deltas = torch.tensor([[2.0**60], *[[1.0]] * 64, [-(2.0**60)]])
+    total = aggregate.WeightedSum(torch.ones(1, 66))
+    for column, delta in enumerate(deltas):
+        total.add(column, delta)
+    assert float(total.rounded()) == 64.0

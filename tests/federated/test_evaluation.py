@@ -10,8 +10,17 @@ from torch import nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Dataset, Population
-from dpfl_lightning.federated.evaluation import evaluate
+from dpfl_lightning.federated import evaluation
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.privacy.noise import Streams
+
+
+def evaluate(module, population, delivered, engine_type=SerialEngine):
+    engine = engine_type()
+    engine.setup(module, population, Streams(0), "poisson")
+    return evaluation.evaluate(module, population, delivered, engine)
 
 
 def always(label: int, classes: int = 2, features: int = 3) -> torch.Tensor:
@@ -43,12 +52,12 @@ def test_each_client_by_its_own_model(population):
 
 def test_personal_parameters_are_put_in(population):
     kind = type("Own", (ClientModule,), {"personal": ("bias",)})
-    scores = evaluate(
-        kind(nn.Linear(3, 2)),
-        population,
-        Delivered(always(0)[None], (0, 0)),
-        personalised=lambda model, client: always(1) if client == 1 else model,
-    )
+
+    class Personal(SerialEngine):
+        def personalised(self, model, client):
+            return always(1) if client == 1 else model
+
+    scores = evaluate(kind(nn.Linear(3, 2)), population, Delivered(always(0)[None], (0, 0)), Personal)
     assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
     assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
 
@@ -56,6 +65,15 @@ def test_personal_parameters_are_put_in(population):
 def test_a_net_may_know_more_classes(population):
     scores = evaluate(ClientModule(nn.Linear(3, 7)), population, Delivered(always(1, classes=7)[None], (0, 0)))
     assert scores.test.accuracy == 0.75
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3])
+def test_the_fast_engine_shares_the_work_and_gives_the_same_scores(workers):
+    x, y = torch.randn(605, 3), torch.arange(605) % 2
+    population = Population.from_datasets([(x[:20], y[:20])] * 4, test=(x, y), num_classes=2)
+    module, delivered = ClientModule(nn.Linear(3, 2)), Delivered(torch.randn(2, 8), (1, 0, 0, 1))
+    expected = evaluate(module, population, delivered)
+    assert evaluate(module, population, delivered, lambda: FastEngine(workers)) == expected
 
 
 def test_without_a_test_set_the_clients_stand_in():

@@ -186,21 +186,69 @@ def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
     assert seen[0] is None and seen[1].shape[0] == 4
 
 
-def test_a_client_with_a_broken_update_is_dropped_whole(make_loop):
-    loop = make_loop(rounds=1)
-    train = loop.engine.train
+class ReadsUpdates(ServerCallback):
+    needs = "deltas"
+
+    def refine(self, state, updates, view):
+        assert updates.released.shape == (len(updates.clients), state.models.shape[1])
+        return state
+
+
+@pytest.mark.parametrize("callbacks", [[], [ReadsUpdates()]], ids=["streamed", "kept"])
+def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, callbacks):
+    loop = make_loop(rounds=1, callbacks=callbacks)
+    only = make_loop(rounds=1, callbacks=[*callbacks, Without(1)])
+    only.run()
+    releases = loop.engine.releases
 
     def broken(*args):
-        updates = train(*args)
-        updates.deltas[1, 0] = float("nan")
-        return updates
+        for row, delta in releases(*args):
+            delta[0] = float("nan") if row == 1 else delta[0]
+            yield row, delta
 
-    loop.engine.train = broken
+    loop.engine.releases = broken
     weights = []
     loop.callbacks.append(OnRound(lambda report: weights.append((report.clients, report.weights))))
     loop.run()
     assert weights[0][0] == (0, 2, 3) and weights[0][1].shape == (1, 3)
-    assert bool(loop.state.models.isfinite().all())
+    torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
+
+
+class Without(ServerCallback):
+    def __init__(self, client):
+        self._client = client
+
+    def plan_round(self, plan, view):
+        return plan.only(lambda client: client != self._client)
+
+
+def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop):
+    loop = make_loop(rounds=1)
+    start = loop.module.flat
+    loop.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))
+    result = loop.run()
+    assert torch.equal(loop.state.models[0], start) and result.reason == "all 1 rounds are done"
+
+
+def test_updates_are_streamed_unless_somebody_reads_them(make_loop):
+    """Same bits, and no [C, P] anywhere: what makes memory independent of the number of clients."""
+    seen = []
+
+    def watched(**options):
+        loop = make_loop(rounds=2, **options)
+        train = loop.engine.train
+
+        def spy(*args):
+            seen.append(train(*args))
+            return seen[-1]
+
+        loop.engine.train = spy
+        loop.run()
+        return loop.state.models
+
+    streamed, kept = watched(), watched(callbacks=[ReadsUpdates()])
+    assert [updates.deltas is None for updates in seen] == [True, True, False, False]
+    assert torch.equal(streamed, kept)
 
 
 @pytest.mark.parametrize(

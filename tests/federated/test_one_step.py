@@ -42,7 +42,9 @@ def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     engine.setup(ClientModule(small_net().to(dtype)), population, Streams(7), "poisson")
     flat = engine.module.flat
     state = ServerState(torch.stack([flat, 2 * flat]), (0,) * CLIENTS)
-    return torch.stack(engine.releases(plan, state, list(range(CLIENTS))))
+    return torch.stack(
+        [one for _, one in sorted(engine.releases(plan, state, list(range(CLIENTS))), key=lambda it: it[0])]
+    )
 
 
 @pytest.mark.parametrize("engine", [FastEngine, StackedEngine])

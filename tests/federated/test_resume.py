@@ -29,11 +29,11 @@ def cut_at(loop, round: int) -> None:
     """The power goes after the charge of `round` is synced and one client has trained."""
     train = loop.engine.train
 
-    def failing(plan, state, attempts):
+    def failing(plan, state, attempts, say):
         if plan.round == round:
             loop.engine.release(plan, 0, state, attempts[0])
             raise PowerCut
-        return train(plan, state, attempts)
+        return train(plan, state, attempts, say)
 
     loop.engine.train = failing
 
@@ -82,7 +82,12 @@ def test_another_engine_cannot_replay_so_it_is_charged_again_and_gets_other_nois
     other = make_loop(engine=ENGINES["fast"](), privacy=privacy, output_dir=loop.output_dir)
     attempts = []
     train = other.engine.train
-    other.engine.train = lambda plan, state, tries: attempts.append((plan.round, tries)) or train(plan, state, tries)
+
+    def spy(plan, state, tries, say):
+        attempts.append((plan.round, tries))
+        return train(plan, state, tries, say)
+
+    other.engine.train = spy
     result = other.run(resume=True)
     assert attempts == [(2, [1] * 4), (3, [0] * 4)]
     assert len(read_ledger(other.folder.ledger_file)) == 4 * 4, "round 2 is paid twice, from the reserve"

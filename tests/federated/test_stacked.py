@@ -85,7 +85,9 @@ def released(engine, plan, seed=5) -> torch.Tensor:
     size, dtype = engine.module.num_params, engine.module.flat.dtype
     models = 0.3 * torch.randn(3, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
     state = ServerState(models, (0,) * len(plan.clients))
-    return torch.stack(engine.releases(plan, state, [0] * len(plan.clients)))
+    return torch.stack(
+        [one for _, one in sorted(engine.releases(plan, state, [0] * len(plan.clients)), key=lambda it: it[0])]
+    )
 
 
 def assert_as_serial(clients, dtype=torch.float32, population=None, module=None, **more):
