@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import io
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+
+from dpfl_lightning.launcher import launched
 
 
 class UserError(ValueError):
@@ -41,6 +45,8 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
     """A notice is one line; other warnings look as ever."""
+    if launched().local_rank > 0:
+        return
     if isinstance(message, UserNotice):
         print(f"warning: {message}", file=sys.stderr)
     else:
@@ -50,19 +56,24 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2, Ctrl-C 130.
 
-    Any other exception is a bug and keeps its traceback.
+    Any other exception is a bug and keeps its traceback. Of several ranks on a host, which read the same files, one
+    speaks for all.
     """
 
     @functools.wraps(main)
     def wrapped(argv: Sequence[str] | None = None) -> int:
         warnings.showwarning = functools.partial(_show, warnings.showwarning)
-        try:
-            return main(argv) or 0
-        except UserError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print("stopped by Ctrl-C", file=sys.stderr)
-            return 130
+        silent = launched().local_rank > 0
+        words, status = "", 0
+        with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
+            try:
+                return main(argv) or 0
+            except UserError as error:
+                words, status = f"error: {error}", 2
+            except KeyboardInterrupt:
+                words, status = "stopped by Ctrl-C", 130
+        if not silent:
+            print(words, file=sys.stderr)
+        return status
 
     return wrapped

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 
 from dpfl_lightning.config import load, options_file
 from dpfl_lightning.errors import command, require
+from dpfl_lightning.launcher import launched
 from dpfl_lightning.options import Options, to_dict
 
 if TYPE_CHECKING:
+    from dpfl_lightning.federated.callback import ServerCallback
     from dpfl_lightning.federated.state import RunResult
 
 #: options that decide how a run is executed and told, not what it releases: a resumed run may change them
@@ -47,20 +49,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fit(options: Options, resume: bool = False) -> RunResult:
     """One run with progress on the terminal and, unless `tracking` is None, in MLflow.
 
+    Of several ranks that a launcher started all come here; rank 0 alone tells and writes.
+
     Raises:
         UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
     """
     from dpfl_lightning.federated.setup import build_loop
+
+    return build_loop(options, _watchers(options) if launched().rank == 0 else []).run(resume)
+
+
+def _watchers(options: Options) -> list[ServerCallback]:
     from dpfl_lightning.watchers.progress import Progress
 
-    watchers, next_steps = [], []
-    if options.tracking is not None:
-        from dpfl_lightning.tracking import Tracking
+    if options.tracking is None:
+        return [Progress()]
+    from dpfl_lightning.tracking import Tracking
 
-        tracking = Tracking(**dataclasses.asdict(options.tracking))
-        watchers.append(tracking)
-        next_steps.append(tracking.how_to_open)
-    return build_loop(options, [*watchers, Progress(next_steps=next_steps)]).run(resume)
+    tracking = Tracking(**dataclasses.asdict(options.tracking))
+    return [tracking, Progress(next_steps=[tracking.how_to_open])]
 
 
 def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
@@ -76,21 +83,32 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
         None,
         "For example --output_dir runs/mine.",
     )
+    from dpfl_lightning.federated.ranks import Ranks
+
+    ranks = Ranks(options.engine.device)
     parent, results = Path(str(options.output_dir)), []
     for seed in seeds:
         own = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        done = parent / f"seed_{seed}" / "result.json"
-        begun = done.with_name("checkpoint.pt").exists()
-        if begun:
-            _check_unchanged(own, str(done.parent))
-        results.append(json.loads(done.read_text()) if done.exists() else fit(own, resume=begun).as_dict())
+        begun, result = ranks.told(_so_far(own) if ranks.rank == 0 else (False, None))
+        results.append(fit(own, resume=begun).as_dict() if result is None else result)
     summary = summarise(seeds, results)
+    if ranks.rank > 0:
+        return summary
     (parent / "result.json").write_text(json.dumps(summary, indent=2) + "\n")
     accuracy, spread = summary["test_accuracy"], summary["test_accuracy_std"]
     if accuracy is not None:
         print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
     print(summary["guarantee"])
     return summary
+
+
+def _so_far(options: Options) -> tuple[bool, dict | None]:
+    """Whether the run in `output_dir` has begun, and its result if it has one."""
+    folder = Path(str(options.output_dir))
+    begun = (folder / "checkpoint.pt").exists()
+    if begun:
+        _check_unchanged(options, str(folder))
+    return begun, json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:

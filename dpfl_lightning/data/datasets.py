@@ -9,6 +9,7 @@ structure and is never written to.
 
 from __future__ import annotations
 
+import fcntl
 import gzip
 import hashlib
 import io
@@ -437,6 +438,16 @@ def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
     except OSError as error:
         tried.append(f"{cache}: cannot write there ({error.strerror}); DPFL_DATA may name another folder")
         return False
+    lock = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks that begin at once, one fetches
+        return not source.layout.missing(folder) or _fetch_into(folder, name, source, tried)
+    finally:
+        os.close(lock)
+
+
+def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bool:
+    cache = folder.parent
     for label, fetch in _ways(source):
         try:
             with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as fresh:

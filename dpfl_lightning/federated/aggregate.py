@@ -83,14 +83,15 @@ class WeightedSum:
         for row in self.weights[:, column].nonzero().flatten().tolist():
             self._add(row, wide * self.weights[row, column])
 
-    def merge(self, other: WeightedSum) -> None:
-        """Another part of the same sum: of other clients."""
+    def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
+        """Another part of the same sum: of other clients, and of all models or of those at `rows`."""
         if other.pair is None:
             return
         if self.pair is None:
-            self.pair, self.dtype = other.pair.clone(), other.dtype
-            return
-        for row, parts in enumerate(other.pair.to(self.pair.device).unbind(dim=1)):
+            self.pair = other.pair.new_zeros(2, len(self.weights), *other.pair.shape[2:])
+            self.dtype = other.dtype
+        models = range(len(self.weights)) if rows is None else rows
+        for row, parts in zip(models, other.pair.to(self.pair.device).unbind(dim=1), strict=True):
             for part in parts:
                 self._add(row, part)
 
@@ -135,6 +136,16 @@ class Received:
             if self.deltas is None:
                 self.deltas = delta.new_empty(len(self.plan.clients), *delta.shape)
             self.deltas[row] = delta
+
+    def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
+        """What arrived elsewhere of other clients of the plan; a sum for all models, or for those at rows `models`."""
+        row_of = {client: row for row, client in enumerate(self.plan.clients)}
+        self.lost += [row_of[client] for client in part.lost]
+        if part.total is not None and self.total is not None:
+            self.total.merge(part.total, models)
+        elif part.deltas is not None:
+            for client, delta in zip(part.clients, part.deltas, strict=True):
+                self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
         """What arrived."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ class Engine(Protocol):
     description: str
     workers: int | None  # clients at the same time, known after setup
     clipped_sum: ClippedSum  # after setup
+    seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Once a run, before the first round: module and population are on their device."""
@@ -80,6 +82,7 @@ class SerialEngine:
         self.clipped_sum = self.choose_clipped_sum()
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
+        self.seconds: dict[int, float] = {}
 
     def choose_clipped_sum(self) -> ClippedSum:
         return VmapClippedSum(self.module.sample_loss)
@@ -139,6 +142,19 @@ class SerialEngine:
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
+        begun, client = time.perf_counter(), plan.clients[row]
+        task, start, batches = self.local_task(plan, row, state, attempt)
+        if isinstance(plan.job, ClassGradients):
+            released = self._class_gradients(task, start, batches, plan.job.num_classes)
+        else:
+            released = self.change(client, start, self.local_training(task, start, batches))
+        self.seconds[client] = time.perf_counter() - begun
+        return released
+
+    def local_task(
+        self, plan: RoundPlan, row: int, state: ServerState, attempt: int
+    ) -> tuple[LocalTask, Tensor, DrawnBatches]:
+        """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
         client = plan.clients[row]
         start = self.personalised(state.models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
@@ -153,10 +169,10 @@ class SerialEngine:
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,
         )
-        batches = DrawnBatches(self.population, client, draws)
-        if isinstance(plan.job, ClassGradients):
-            return self._class_gradients(task, start, batches, plan.job.num_classes)
-        end = self.local_training(task, start, batches)
+        return task, start, DrawnBatches(self.population, client, draws)
+
+    def change(self, client: int, start: Tensor, end: Tensor) -> Tensor:
+        """`end - start` `[P]`, zero at the personal parameters, whose end stays here."""
         delta = end - start
         if self.module.personal:
             self._personal[client] = end[self._mask].clone()

@@ -13,8 +13,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
@@ -27,8 +25,10 @@ from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import Answers, Query
+from dpfl_lightning.federated.ranked import RankedEngine
+from dpfl_lightning.federated.ranks import LostRank, Ranks
 from dpfl_lightning.federated.report import client_rows, summary
-from dpfl_lightning.federated.run_folder import RunFolder, code_fingerprint, data_fingerprint
+from dpfl_lightning.federated.run_folder import RunFolder, fingerprints
 from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
 from dpfl_lightning.federated.state import (
     Delivered,
@@ -99,11 +99,13 @@ class FederatedLoop:
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
         with_base = callbacks if any(cb.role == "base" for cb in callbacks) else [SizeWeighted(), *callbacks]
         self.callbacks = register(with_base)
-        self.fabric = _fabric(device)
-        self.population = population.to(self.fabric.device)
-        self.module = module.to(self.fabric.device)
+        self.ranks = Ranks(device)
+        self.device = self.ranks.fabric.device
+        self.population = population.to(self.device)
+        self.module = module.to(self.device)
         check_fits(self.module, self.population)
-        self.engine = FastEngine() if engine is None else engine
+        own = FastEngine() if engine is None else engine
+        self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
         self.rounds, self.seed, self.privacy = rounds, seed, privacy
         self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
@@ -124,9 +126,17 @@ class FederatedLoop:
     def run(self, resume: bool = False) -> RunResult:
         """Train all rounds, or (`resume`) those that are left.
 
+        Under a launcher rank 0 does, and the other ranks, built alike, work for it until then; all return the result.
+
         Raises:
-            UserError: the folder is taken, or has nothing to resume.
+            UserError: the folder is taken, or has nothing to resume; a rank was lost.
         """
+        if self.ranks.rank > 0:
+            assert isinstance(self.engine, RankedEngine)  # for mypy: there are several
+            return self.engine.serve(self.module, self.population)
+        return self.ranks.lead(lambda: self._run(resume))
+
+    def _run(self, resume: bool) -> RunResult:
         self._open(resume)
         with closing(self.budgets.ledger):
             state = self._restore() if resume else self._begin()
@@ -135,8 +145,10 @@ class FederatedLoop:
                 reason = self.all_rounds(state)
             except BaseException as error:
                 broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                again = f"python -m dpfl_lightning.fit --resume {self.output_dir}"
-                self._end(f"{broken}; go on with: {again}", finished=False)
+                again = f"go on with: {self.ranks.command} -m dpfl_lightning.fit --resume {self.output_dir}"
+                self._end(f"{broken}; {again}", finished=False)
+                if isinstance(error, LostRank):
+                    raise UserError(f"{error} The run is kept; {again}") from None
                 raise
             return self._end(reason, finished=True)
 
@@ -226,20 +238,12 @@ class FederatedLoop:
         path = self.output_dir
         self.folder = RunFolder.reopen(path) if resume else RunFolder.claim(path, self.options, given_key)
         self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), self.sampling)
-        device = torch.cuda.get_device_name() if self.fabric.device.type == "cuda" else self.fabric.device.type
-        parts = (
-            code_fingerprint(),
-            data_fingerprint(self.population),
-            self.engine.name,
-            self.engine.description,
-            device,
-        )
         self.budgets = Budgets(
             self.schedule,
             self.folder.open_ledger(),
             self.accountant,
             SAMPLINGS[self.sampling],
-            fingerprint=repr(parts),
+            fingerprint=repr(fingerprints(self.engine, self.population, self.device)),
             secret=self.folder.noise_key.to_bytes(16, "big"),
             caveats=self._caveats(),
         )
@@ -252,7 +256,7 @@ class FederatedLoop:
         return state
 
     def _restore(self) -> ServerState:
-        saved = self.folder.load_checkpoint(self.fabric.device)
+        saved = self.folder.load_checkpoint(self.device)
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
         for name, callback in self._named_callbacks():
             if name in saved["callbacks"]:
@@ -266,7 +270,7 @@ class FederatedLoop:
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
         """Keep the complete round; write it at the ends, and when the last write is `checkpoint_seconds` old."""
         if plan is not None:
-            self.records += _expected_records(plan)
+            self.records += round(sum(plan.expected_records))
         self.state = state
         self.snapshot = {
             "models": state.models,
@@ -311,7 +315,7 @@ class FederatedLoop:
             round=plan.round,
             rounds=self.rounds,
             seconds=seconds,
-            records=_expected_records(plan),
+            records=round(sum(plan.expected_records)),
             clients=plan.clients,
             weights=weights,
             epsilon_spent=self.budgets.spent(),
@@ -340,6 +344,7 @@ class FederatedLoop:
 
     def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
         records = sum(own.batch_size * own.steps for own in self.settings)
+        ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
         return RunInfo(
             output_dir=self.output_dir,
             rounds=self.rounds,
@@ -347,8 +352,8 @@ class FederatedLoop:
             num_params=self.module.num_params,
             budgets=tuple(own.epsilon for own in self.settings),
             estimated_seconds=seconds_per_record * records * (self.rounds - first_round + 1),
-            engine=f"{self.engine.name} ({self.engine.description})",
-            device=str(self.fabric.device),
+            engine=f"{self.engine.name} ({self.engine.description})" + ranks,
+            device=str(self.device),
             sampling=self.sampling,
             accountant=self.accountant.name,
             options=self.options,
@@ -371,16 +376,3 @@ class FederatedLoop:
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)
         return [self.engine.personalised(state.models[row], client) for row, client in pairs]
-
-
-def _fabric(device: str) -> Fabric:
-    try:
-        return Fabric(accelerator=device, devices=1)
-    except (MisconfigurationException, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {reason}") from None
-
-
-def _expected_records(plan: RoundPlan) -> int:
-    """Records a round processes in expectation: the observed number is private."""
-    return round(sum(m.expected_batch_size * steps for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)))

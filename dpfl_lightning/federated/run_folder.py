@@ -17,6 +17,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.config import dump
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
 from dpfl_lightning.privacy.noise import new_noise_key
@@ -125,6 +126,20 @@ def write_atomically(path: Path, write: Any) -> Path:
         os.fsync(file.fileno())
     os.replace(partial, path)
     return path
+
+
+def fingerprints(engine: Engine, population: Population, device: torch.device) -> dict[str, str]:
+    """All that is constant in a run and decides a release bit for bit, by name; not who is trained beside whom.
+
+    **Privacy** Private, as it holds `data_fingerprint`.
+    """
+    own = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "code": code_fingerprint(),
+        "data": data_fingerprint(population),
+        "engine": f"{engine.name} ({engine.description})",
+        "device": f"{device.type} {own}",  # another one has other kernels
+    }
 
 
 def code_fingerprint() -> str:

@@ -93,6 +93,11 @@ class RoundPlan:
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
             raise ValueError(f"a plan has one entry a client in every column, and each client once: {self}")
 
+    @property
+    def expected_records(self) -> tuple[float, ...]:
+        """Records each client's steps process in expectation, `[C]`: the observed number is private."""
+        return tuple(m.expected_batch_size * steps for m, steps in zip(self.mechanism_of, self.steps, strict=True))
+
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""
         rows = [row for row, client in enumerate(self.clients) if keep(client)]

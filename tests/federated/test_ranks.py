@@ -1,0 +1,293 @@
+"""Several processes, one run: the same bits, one voice, and a clear end whoever dies."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import ranked_runs
+import torch
+from conftest import FIXED_KEY
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpfl_lightning.federated.ranked import spread
+from dpfl_lightning.fit import main as fit
+from dpfl_lightning.launcher import launched
+from dpfl_lightning.privacy.ledger import read_ledger
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
+
+
+@pytest.fixture(autouse=True)
+def in_the_repository(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def started():
+    """Popen with pipes; what still lives at the end is killed, with all that it started."""
+    processes: list[subprocess.Popen] = []
+
+    def start(*command: str, **environment: str) -> subprocess.Popen:
+        paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+        own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
+        process = subprocess.Popen(
+            [sys.executable, *command], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        for pid in [*_children(process.pid), process.pid]:
+            if process.poll() is None:
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture
+def torchrun(started):
+    def start(ranks: int, *command: str) -> subprocess.Popen:
+        return started("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *command)
+
+    return start
+
+
+@pytest.fixture
+def srun(started):
+    """What SLURM's `srun` does: a process for each task, told by variables; nobody looks after them."""
+
+    def start(ranks: int, *command: str) -> list[subprocess.Popen]:
+        with socket.socket() as one:
+            one.bind(("127.0.0.1", 0))
+            port = str(one.getsockname()[1])
+        common = {"SLURM_NTASKS": str(ranks), "SLURM_STEP_NUM_TASKS": str(ranks), "SLURM_NTASKS_PER_NODE": str(ranks)}
+        common |= {"SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_NODELIST": "127.0.0.1", "SLURM_JOB_NAME": "fit"}
+        common |= {"SLURM_JOB_ID": "1", "MASTER_PORT": port}
+        return [started(*command, **common, SLURM_PROCID=str(n), SLURM_LOCALID=str(n)) for n in range(ranks)]
+
+    return start
+
+
+def _children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task/{pid}/children")
+    return [int(one) for one in tasks.read_text().split()] if tasks.exists() else []
+
+
+def _rank(agent: subprocess.Popen, rank: int) -> int:
+    """The process of that rank under torchrun."""
+    for pid in _children(agent.pid):
+        if f"RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""):
+            return pid
+    raise AssertionError(f"no rank {rank}")
+
+
+def _lines(folder: Path) -> int:
+    ledger = folder / "ledger.jsonl"
+    return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
+
+
+def _wait_for_rounds(folder: Path, rounds: int, process: subprocess.Popen) -> None:
+    while _lines(folder) < 5 * rounds:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def _said(process: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=seconds)
+    return process.returncode, out, err
+
+
+def _same_run(ours: Path, theirs: Path) -> None:
+    models = [torch.load(folder / "model.pt", weights_only=True) for folder in (ours, theirs)]
+    assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
+    results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
+    for result in results:
+        for name in ("wall_seconds", "records_per_second", "output_dir"):
+            del result[name]
+    assert results[0] == results[1]
+    assert (ours / "ledger.jsonl").read_bytes() == (theirs / "ledger.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+def test_the_command_gives_the_same_run_on_any_number_of_ranks(ranks, torchrun, tmp_path):
+    argv = [*DIGITS, "--rounds", "2", "--output_dir"]
+    process = torchrun(ranks, "-m", "dpfl_lightning.fit", *argv, str(tmp_path / "ranks"))
+    assert fit([*argv, str(tmp_path / "alone")]) == 0
+    status, out, err = _said(process)
+    assert status == 0, err
+    _same_run(tmp_path / "ranks", tmp_path / "alone")
+    assert out.count("Where to look next") == 1 and out.count("round 2/2") == 1
+    assert (f", {ranks} ranks, device cpu" in out) == (ranks > 1)
+    assert "distributed" not in err
+
+
+def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tmp_path):
+    alone, together = tmp_path / "alone", tmp_path / "together"
+    processes = srun(2, str(ROOT / "tests" / "ranked_runs.py"), str(together))
+    alone.mkdir()
+    ranked_runs.main(alone)
+    said = [_said(process) for process in processes]
+    assert said[0][0] == 0, said
+    assert [one[1:] for one in said] == [("", "")] * 2, "nobody prints"
+    ours, theirs = (torch.load(folder / "results.pt", weights_only=True) for folder in (together, alone))
+    broken = ours.pop("broken client")
+    for name in ranked_runs.RUNS:
+        torch.testing.assert_close(
+            ours[name], theirs[name], rtol=0, atol=0, msg=lambda text, name=name: f"{name}: {text}"
+        )
+    assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
+    assert set(ours["personal"]["engine"]["personal"]) == {0, 1, 2, 3}
+    assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
+    assert said[1][0] == 1, "an exception in a client ends all ranks"
+    assert len(read_ledger(together / "broken client" / "ledger.jsonl")) == 4, "it was charged before it began"
+
+
+def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_path):
+    argv = [*DIGITS, "--rounds", "30", "--checkpoint_seconds", "0", "--output_dir"]
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    process = torchrun(2, "-m", "dpfl_lightning.fit", *argv, str(broken))
+    assert fit([*argv, str(unbroken)]) == 0
+    _wait_for_rounds(broken, 3, process)
+    os.kill(_rank(process, 1), signal.SIGKILL)
+    status, out, err = _said(process)
+    again = f"go on with: torchrun ... -m dpfl_lightning.fit --resume {broken}"
+    assert status != 0 and not (broken / "result.json").exists()
+    assert err.count("error: `ranks` must all live until the run ends, got ") == 1 and f"is kept; {again}" in err
+    assert err.count("Traceback") == 1, "that of torchrun itself"
+    assert "Stopped after round" in out
+    assert fit(["--resume", str(broken), "--privacy.noise_key", FIXED_KEY]) == 0
+    _same_run(broken, unbroken)
+
+
+def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
+    ranks = srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
+    _wait_for_rounds(tmp_path / "run", 2, ranks[0])
+    ranks[0].kill()
+    status, out, err = _said(ranks[1], seconds=10)
+    assert (status, out, err) == (1, "", "rank 1: rank 0 is gone, so this rank ends too\n")
+
+
+def test_a_mistake_is_told_once_and_is_status_2_on_every_rank(srun):
+    said = [_said(process) for process in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rouns", "3")]
+    assert [status for status, _, _ in said] == [2, 2]
+    assert said[0][2].startswith("error: ") and "Did you mean `--rounds`" in said[0][2] and said[1][1:] == ("", "")
+
+
+@pytest.mark.slow
+def test_help_is_told_once(srun):
+    said = [_said(process) for process in srun(2, "-m", "dpfl_lightning.fit", "--help")]
+    assert [status for status, _, _ in said] == [0, 0] and "--resume" in said[0][1] and said[1][1:] == ("", "")
+
+
+@pytest.mark.slow
+def test_what_rank_0_alone_finds_wrong_ends_the_others_in_silence(srun, tmp_path):
+    (tmp_path / "precious.txt").write_text("mine")
+    said = [_said(one) for one in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--output_dir", str(tmp_path))]
+    assert [status for status, _, _ in said] == [2, 2] and said[1][1:] == ("", "")
+    assert said[0][2].count("error: ") == 1 and "another run or other files" in said[0][2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_run_that_is_stopped_on_one_rank_goes_on_with_two(signal_number, torchrun, srun, tmp_path):
+    argv = [*DIGITS, "--rounds", "300", "--output_dir"]
+    broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    assert fit([*argv, str(unbroken)]) == 0
+    ranks = srun(2, "-m", "dpfl_lightning.fit", *argv, str(broken))
+    _wait_for_rounds(broken, 3, ranks[0])
+    for process in ranks if signal_number == signal.SIGINT else ranks[:1]:
+        process.send_signal(signal_number)
+    expected = 130 if signal_number == signal.SIGINT else 2
+    said = [_said(process, seconds=20) for process in ranks]
+    assert [status for status, _, _ in said] == [expected] * 2 and said[1][1:] == ("", "")
+    assert "go on with: srun ... python -m dpfl_lightning.fit --resume" in said[0][1]
+    process = torchrun(2, "-m", "dpfl_lightning.fit", "--resume", str(broken), "--privacy.noise_key", FIXED_KEY)
+    status, _, err = _said(process)
+    assert status == 0, err
+    _same_run(broken, unbroken)
+
+
+@pytest.mark.slow
+def test_seeds_are_trained_in_step_and_finished_ones_are_not_repeated(torchrun, tmp_path):
+    argv = [*DIGITS, "--rounds", "2", "--seeds"]
+    assert fit([*argv, "0,1,2", "--output_dir", str(tmp_path / "alone")]) == 0
+    assert fit([*argv, "1", "--output_dir", str(tmp_path / "ranks")]) == 0
+    finished = (tmp_path / "ranks" / "seed_1" / "result.json").stat().st_mtime_ns
+    process = torchrun(2, "-m", "dpfl_lightning.fit", *argv, "0,1,2", "--output_dir", str(tmp_path / "ranks"))
+    status, out, err = _said(process)
+    assert status == 0, err
+    assert out.count("3 seeds: test accuracy") == 1 and out.count("Where to look next") == 2
+    for seed in range(3):
+        _same_run(tmp_path / "ranks" / f"seed_{seed}", tmp_path / "alone" / f"seed_{seed}")
+    assert (tmp_path / "ranks" / "seed_1" / "result.json").stat().st_mtime_ns == finished
+
+
+@pytest.mark.slow
+def test_ranks_with_other_data_are_refused(srun, tmp_path):
+    script = tmp_path / "unlike.py"
+    script.write_text(
+        "import sys, torch\n"
+        "from ranked_runs import make_loop\n"
+        "from dpfl_lightning.errors import command\n"
+        "from dpfl_lightning.launcher import launched\n"
+        "def main(argv):\n"
+        "    loop = make_loop(sys.argv[1])\n"
+        "    loop.population.x[0, 0] += launched().rank\n"
+        "    loop.run()\n"
+        "sys.exit(command(main)())\n"
+    )
+    said = [_said(process) for process in srun(2, str(script), str(tmp_path / "run"))]
+    assert [status for status, _, _ in said] == [2, 2]
+    assert "`ranks` must all have the same data, got another one on rank 1" in said[0][2]
+
+
+@given(st.lists(st.floats(0.0, 1e6), max_size=8), st.integers(1, 4))
+def test_work_is_spread_whole_and_evenly(costs, ranks):
+    pieces = spread(costs, ranks)
+    assert len(pieces) == ranks and sorted(itertools.chain(*pieces)) == list(range(len(costs)))
+    assert all(own == sorted(own) for own in pieces)
+    loads = [sum(costs[piece] for piece in own) for own in pieces]
+    assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * _least_possible(costs, ranks) * (1 + 1e-9)
+    assert not costs or pieces[0], "rank 0 works too"
+
+
+def _least_possible(costs: list[float], ranks: int) -> float:
+    """The largest load of the best of all ways, tried one after the other; ranks are alike, so the first is fixed."""
+    loads = {(0.0,) * ranks}
+    for cost in costs:
+        loads = {
+            tuple(sorted((*own[:rank], own[rank] + cost, *own[rank + 1 :]))) for own in loads for rank in range(ranks)
+        }
+    return min(max(own) for own in loads)
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (0, 1, 0, 1)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1, 0, 1)),  # no launcher that we know
+        ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1)),  # a batch script without srun
+        (
+            {"TORCHELASTIC_RUN_ID": "", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
+            (3, 4, 1, 2),
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
+            | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"},
+            (2, 4, 0, 2),
+        ),
+    ],
+)
+def test_launchers_are_known_by_their_variables(environment, expected):
+    assert launched(environment)[1:] == expected

@@ -1,0 +1,141 @@
+"""Small runs that `federated/test_ranks.py` starts on one rank and on several: `python tests/ranked_runs.py FOLDER`.
+
+Rank 0 writes `FOLDER/results.pt`: what each of `RUNS` came to.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conftest import FIXED_KEY, blobs, small_net
+
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, PrivacyOptions, ServerCallback
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.query import SelectModel
+from dpfl_lightning.federated.state import ClassGradients
+from dpfl_lightning.launcher import launched
+from dpfl_lightning.privacy.events import SelectionEvent
+from dpfl_lightning.privacy.schedule import Planned
+
+
+def make_loop(folder: Path, *callbacks: ServerCallback, module: ClientModule | None = None, **options) -> FederatedLoop:
+    privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
+    clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
+    net = module or ClientModule(small_net())
+    told = {"rounds": 3, "clients": clients, "privacy": privacy, "callbacks": callbacks, "device": "cpu"} | options
+    return FederatedLoop(blobs(), net, output_dir=folder, **told)
+
+
+class Median(ServerCallback):
+    """Reads every single update."""
+
+    def combine(self, updates, weights, view):
+        return updates.released.median(dim=0).values[None].repeat(len(weights), 1)
+
+
+class EachItsOwn(ServerCallback):
+    """K = N models, each client pulled to the mean of all; client 1 sits out every other round."""
+
+    def refine(self, state, updates, view):
+        if len(state.models) == 4:
+            return state
+        return dataclasses.replace(state, models=state.models.repeat(4, 1), model_of=(0, 1, 2, 3))
+
+    def plan_round(self, plan, view):
+        plan = plan.only(lambda client: client != 1 or view.round % 2 == 0)
+        mean = view.state.models.mean(dim=0, keepdim=True)
+        return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=0.5)
+
+
+class Selection(ServerCallback):
+    """Asks every client which of two models fits it better."""
+
+    def plan_run(self, schedule, view):
+        def change(client, own):
+            return dataclasses.replace(own, planned=(*own.planned, Planned("select", SelectionEvent(0.5), 1)))
+
+        return schedule.replan(change)
+
+    def plan_round(self, plan, view):
+        if view.round == 2:
+            models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
+            self.answers = dict(view.ask(SelectModel(plan.clients, models, epsilon=0.5, loss_bound=2.0)))
+        return plan
+
+    def state_dict(self):
+        return {"answers": getattr(self, "answers", {})}
+
+
+class GradientsOfClasses(ServerCallback):
+    def plan_run(self, schedule, view):
+        def change(client, own):
+            event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
+            return dataclasses.replace(own, planned=(Planned("classes", event, own.planned[0].count),))
+
+        return schedule.replan(change)
+
+    def plan_round(self, plan, view):
+        return view.plan("classes", job=ClassGradients(view.facts.num_classes))
+
+    def step(self, state, combined, view):
+        return dataclasses.replace(state, models=state.models - combined.sum(dim=1))
+
+
+class WithPersonalBias(ClientModule):
+    personal = ("0.bias",)
+
+
+RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
+    "streamed": make_loop,
+    "serial": lambda folder: make_loop(folder, engine=SerialEngine()),
+    "deltas": lambda folder: make_loop(folder, Median()),
+    "models": lambda folder: make_loop(folder, EachItsOwn(), rounds=4),
+    "personal": lambda folder: make_loop(folder, module=WithPersonalBias(small_net())),
+    "selection": lambda folder: make_loop(folder, Selection()),
+    "classes": lambda folder: make_loop(folder, GradientsOfClasses()),
+    "other net": lambda folder: make_loop(folder, module=ClientModule(small_net(seed=launched().rank))),
+}
+
+
+def outcome(loop: FederatedLoop) -> dict:
+    result = loop.run()
+    saved = torch.load(loop.output_dir / "checkpoint.pt", weights_only=True)
+    told = {"accuracy": [client["accuracy"] for client in result.clients], "test": result.test_accuracy}
+    return told | {name: saved[name] for name in ("models", "engine", "callbacks")}
+
+
+def broken_client(folder: Path) -> dict:
+    """What rank 0 hears of an exception in client 2, which another rank trains."""
+    release = SerialEngine.release
+
+    def failing(self, plan, row, *args):
+        if launched().rank == 1:
+            raise ZeroDivisionError(f"client {plan.clients[row]}")
+        return release(self, plan, row, *args)
+
+    SerialEngine.release = failing
+    try:
+        make_loop(folder).run()
+    except ZeroDivisionError as error:
+        return {"error": str(error), "notes": error.__notes__}
+    raise AssertionError("nothing was raised")
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    results = {}
+    for name, make in RUNS.items():
+        loop = make(folder / name)
+        results[name] = outcome(loop) if launched().rank == 0 else loop.run().as_dict()
+    if launched().size > 1:
+        results["broken client"] = broken_client(folder / "broken client")  # ends the other ranks
+    if launched().rank == 0:
+        torch.save(results, folder / "results.pt")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
