@@ -40,6 +40,18 @@ def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) ->
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
+def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
+    """Peak memory in MiB by the number of clients."""
+    figure, axes = _axes("Peak memory of a run", "clients", "MiB")
+    clients = [int(count) for count in peak_mib]
+    axes.plot(clients, list(peak_mib.values()), marker="o")
+    for count, peak in zip(clients, peak_mib.values(), strict=True):
+        axes.annotate(f"{peak:,}", (count, peak), (0, 7), textcoords="offset points", fontsize=8, ha="center")
+    axes.set_ylim(0, 1.25 * max(peak_mib.values()))
+    _log_scale(axes, "x")
+    return figure
+
+
 def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
     test = history("overall/test_accuracy")
     if not test:

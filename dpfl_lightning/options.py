@@ -105,13 +105,14 @@ class EngineOptions:
     """How the local steps are computed: speed, never meaning.
 
     Args:
-        name: fast, serial (the reference) or trainer (a lightning.Trainer for each client).
+        name: fast, serial (the reference), stacked (many clients as one batch, for a GPU with small models) or trainer
+            (a lightning.Trainer for each client).
         device: auto takes a GPU where there is one.
         workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU. With
             several ranks (torchrun, srun): on each rank; null then shares the host's cores among its ranks.
     """
 
-    name: Literal["fast", "serial", "trainer"] = "fast"
+    name: Literal["fast", "serial", "stacked", "trainer"] = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: int | None = None
 

@@ -392,6 +392,7 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
         "epsilon_max": None if None in spent else max(spent),
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,
+        "training_seconds": result.training_seconds,
         "records_per_second": result.records_per_second,
     }
 

@@ -188,7 +188,9 @@ OPTIONS = st.builds(
         epsilon=st.floats(1e-6, float("inf")) | st.just({"name": "dist3", "source": "sampled"}),
         noise_key=st.none() | st.just(NOISE_KEY),
     ),
-    engine=st.builds(EngineOptions, name=st.sampled_from(["fast", "serial"]), workers=st.none() | st.integers(1, 8)),
+    engine=st.builds(
+        EngineOptions, name=st.sampled_from(["fast", "serial", "stacked"]), workers=st.none() | st.integers(1, 8)
+    ),
     tracking=st.none() | st.builds(TrackingOptions, run_name=st.sampled_from([None, "1e3", "2024", "on", "a: b"])),
 )
 
@@ -327,7 +329,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("privacy: {reserve_rounds: -1}", ["`privacy.reserve_rounds` must be >= 0"]),
         ("evaluation: {every: 0}", ["`evaluation.every` must be >= 1"]),
         ("engine: {workers: 0}", ["`engine.workers` must be >= 1"]),
-        ("engine: {name: quick}", ["one of fast, serial, trainer, got 'quick'"]),
+        ("engine: {name: quick}", ["one of fast, serial, stacked, trainer, got 'quick'"]),
         ("tracking: {experiment: 5}", ["`tracking.experiment` must be text, got 5"]),
         ("checkpoint_seconds: -1", ["`checkpoint_seconds` must be >= 0"]),
     ],

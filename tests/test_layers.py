@@ -38,14 +38,19 @@ ALLOWED = {
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
     "watchers": {"errors", "privacy", "federated"},
     "figures": {"federated"},
+    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan"}
+COMMANDS = {"fit", "evaluate", "plan", "bench"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
     "optuna": {"sweep.py"},
-    "opacus": {"privacy/accountant.py"},
+    "numba": {"privacy/windows.py"},
+    "llvmlite": {"privacy/windows.py"},
+    "opacus": {"privacy/accountant.py", "benchmark/contestants.py", "benchmark/peer_scripts/flower.py"},
+    "flwr": {"benchmark/peer_scripts/flower.py"},
+    "pfl": {"benchmark/peer_scripts/pfl_research.py"},
     "jsonargparse": {"config.py", "plan.py"},
     "pooch": {"data/datasets.py"},
     "rich": {"watchers/progress.py"},

@@ -143,6 +143,19 @@ class SerialEngine:
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
         begun, client = time.perf_counter(), plan.clients[row]
+        task, start, batches = self.local_task(plan, row, state, attempt)
+        if isinstance(plan.job, ClassGradients):
+            released = self._class_gradients(task, start, batches, plan.job.num_classes)
+        else:
+            released = self.change(client, start, self.local_training(task, start, batches))
+        self.seconds[client] = time.perf_counter() - begun
+        return released
+
+    def local_task(
+        self, plan: RoundPlan, row: int, state: ServerState, attempt: int
+    ) -> tuple[LocalTask, Tensor, DrawnBatches]:
+        """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
+        client = plan.clients[row]
         start = self.personalised(state.models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
         stream = self.streams.generator("sampling", plan.round, client, attempt)
@@ -156,16 +169,10 @@ class SerialEngine:
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,
         )
-        batches = DrawnBatches(self.population, client, draws)
-        if isinstance(plan.job, ClassGradients):
-            released = self._class_gradients(task, start, batches, plan.job.num_classes)
-        else:
-            released = self._change(client, start, self.local_training(task, start, batches))
-        self.seconds[client] = time.perf_counter() - begun
-        return released
+        return task, start, DrawnBatches(self.population, client, draws)
 
-    def _change(self, client: int, start: Tensor, end: Tensor) -> Tensor:
-        """`end - start` `[P]` but for the personal parameters, which stay here."""
+    def change(self, client: int, start: Tensor, end: Tensor) -> Tensor:
+        """`end - start` `[P]`, zero at the personal parameters, whose end stays here."""
         delta = end - start
         if self.module.personal:
             self._personal[client] = end[self._mask].clone()

@@ -8,6 +8,7 @@ import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,12 +16,15 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.engine import FORWARD_CHUNK, DrawnBatches, SerialEngine
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.noise import Streams
+
+T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
@@ -64,39 +68,34 @@ class FastEngine(SerialEngine):
         self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
 
     def choose_clipped_sum(self) -> ClippedSum:
-        for hook in ("training_step", "configure_optimizers"):
-            if getattr(type(self.module), hook) is not getattr(ClientModule, hook):
-                raise UserError(
-                    f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got 'fast', "
-                    f"which never calls it. Use `engine: {{name: serial}}`."
-                )
-        x, y = synthetic_batch(self.population, records=4, device=self.module.device)
-        clipped_sum, reason = clipped_sum_for(self.module.net, self.module.sample_loss, x, y)
+        clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
         return clipped_sum
 
     def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        longest_first = sorted(range(len(attempts)), key=lambda row: -plan.steps[row])
-        return self._side_by_side(lambda seat, row: seat.release(plan, row, state, attempts[row]), longest_first)
+        groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
+        done = self._side_by_side(
+            lambda seat, number: one_step.releases(seat, plan, groups[number], state, attempts), range(len(groups))
+        )
+        for number, released in done:
+            yield from zip(groups[number], released, strict=True)
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
         done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
         return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
 
-    def _side_by_side(
-        self, work: Callable[[SerialEngine, int], Tensor], numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _side_by_side(self, work: Callable[[SerialEngine, int], T], numbers: Sequence[int]) -> Iterator[tuple[int, T]]:
         """`work(seat, number)` for all numbers, as they are done; only so many are begun that few results wait."""
 
-        def seated(number: int) -> Tensor:
+        def seated(number: int) -> T:
             seat = self._seats.get()
             try:
                 return work(seat, number)
             finally:
                 self._seats.put(seat)
 
-        running: dict[Future[Tensor], int] = {}
+        running: dict[Future[T], int] = {}
         waiting = iter(numbers)
         try:
             while True:
@@ -129,3 +128,20 @@ class FastEngine(SerialEngine):
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)
         return theta
+
+
+def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
+    """What `clipped_sum_for` chooses for the engine's module, for engines that take plain SGD steps of their own.
+
+    Raises:
+        UserError: the module overrides `training_step` or `configure_optimizers`, which they would not run.
+    """
+    module = engine.module
+    for hook in ("training_step", "configure_optimizers"):
+        if getattr(type(module), hook) is not getattr(ClientModule, hook):
+            raise UserError(
+                f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got {engine.name!r}, "
+                f"which never calls it. Use `engine: {{name: serial}}`."
+            )
+    x, y = synthetic_batch(engine.population, records=4, device=module.device)
+    return clipped_sum_for(module.net, module.sample_loss, x, y)

@@ -161,9 +161,10 @@ class FederatedLoop:
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} rounds"
-            state = after
+            state, seconds = after, time.perf_counter() - begun
+            self.training_seconds += seconds
             self._remember(state, plan)
-            report = self._report(plan, weights, time.perf_counter() - begun)
+            report = self._report(plan, weights, seconds)
             watch(self.callbacks, "on_round_end", self.view(state), report)
         return f"all {self.rounds} rounds are done"
 
@@ -250,7 +251,7 @@ class FederatedLoop:
 
     def _begin(self) -> ServerState:
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
-        self.started, self.records, self.saved_at = time.perf_counter(), 0, -math.inf
+        self.started, self.records, self.training_seconds, self.saved_at = time.perf_counter(), 0, 0.0, -math.inf
         self.info = self._measured_info(first_round=1)
         self._remember(state, None)
         return state
@@ -263,6 +264,7 @@ class FederatedLoop:
                 callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
+        self.training_seconds = saved["training_seconds"]
         self.saved_at, self.snapshot = time.perf_counter(), saved
         self.info = self._measured_info(first_round=state.round + 1)
         return state
@@ -280,6 +282,7 @@ class FederatedLoop:
             "engine": self.engine.state_dict(),
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
+            "training_seconds": self.training_seconds,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
             self.folder.save_checkpoint(self.snapshot)
@@ -333,7 +336,8 @@ class FederatedLoop:
             output_dir=str(self.output_dir),
             finished=finished,
             rounds=self.state.round,
-            wall_seconds=seconds,
+            wall_seconds=time.perf_counter() - self.started,
+            training_seconds=self.training_seconds,
             records_per_second=self.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),

@@ -14,6 +14,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.engine import FORWARD_CHUNK, Engine
 from dpfl_lightning.federated.query import Answers, Query
@@ -147,7 +148,9 @@ class RankedEngine:
     ) -> ClientUpdates:
         everything = self.inner.state_dict()
         personal = everything["personal"]
-        rows_of = spread(self._costs(plan), self.ranks.size)
+        groups, costs = one_step.groups(plan, self.module), self._costs(plan)  # whole groups, or bits would change
+        groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
+        rows_of = [sorted(row for group in own for row in groups[group]) for own in groups_of]
         shares = [Share.of(rows, plan, state, attempts, say, personal) if rows else None for rows in rows_of]
         parts = [None if share is None else (share,) for share in shares]
         received = Received(plan, say)

@@ -17,10 +17,16 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import Engine, SerialEngine, TrainerEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.stacked import StackedEngine
 from dpfl_lightning.options import Options, to_dict
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
-ENGINES: dict[str, type[SerialEngine]] = {"fast": FastEngine, "serial": SerialEngine, "trainer": TrainerEngine}
+ENGINES: dict[str, type[SerialEngine]] = {
+    "fast": FastEngine,
+    "serial": SerialEngine,
+    "stacked": StackedEngine,
+    "trainer": TrainerEngine,
+}
 
 
 def build_population(options: Options) -> Population:

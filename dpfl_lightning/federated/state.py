@@ -256,6 +256,9 @@ class RunResult:
 
     Args:
         reason: why it ended, in words; `finished` is False after Ctrl-C or an error.
+        wall_seconds: from the first round's begin, with everything around training; interruptions not counted.
+        training_seconds: of these, in the rounds themselves: plans, the ledger, local training, aggregation.
+        records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
@@ -265,6 +268,7 @@ class RunResult:
     finished: bool
     rounds: int
     wall_seconds: float
+    training_seconds: float
     records_per_second: float
     reason: str
     guarantee: str

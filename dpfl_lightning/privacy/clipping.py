@@ -80,15 +80,15 @@ def cross_entropy_of(net: nn.Module) -> SampleLoss:
     return sample_loss
 
 
-def clip_factors(norms: Tensor, clip_norm: float) -> Tensor:
+def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """`min(1, clip_norm / norm)`, and 0 for a norm that is not finite.
 
     Args:
-        norms: L2 norms `[B]`, >= 0, infinite or NaN.
-        clip_norm: > 0, may be infinite.
+        norms: L2 norms `[B]` or `[S, B]`, >= 0, infinite or NaN.
+        clip_norm: > 0, may be infinite; one value, or for `[S, B]` one a client, `[S, 1]`.
 
     Returns:
-        Factors `[B]` in [0, 1].
+        Factors in [0, 1], in the shape of `norms`.
 
     >>> clip_factors(torch.tensor([0.0, 1.0, 4.0, float("nan"), float("inf")]), clip_norm=2.0)
     tensor([1.0000, 1.0000, 0.5000, 0.0000, 0.0000])
@@ -112,13 +112,34 @@ def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
         start = stop
 
 
+def summing_dtype(like: Tensor) -> torch.dtype:
+    """What chunks are added in: float64 but on MPS, which has none."""
+    return like.dtype if like.device.type == "mps" else torch.float64
+
+
+def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
+    """Every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`, one record at a time."""
+
+    def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        losses = sample_loss(params, x[None], y[None])
+        require(
+            losses.shape == (1,),
+            "sample_loss",
+            "return one loss a record, shape (B,)",
+            tuple(losses.shape),
+        )
+        return losses[0]
+
+    return vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")
+
+
 class GroupTotals:
     """The rows `[G, P]` of a clipped sum as its chunks come in: added in float64, rounded once at the end."""
 
     def __init__(self, params: Params, num_groups: int) -> None:
         like = next(iter(params.values()))
         self._dtype = like.dtype
-        self._wide = like.dtype if like.device.type == "mps" else torch.float64  # MPS has no float64
+        self._wide = summing_dtype(like)
         self._num_groups = num_groups
         self._total = like.new_zeros(num_groups, sum(p.numel() for p in params.values()))
         self._empty = True
@@ -164,18 +185,7 @@ class VmapClippedSum:
     def __init__(self, sample_loss: SampleLoss, chunk: int = DEFAULT_CHUNK) -> None:
         require(chunk >= 1, "chunk", "be at least 1 record", chunk)
         self.chunk = chunk
-
-        def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
-            losses = sample_loss(params, x[None], y[None])
-            require(
-                losses.shape == (1,),
-                "sample_loss",
-                "return one loss a record, shape (B,)",
-                tuple(losses.shape),
-            )
-            return losses[0]
-
-        self._grads = vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")
+        self._grads = record_gradients(sample_loss)
 
     def __call__(
         self,

@@ -32,13 +32,24 @@ from dpfl_lightning.privacy.clipping import (
     clip_factors,
     cross_entropy_of,
 )
-from dpfl_lightning.privacy.layer_rules import RULES, ByName, Inputs, Rule, Unsupported, any_module_rule
+from dpfl_lightning.privacy.layer_rules import (
+    RULES,
+    ByName,
+    Inputs,
+    Rule,
+    Unsupported,
+    any_module_rule,
+    conv2d_backward,
+    has_own_backward,
+)
 
-CPU_CHUNK = 64  # records a pass: fewer pay its fixed costs too often, more leave the caches
+CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
 CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
 
-Calls = dict[str, tuple[Inputs, GradientEdge]]  # unit -> its inputs, the edge of its output in the graph
+Calls = dict[str, Inputs]  # unit -> its inputs
+Edges = dict[str, GradientEdge]  # unit -> its output's place in the graph
+LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
 
 @dataclass(frozen=True)
@@ -52,6 +63,15 @@ class Unit:
     def rule(self) -> Rule:
         return RULES.get(type(self.module), any_module_rule)
 
+    def gradients(self, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+        """Each record's gradients by the rule, under the parameters' names in the net."""
+        own = {local: params[full] for local, full in self.names.items() if full in params}
+        return self.in_net(self.rule(self.module, own, inputs, dy), params) if own else {}
+
+    def in_net(self, by_name: ByName, params: Params) -> ByName:
+        """Of gradients under local names those of `params`, under their names in the net."""
+        return {full: by_name[local] for local, full in self.names.items() if full in params}
+
 
 def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
     """The highest modules of `net` that own trainable parameters, by name."""
@@ -62,17 +82,22 @@ def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
             yield from _units(child, f"{prefix}{name}.")
 
 
-class _Begin(torch.autograd.Function):
-    """The identity at which a graph begins: no copy, and what follows may change the tensor in place."""
+class _Seam(torch.autograd.Function):
+    """The identity on a layer's output at which a graph begins anew; behind it lies the layer's own backward pass.
+
+    No copy, and what follows may change the output in place. `anchor` requires a gradient, so every seam is passed.
+    """
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, backward: LayerBackward | None, *inputs: Tensor) -> Tensor:
         ctx.mark_dirty(output)
+        ctx.layer_backward = backward
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
-        return None, None
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = ctx.layer_backward(dy[0], ctx.needs_input_grad[3:]) if ctx.layer_backward else ()
+        return None, None, None, *dx
 
 
 class FastClippedSum:
@@ -83,7 +108,7 @@ class FastClippedSum:
     Args:
         net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
-        chunk: records a pass, >= 1; None is 64 on a CPU, 512 elsewhere. It changes the sum by rounding only.
+        chunk: records a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum by rounding only.
         channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
             CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
 
@@ -167,49 +192,62 @@ class FastClippedSum:
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """How many numbers at most enter a unit for one record."""
-        with self._watched() as calls:
+        with self._watched(params, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
-        return max(a[0].numel() for inputs, _ in calls.values() for a in inputs)
+        return max(a[0].numel() for inputs in calls.values() for a in inputs)
 
     def _gradients(self, params: Params, x: Tensor, y: Tensor) -> ByName:
         """Each record's gradients by parameter name; parameters that no loss depends on are left out."""
-        with torch.enable_grad(), self._watched() as calls:
+        grads: ByName = {}
+        with torch.enable_grad(), self._watched(params, grads) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
-        edges = [edge for _, edge in calls.values()]
-        dys = torch.autograd.grad(losses, edges, torch.ones_like(losses), allow_unused=True)
-        grads: ByName = {}
-        for (name, (inputs, _)), dy in zip(calls.items(), dys, strict=True):
-            unit = self._units[name]
-            own = {local: params[full] for local, full in unit.names.items() if full in params}
-            if dy is not None and own:
-                by_name = unit.rule(unit.module, own, inputs, dy)
-                grads |= {unit.names[local]: by_name[local] for local in own}
+        wanted: list[Any] = [*edges.values(), anchor]
+        *dys, _ = torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True)
+        for name, dy in zip(edges, dys, strict=True):
+            if dy is not None:
+                grads |= self._units[name].gradients(params, calls[name], dy)
         return grads
 
     @contextmanager
-    def _watched(self) -> Iterator[Calls]:
-        """Collect the units' calls while a forward runs; the graph begins at the first units' outputs."""
-        calls: Calls = {}
-        anchor = torch.zeros((), requires_grad=True)
+    def _watched(self, params: Params, grads: ByName) -> Iterator[tuple[Calls, Edges, Tensor]]:
+        """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
 
-        def watch(name: str) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
+        A convolution on a CPU gets a backward pass of its own instead of an edge, and it fills `grads`. The graph
+        begins at the first units' outputs, with an anchor behind them.
+        """
+        calls: Calls = {}
+        edges: Edges = {}
+        anchor = torch.zeros((), requires_grad=True)
+        on_cpu = next(iter(params.values())).device.type == "cpu"
+
+        def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
                 if name in calls:
                     raise Unsupported(f"`{name}` is used twice in one forward")
                 if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                     raise Unsupported(f"`{name}` does not go from tensors to one tensor")
-                begun = output if output.requires_grad else _Begin.apply(output, anchor)
-                calls[name] = (inputs, get_gradient_edge(begun))
+                calls[name] = plain = tuple(a.detach() for a in inputs)  # what keeps a graph alive makes a circle
+                if on_cpu and has_own_backward(module):
+                    weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
+
+                    def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                        by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0])
+                        grads.update(unit.in_net(by_name, params))
+                        return (dx,)
+
+                    return _Seam.apply(output.detach(), anchor, own_backward, *inputs)
+                begun = output if output.requires_grad else _Seam.apply(output, anchor, None)
+                edges[name] = get_gradient_edge(begun)
                 return begun
 
             return hook
 
-        handles = [unit.module.register_forward_hook(watch(name)) for name, unit in self._units.items()]
+        handles = [unit.module.register_forward_hook(watch(name, unit)) for name, unit in self._units.items()]
         handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
         try:
-            yield calls
+            yield calls, edges, anchor
         finally:
             for handle in handles:
                 handle.remove()

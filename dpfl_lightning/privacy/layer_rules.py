@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
+
+from dpfl_lightning.privacy import sparse_conv
 
 NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
 LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
@@ -153,6 +155,24 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
         product = torch.bmm(dy.flatten(2), _patches(layer, x, dy).mT)
         weight = Dense(product.view(-1, out, *window), (0, 1, 4, 2, 3))
     return {"weight": weight, "bias": Dense(dy.sum(dim=(2, 3)))}
+
+
+def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether `conv2d_backward` can serve the layer."""
+    return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def conv2d_backward(
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
+) -> tuple[ByName, Tensor | None]:
+    """`conv2d_rule` and the gradient of the input together: few numbers in `dy` (max-pooling) make both cheap."""
+    if sparse_conv.suits(layer, x, dy):
+        dw, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
+        return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(dy.sum(dim=(2, 3)))}, dx
+    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
+    wanted = [need_dx, False, False]  # of input, weight and bias
+    dx = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0] if need_dx else None
+    return conv2d_rule(layer, {}, (x,), dy), dx
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:

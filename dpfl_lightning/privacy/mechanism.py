@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.noise import standard_normal_like
+from dpfl_lightning.privacy.noise import standard_normal_like, standard_normal_rows
 
 
 @dataclass(frozen=True)
@@ -59,3 +60,38 @@ class Gaussian:
     def noise_std(self, steps: int, learning_rate: float) -> float:
         """Per-coordinate standard deviation of the noise in `steps` plain SGD steps (their feedback neglected)."""
         return learning_rate * self.clip_norm * self.noise_multiplier / self.expected_batch_size * steps**0.5
+
+
+class GaussianRows:
+    """`Gaussian.privatise` of many clients in a few operations: the same noise, row by row.
+
+    Args:
+        mechanisms: length S, one a client.
+        generators: length S, each client's own.
+        like: any tensor of the dtype and device of the sums to come.
+
+    **Privacy** One call of `privatise` is one step of each client whose row it is given.
+
+    >>> import torch
+    >>> row = Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=4.0)
+    >>> alone = row.privatise(torch.ones(1, 3), np.random.default_rng(0))
+    >>> rows = GaussianRows([row], [np.random.default_rng(0)], like=torch.empty(0))
+    >>> bool((rows.privatise(torch.ones(1, 1, 3))[0] == alone).all())
+    True
+    """
+
+    def __init__(self, mechanisms: Sequence[Gaussian], generators: Sequence[np.random.Generator], like: Tensor) -> None:
+        silent = [m.noise_multiplier == 0 for m in mechanisms]  # such a one draws nothing, here as in `privatise`
+        noise_std = [
+            0.0 if mute else m.clip_norm * m.noise_multiplier for m, mute in zip(mechanisms, silent, strict=True)
+        ]
+        self._generators = [None if mute else own for own, mute in zip(generators, silent, strict=True)]
+        # on their device once, not in every step
+        self._noise_std = like.new_tensor(noise_std)[:, None, None]
+        self._divisor = like.new_tensor([m.expected_batch_size for m in mechanisms])[:, None, None]
+
+    def privatise(self, clipped_sums: Tensor) -> Tensor:
+        """`[k, G, P]` sums of the first k <= S clients to what they release, shape kept; the others draw no noise."""
+        active = len(clipped_sums)
+        noise = standard_normal_rows(clipped_sums, self._generators[:active])
+        return noise.mul_(self._noise_std[:active]).add_(clipped_sums).div_(self._divisor[:active])

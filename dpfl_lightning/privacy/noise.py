@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -45,4 +46,19 @@ def standard_normal_like(value: Tensor, generator: np.random.Generator) -> Tenso
     """Standard normal noise with the shape, dtype (float32 or float64) and device of `value`."""
     dtype = np.float64 if value.dtype == torch.float64 else np.float32
     noise = torch.from_numpy(generator.standard_normal(tuple(value.shape), dtype=dtype))
+    return noise.to(value.device, value.dtype, non_blocking=True)
+
+
+def standard_normal_rows(value: Tensor, generators: Sequence[np.random.Generator | None]) -> Tensor:
+    """The noise of several clients in one copy: row i is `standard_normal_like(value[i], generators[i])`.
+
+    Args:
+        value: `[S, ...]`, only looked at for shape, dtype (float32 or float64) and device.
+        generators: length S; None gives a row of zeros and draws nothing.
+    """
+    dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
+    noise = torch.zeros(value.shape, dtype=dtype, pin_memory=value.is_cuda)  # pinned: the copy does not wait
+    for row, generator in zip(noise.numpy(), generators, strict=True):
+        if generator is not None:
+            row[...] = generator.standard_normal(row.shape, dtype=row.dtype.type)
     return noise.to(value.device, value.dtype, non_blocking=True)

@@ -96,7 +96,8 @@ class Progress(ServerCallback):
         score = _score(result.test_accuracy, result.test_loss)
         self._say(
             f"{f'Test {score}' if score else 'Not evaluated'} after {_counted(result.rounds, 'round')} in "
-            f"{duration(result.wall_seconds)} ({result.records_per_second:,.0f} records/s); {result.reason}.",
+            f"{duration(result.wall_seconds)}, {duration(result.training_seconds)} of it in rounds "
+            f"({result.records_per_second:,.0f} records/s); {result.reason}.",
             style="bold",
         )
         self._say(f"Guarantee: {result.guarantee if _private(result) else _NO_PRIVACY}")

@@ -147,11 +147,12 @@ class Nobody:
         return np.zeros(0, dtype=np.int64)
 
 
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
 @pytest.mark.parametrize("hook", ["training_step", "configure_optimizers"])
-def test_the_fast_engine_refuses_what_it_would_not_run(hook, make_loop):
+def test_an_engine_refuses_what_it_would_not_run(hook, engine, make_loop):
     own = type("Own", (ClientModule,), {hook: lambda self, *args: None})
-    with pytest.raises(UserError, match=hook):
-        make_loop(engine=ENGINES["fast"](), module=own(small_net())).run()
+    with pytest.raises(UserError, match=f"`{hook}`, got '{engine}'"):
+        make_loop(engine=ENGINES[engine](), module=own(small_net())).run()
 
 
 def test_the_bits_do_not_depend_on_the_number_of_workers(make_loop):

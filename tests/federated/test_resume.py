@@ -39,7 +39,7 @@ def cut_at(loop, round: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0.0, 1000.0])
-@pytest.mark.parametrize("engine", ["fast", "serial"])
+@pytest.mark.parametrize("engine", ["fast", "serial", "stacked"])
 def test_resumed_equals_unbroken(engine, checkpoint_seconds, make_loop):
     unbroken = make_loop(engine=ENGINES[engine](), rounds=5)
     unbroken.run()

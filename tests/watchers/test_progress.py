@@ -122,7 +122,8 @@ def test_the_summary(paper, tmp_path):
     rows = [line.split() for line in summary.splitlines() if re.match(r"\s*\d+ ", line)]
     assert rows[2] == ["2", "2.97", "3", "10", "1.25", "50.2%"]
     for words in (
-        "Test accuracy 50.00% after 10 rounds in 1 min 01 s (2,000 records/s); all 10 rounds are done.",
+        "Test accuracy 50.00% after 10 rounds in 1 min 01 s, 1 min 00 s of it in rounds (2,000 records/s); all 10 "
+        "rounds are done.",
         "Guarantee: (3, 0.001)-differential privacy per record.",
         f"{tmp_path}/result.json",
         f"{tmp_path}/model.pt",

@@ -1,0 +1,1 @@
+"""What `python -m dpfl_lightning.bench` measures, and how."""

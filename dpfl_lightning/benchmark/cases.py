@@ -1,0 +1,55 @@
+"""The rounds that are measured. Importing this costs nothing, so that `--help` stays quick."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+NUM_CLASSES = 10
+CLIP_NORM = 3.0
+NOISE_MULTIPLIER = 1.0
+LEARNING_RATE = 0.01
+
+#: libraries that nobody should wait for before they are needed
+HEAVY = ("torch", "lightning", "mlflow", "optuna", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One round: every client takes one local epoch from the server's model, and the mean is the new one.
+
+    Args:
+        model: name of a net of the package.
+        input_shape: shape X of one (random) record.
+        clients: C.
+        records: of each client.
+        batch_size: expected records of a step.
+        unit: what is counted a second, records or clients.
+    """
+
+    model: str
+    input_shape: tuple[int, ...]
+    clients: int
+    records: int
+    batch_size: int
+    unit: str = "records"
+
+    @property
+    def work(self) -> int:
+        """Units of one round."""
+        return self.clients * (self.records if self.unit == "records" else 1)
+
+    def scaled(self, scale: float) -> Case:
+        """The case with `scale` times as many clients, at least one.
+
+        >>> CASES["common"].scaled(0.1).clients
+        2
+        """
+        return dataclasses.replace(self, clients=max(1, round(self.clients * scale)))
+
+
+CASES = {
+    "common": Case("cnn_small", (1, 28, 28), clients=20, records=2400, batch_size=64),
+    "small_clients": Case("cnn_small", (1, 28, 28), clients=500, records=24, batch_size=24, unit="clients"),
+    "resnet18": Case("resnet18", (3, 32, 32), clients=4, records=64, batch_size=32),
+}

@@ -1,0 +1,68 @@
+"""Peak memory of whole runs with more and more clients, each in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from dpfl_lightning.errors import UserError
+
+CLIENTS = (100, 1000, 10_000)
+RECORDS = 24  # of each client, drawn from one pool: draws of different clients overlap
+
+_MEASURED = """
+import resource, sys
+from dpfl_lightning.fit import main
+status = main(sys.argv[1:])
+unit = 1 if sys.platform == "darwin" else 1024
+print("PEAK", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+sys.exit(status)
+"""
+
+
+def peak_memory(
+    say: Callable[[str], None], clients: Sequence[int] = CLIENTS, data: str = "fashion_mnist"
+) -> dict[str, Any]:
+    """Peak resident memory of `fit`, ledger, evaluation, checkpoint and report included, for one round.
+
+    Args:
+        say: told each time that a run is done.
+        clients: numbers of clients.
+        data: name of the data set that they draw from.
+
+    Returns:
+        `peak_mib` by number of clients, `growth` (largest / smallest - 1), `records` of each client, `data`.
+
+    Raises:
+        UserError: a run failed; with its last line.
+    """
+    peaks = {}
+    for count in clients:
+        with tempfile.TemporaryDirectory() as folder:
+            options = {
+                "data.name": data,
+                "data.partition.name": "overlapping",
+                "data.records_per_client": RECORDS,
+                "clients.count": count,
+                "clients.batch_size": RECORDS,
+                "privacy.epsilon": 4,
+                "rounds": 1,
+                "tracking": "null",
+                "output_dir": f"{folder}/run",
+            }
+            words = [f"--{key}={value}" for key, value in options.items()]
+            done = subprocess.run([sys.executable, "-c", _MEASURED, *words], capture_output=True, text=True)
+        if done.returncode:
+            last = (done.stderr.strip() or f"status {done.returncode}").splitlines()[-1]
+            raise UserError(f"`--cases` can hold memory only where `fit` runs with {count} clients, got: {last}")
+        peaks[str(count)] = round(int(done.stdout.split()[-1]) / 2**20)
+        say(f"memory: {count} clients, {peaks[str(count)]} MiB")
+    return {
+        "peak_mib": peaks,
+        "growth": round(max(peaks.values()) / min(peaks.values()) - 1, 3),
+        "records": RECORDS,
+        "data": data,
+    }

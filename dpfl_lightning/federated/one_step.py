@@ -1,0 +1,71 @@
+"""Clients that take one step from one model are one batch: a pass's fixed cost is paid once, not by each client."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.client import ClientModule, LocalTask
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.state import ClassGradients, RoundPlan, ServerState
+
+MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
+FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
+MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
+
+
+def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
+    """The rows of the plan, those together that make one batch: one step, one start, one clip norm, few records.
+
+    Who is with whom follows from the clients' numbers, the module's size and the job: the bits of a release depend
+    neither on workers nor on memory, nor on the other groups of the plan.
+    """
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
+    alike = defaultdict(list)
+    for row, client in enumerate(plan.clients):
+        mechanism = plan.mechanism_of[row]
+        fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
+        block = client // most if fits else -1 - client  # a number of its own: alone
+        alike[block, plan.model_of[row], mechanism.clip_norm].append(row)
+    return list(alike.values())
+
+
+@torch.no_grad()  # in any thread
+def releases(
+    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], state: ServerState, attempts: Sequence[int]
+) -> list[Tensor]:
+    """What each client of one group sends: draws, noise and meaning of `engine.release`, row by row.
+
+    Args:
+        rows: one of `groups(plan, engine.module)`.
+        attempts: `[C]`, of all clients of the plan.
+    """
+    if len(rows) == 1:
+        return [engine.release(plan, row, state, attempts[row]) for row in rows]
+    tasks, starts, drawn = zip(*(engine.local_task(plan, row, state, attempts[row]) for row in rows), strict=True)
+    xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
+    x, y, num_blocks = torch.cat(xs), torch.cat(ys), blocks(plan)
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
+    group = owner * num_blocks + y if isinstance(plan.job, ClassGradients) else owner
+    params = engine.module.unflatten(starts[0])
+    sums = engine.clipped_sum(params, x, y, tasks[0].mechanism.clip_norm, group, len(rows) * num_blocks)
+    return [_release(plan, *own) for own in zip(tasks, starts, sums.split(num_blocks), strict=True)]
+
+
+def _release(plan: RoundPlan, task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
+    """One client's release from its clipped sums `[G, P]`."""
+    noised = task.mechanism.privatise(clipped, task.noise)
+    if isinstance(plan.job, ClassGradients):
+        return noised
+    step = noised[0]
+    if task.anchor is not None:
+        step.add_(start - task.anchor, alpha=task.pull)
+    return step.mul_(-task.learning_rate)
+
+
+def blocks(plan: RoundPlan) -> int:
+    """G: rows of one client's sums, one or one for each class."""
+    return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1

@@ -1,0 +1,82 @@
+"""Clipped sums of many clients at once, in static shapes: a few large kernels where each client alone needs many."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from dpfl_lightning.privacy.clipping import Params, SampleLoss, clip_factors, record_gradients
+
+
+class StackedSums(Protocol):
+    """`ClippedSum` of S clients, each with parameters, records and clip norm of its own.
+
+    Args (of a call):
+        params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
+        x: records `[S, B, *X]`; padding rows hold anything, also NaN.
+        y: labels `[S, B]`.
+        mask: `[S, B]` bool, False for padding.
+        clip_norm: `[S]` in the dtype of the parameters, > 0, may be infinite.
+        group: each record's group `[S, B]` int64 in [0, num_groups); None puts all records into group 0.
+        num_groups: number of rows G a client, >= 1.
+
+    Returns:
+        `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding.
+
+    Guarantees:
+        One record changes one row of its own client only, by at most the client's clip norm in L2 (up to rounding).
+        Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
+
+    Privacy:
+        The sums are private: they must pass a mechanism before anyone reads them.
+    """
+
+    def __call__(
+        self,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor,
+        clip_norm: Tensor,
+        group: Tensor | None = None,
+        num_groups: int = 1,
+    ) -> Tensor: ...
+
+
+def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
+    """`StackedSums` by `vmap` over clients and records: a pure function of its arguments, so it can be compiled.
+
+    Args:
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; it is called with B = 1.
+
+    >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
+    >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
+    >>> mask = torch.tensor([[True, True], [True, False]])
+    >>> sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))[:, 0, 0]
+    tensor([3.4641, 6.0000])
+    """
+    gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
+
+    def sums(
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor,
+        clip_norm: Tensor,
+        group: Tensor | None = None,
+        num_groups: int = 1,
+    ) -> Tensor:
+        by_name = gradients(params, x, y)
+        grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
+        norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=2) for g in grads]), dim=0)
+        counts = (mask & torch.isfinite(norms))[..., None]
+        factors = clip_factors(norms, clip_norm[:, None])[:, None]  # [S, 1, B]
+        if group is not None:
+            factors = factors * (group[:, None] == torch.arange(num_groups, device=group.device)[:, None])
+        # 0 x NaN is NaN: what does not count is replaced, not multiplied away
+        return torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)
+
+    return sums

@@ -1,0 +1,345 @@
+"""Many clients as one padded batch: what every client releases alone, whatever the shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+from torch.func import vmap
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated import stacked
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.stacked import SIZES, StackedEngine, captured, padded_width
+from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.privacy.clipping import VmapClippedSum
+from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
+
+DTYPES = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+@dataclasses.dataclass(frozen=True)
+class Client:
+    """One client of a plan, all of it unlike the others'."""
+
+    records: int = 20
+    rate: float = 0.3
+    steps: int = 2
+    clip_norm: float = 1.0
+    noise: float = 1.0
+    learning_rate: float = 0.5
+    model: int = 0
+
+    @property
+    def mechanism(self) -> Gaussian:
+        return Gaussian(self.clip_norm, self.noise, self.rate, expected_batch_size=self.rate * self.records)
+
+
+RAGGED = (
+    Client(records=1, rate=0.05, steps=3),  # most draws are empty
+    Client(records=40, rate=1.0, steps=1, clip_norm=0.1),
+    Client(records=25, rate=0.5, steps=4, clip_norm=5.0, learning_rate=0.1, noise=0.3),
+    Client(records=9, rate=0.4, steps=2, noise=0.0),
+    Client(records=30, rate=0.2, steps=3, clip_norm=math.inf, noise=0.0, learning_rate=0.02),
+)
+
+
+def population_of(clients, dtype=torch.float32, seed=0) -> Population:
+    generator = torch.Generator().manual_seed(seed)
+
+    def records(count):
+        return torch.randn(count, 6, generator=generator), torch.randint(3, (count,), generator=generator)
+
+    population = Population.from_datasets([records(one.records) for one in clients], held_out=0.0, num_classes=3)
+    return dataclasses.replace(population, x=population.x.to(dtype))
+
+
+def plan_of(clients, **more) -> RoundPlan:
+    names = ("model", "mechanism", "steps", "learning_rate")
+    columns = {
+        f"{name}_of".replace("steps_of", "steps"): tuple(getattr(one, name) for one in clients) for name in names
+    }
+    return RoundPlan(round=1, clients=tuple(range(len(clients))), **columns, **more)
+
+
+def set_up(engine, clients, dtype=torch.float32, population=None, module=None, streams=None):
+    module = module or ClientModule(small_net().to(dtype))
+    engine.setup(module, population or population_of(clients, dtype), streams or Streams(7), "poisson")
+    return engine
+
+
+def released(engine, plan, seed=5) -> torch.Tensor:
+    size, dtype = engine.module.num_params, engine.module.flat.dtype
+    models = 0.3 * torch.randn(3, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+    state = ServerState(models, (0,) * len(plan.clients))
+    return torch.stack(
+        [one for _, one in sorted(engine.releases(plan, state, [0] * len(plan.clients)), key=lambda it: it[0])]
+    )
+
+
+def assert_as_serial(clients, dtype=torch.float32, population=None, module=None, **more):
+    plan = plan_of(clients, **more)
+    ours, theirs = (
+        released(set_up(engine, clients, dtype, population, module), plan)
+        for engine in (StackedEngine(), SerialEngine())
+    )
+    torch.testing.assert_close(ours, theirs, rtol=DTYPES[dtype], atol=DTYPES[dtype])
+    return ours
+
+
+# --- equal to the reference
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    clients=st.lists(
+        st.builds(
+            Client,
+            records=st.integers(1, 30),
+            rate=st.sampled_from([0.02, 0.3, 0.7, 1.0]),
+            steps=st.integers(1, 4),
+            clip_norm=st.sampled_from([0.05, 1.0, 20.0]),
+            noise=st.sampled_from([0.0, 1.0]),
+            learning_rate=st.sampled_from([0.01, 0.5]),
+            model=st.integers(0, 1),
+        ),
+        min_size=1,
+        max_size=7,
+    ),
+    deviations=st.sampled_from([-20.0, 0.0, 3.0]),
+    budget=st.sampled_from([1, 80_000, 1 << 26]),
+    job=st.sampled_from([LocalTraining(), ClassGradients(3)]),
+)
+def test_ragged_clients_release_what_they_release_alone(clients, deviations, budget, job):
+    """Empty draws, draws wider than the padding, clients that are done, any split into stacks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stacked, "DEVIATIONS", deviations)
+        patch.setattr(stacked, "CPU_BYTES", budget)
+        assert_as_serial(clients, torch.float64, job=job)  # float32 may step across a kink
+
+
+@pytest.mark.parametrize("job", [LocalTraining(), ClassGradients(3)], ids=["training", "class gradients"])
+@pytest.mark.parametrize("deviations", [-20.0, 0.0, 3.0])
+def test_ragged_clients_in_single_precision(deviations, job, monkeypatch):
+    monkeypatch.setattr(stacked, "DEVIATIONS", deviations)
+    assert_as_serial(RAGGED, torch.float32, job=job)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_anchors_pull_each_client_to_its_own(dtype):
+    anchors = torch.randn(2, 83, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    anchored = {"anchors": anchors, "anchor_of": (0, 1, 1, 0, 1), "pull": 0.7}
+    pulled = assert_as_serial(RAGGED, dtype, **anchored)
+    assert not torch.allclose(pulled, assert_as_serial(RAGGED, dtype))
+
+
+def test_personal_parameters_stay_and_are_gone_on_with():
+    kind = type("Own", (ClientModule,), {"personal": ("0.bias", "2.weight")})
+    ours, theirs = (set_up(kind_of(), RAGGED, module=kind(small_net())) for kind_of in (StackedEngine, SerialEngine))
+    for round in (1, 2):
+        plan = dataclasses.replace(plan_of(RAGGED), round=round)
+        deltas = released(ours, plan)
+        torch.testing.assert_close(deltas, released(theirs, plan), rtol=1e-5, atol=1e-5)
+        assert (deltas[:, ours.module.personal_mask] == 0).all()
+    for client in range(len(RAGGED)):
+        mine, true = (engine.state_dict()["personal"][client] for engine in (ours, theirs))
+        torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
+
+
+def test_a_record_without_a_finite_gradient_contributes_nothing():
+    population = population_of(RAGGED)
+    x = population.x.clone()
+    x[0] = math.nan  # the first client's first record: also what padding is filled with
+    x[1], x[45] = math.inf, 1e38
+    broken = dataclasses.replace(population, x=x)
+    assert assert_as_serial(RAGGED, population=broken).isfinite().all()
+
+
+def test_an_empty_draw_is_noised_and_a_client_that_is_done_draws_nothing():
+    clients = [dataclasses.replace(one, rate=1e-9, noise=1.0, clip_norm=1.0) for one in RAGGED]
+    streams = CountedNoise(7)
+    engine = set_up(StackedEngine(), clients, streams=streams)
+    deltas = released(engine, plan_of(clients))
+    assert {client: noise.calls for client, noise in streams.drawn.items()} == dict(enumerate([3, 1, 4, 2, 3]))
+    for delta, one in zip(deltas, clients, strict=True):
+        std = one.mechanism.noise_std(one.steps, one.learning_rate)
+        assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
+
+
+class CountedNoise(Streams):
+    """Counts each client's draws of noise."""
+
+    def __init__(self, key):
+        super().__init__(key)
+        self.drawn = {}
+
+    def generator(self, purpose, round, client, attempt=0):
+        generator = super().generator(purpose, round, client, attempt)
+        return self.drawn.setdefault(client, Counted(generator)) if purpose == "noise" else generator
+
+
+class Counted:
+    def __init__(self, generator):
+        self.generator, self.calls = generator, 0
+
+    def standard_normal(self, *args, **more):
+        self.calls += 1
+        return self.generator.standard_normal(*args, **more)
+
+
+# --- stacks and their shapes
+
+
+def test_splitting_by_memory_changes_rounding_only(monkeypatch):
+    whole = released(set_up(StackedEngine(), RAGGED), plan_of(RAGGED))
+    for budget in (1, 83 * 4 * 100, 83 * 4 * 400):
+        monkeypatch.setattr(stacked, "CPU_BYTES", budget)
+        torch.testing.assert_close(released(set_up(StackedEngine(), RAGGED), plan_of(RAGGED)), whole, rtol=0, atol=1e-6)
+
+
+@settings(max_examples=200, deadline=None)
+@given(count=st.integers(1, 40), wide=st.integers(1, 400), budget=st.integers(0, 5000))
+def test_a_pass_keeps_within_its_memory_and_wastes_at_most_a_third(count, wide, budget):
+    engine = StackedEngine()
+    clients = [Client(records=wide, rate=1.0)] * count
+    engine.module, engine.bytes = ClientModule(small_net()), 83 * 4 * budget
+    engine.population = population_of(clients[:1] * count)
+    found = list(engine.stacks(plan_of(clients), range(count)))
+    assert sorted(itertools.chain.from_iterable(rows for rows, _ in found)) == list(range(count))
+    (size, width) = found[0][1]
+    assert all(shape == (size, width) and len(rows) <= size for rows, shape in found)
+    assert size * width <= max(1, budget) and size in SIZES and width in SIZES
+    assert size == 1 or size <= 1.5 * len(found[0][0])
+
+
+def test_a_width_covers_nearly_every_draw_and_is_no_draw():
+    mechanism = Gaussian(1.0, 1.0, sample_rate=0.1, expected_batch_size=60.0)
+    width = padded_width(mechanism, num_records=600)
+    draws = np.random.default_rng(0).binomial(600, 0.1, size=10_000)
+    assert 0 < (draws > width).mean() < 0.005
+    assert padded_width(dataclasses.replace(mechanism, sample_rate=1.0), 600) == 600
+    assert padded_width(dataclasses.replace(mechanism, sample_rate=1e-9), 600) == 1
+
+
+@pytest.mark.parametrize("deviations", [-20.0, 3.0])
+def test_every_pass_has_the_one_shape_that_public_facts_give(deviations, monkeypatch):
+    monkeypatch.setattr(stacked, "DEVIATIONS", deviations)
+    shapes = []
+    for key in (1, 2):
+        engine = set_up(StackedEngine(), RAGGED, streams=Streams(key))
+        sums, seen = engine._sums, set()
+        engine._sums = lambda params, x, *more, sums=sums, seen=seen: seen.add(x.shape) or sums(params, x, *more)
+        released(engine, plan_of(RAGGED))
+        shapes.append(seen)
+    assert shapes[0] == shapes[1] and len(shapes[0]) == 1, "records that were drawn must not show in a shape"
+
+
+# --- the pass
+
+
+def a_pass(module, seed=0, size=3, width=5):
+    generator = torch.Generator().manual_seed(seed)
+    theta = module.flat + 0.1 * torch.randn(size, module.num_params, generator=generator)
+    x, y = torch.randn(size, width, 6, generator=generator), torch.randint(3, (size, width), generator=generator)
+    mask = torch.rand(size, width, generator=generator) < 0.6
+    return vmap(module.unflatten)(theta), x, y, mask, torch.rand(size, generator=generator) + 0.05
+
+
+def test_padding_contributes_exactly_nothing():
+    module = ClientModule(small_net())
+    sums = stacked_clipped_sums(module.sample_loss)
+    params, x, y, mask, clip_norm = a_pass(module)
+    expected = sums(params, x, y, mask, clip_norm)
+    for junk in (0.0, 1e30, math.nan, math.inf):
+        padded = torch.where(mask[..., None], x, junk)
+        assert torch.equal(sums(params, padded, torch.where(mask, y, 2), mask, clip_norm), expected)
+    assert torch.equal(sums(params, x, y, mask & False, clip_norm), torch.zeros_like(expected))
+
+
+def test_a_record_changes_its_own_client_and_group_only():
+    module = ClientModule(small_net())
+    sums = stacked_clipped_sums(module.sample_loss)
+    params, x, y, mask, clip_norm = a_pass(module)
+    mask[1, 2] = True
+    before = sums(params, x, y, mask, clip_norm, y, 3)
+    x[1, 2] = -100.0 * x[1, 2]
+    after = sums(params, x, y, mask, clip_norm, y, 3)
+    changed = torch.ones(3, 3, dtype=torch.bool)
+    changed[1, y[1, 2]] = False
+    assert torch.equal(after[changed], before[changed])
+    assert 0 < float((after - before).norm()) <= 2 * float(clip_norm[1]) * (1 + 1e-6)
+
+
+def test_rows_are_the_clipped_sums_of_the_reference():
+    module = ClientModule(small_net())
+    params, x, y, mask, clip_norm = a_pass(module)
+    rows = stacked_clipped_sums(module.sample_loss)(params, x, y, mask, clip_norm, y, 3)
+    alone = VmapClippedSum(module.sample_loss)
+    for s in range(3):
+        own, keep = {name: p[s] for name, p in params.items()}, mask[s]
+        torch.testing.assert_close(rows[s], alone(own, x[s][keep], y[s][keep], float(clip_norm[s]), y[s][keep], 3))
+
+
+def test_noised_rows_are_those_of_each_client_alone():
+    mechanisms = [one.mechanism for one in RAGGED]
+    sums = torch.randn(5, 3, 83)
+    rows = GaussianRows(mechanisms, [np.random.default_rng(i) for i in range(5)], sums)
+    generators = [np.random.default_rng(i) for i in range(5)]
+    for active in (5, 2):
+        alone = [m.privatise(one, g) for m, one, g in zip(mechanisms, sums[:active], generators, strict=False)]
+        assert torch.equal(rows.privatise(sums[:active]), torch.stack(alone))
+
+
+# --- one graph
+
+
+def test_the_pass_is_one_graph_a_shape():
+    """What a GPU captures, traced on a CPU: equal, and not compiled again in another step, stack or round."""
+    counter = CompileCounter()
+    plain, traced = (set_up(StackedEngine(), RAGGED) for _ in range(2))
+    traced._sums = captured(stacked_clipped_sums(traced.module.sample_loss), backend=counter)
+    for round in (1, 2):
+        plan = dataclasses.replace(plan_of(RAGGED), round=round)
+        torch.testing.assert_close(released(traced, plan, round), released(plain, plan, round), rtol=1e-6, atol=1e-7)
+    assert counter.frame_count == 1
+
+
+def test_gradients_of_a_convolutional_net_are_one_graph():
+    layers = [nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3)]
+    module = ClientModule(nn.Sequential(*layers))
+    params, _, y, mask, clip_norm = a_pass(module)
+    sums, x = stacked_clipped_sums(module.sample_loss), torch.randn(3, 5, 1, 5, 5)
+    with torch.no_grad():
+        traced = captured(sums, backend="aot_eager")(params, x, y, mask, clip_norm)
+        torch.testing.assert_close(traced, sums(params, x, y, mask, clip_norm))
+
+
+class Breaks(nn.Linear):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_net_that_is_not_one_graph_is_refused_in_one_sentence():
+    engine = set_up(StackedEngine(), RAGGED, module=ClientModule(Breaks(6, 3)))
+    with pytest.raises(UserError, match=r"`engine\.name` must be fast or serial for a model .* got 'stacked'"):
+        engine.check(captured(stacked_clipped_sums(engine.module.sample_loss), backend="eager"))
+
+
+def test_the_plan_says_what_runs(make_loop):
+    loop = make_loop(engine=StackedEngine(), rounds=1)
+    loop.run()
+    assert loop.info.engine.startswith("stacked (vmap over clients and records")

@@ -1,0 +1,106 @@
+"""The backward pass for gradients that are mostly zeros against torch's, record by record."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from dpfl_lightning.privacy import layer_rules, sparse_conv
+
+KERNELS = [(2, 2, 16), (3, 1, 32), (1, 3, 20), (5, 5, 16), (3, 3, 40)]  # few: each is compiled, in a second
+
+
+def true_gradients(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """In float64, one record after the other."""
+    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups, [True, True, False])
+    weight = layer.weight.detach().double()
+    both = [
+        torch.ops.aten.convolution_backward(dy[i : i + 1].double(), x[i : i + 1].double(), weight, None, *form)
+        for i in range(len(x))
+    ]
+    return torch.stack([dw for _, dw, _ in both]), torch.cat([dx for dx, _, _ in both])
+
+
+def case(kernel, records, outputs, size, stride, padding, density, seed=0, channels_last=True):
+    torch.manual_seed(seed)
+    rows, columns, channels = kernel
+    layer = nn.Conv2d(channels, outputs, (rows, columns), stride=stride, padding=padding)
+    x = torch.randn(records, channels, *size)
+    dy = torch.randn_like(layer(x)).detach()
+    dy[torch.rand(dy.shape) >= density] = 0.0
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    return layer, x.contiguous(memory_format=form), dy.contiguous(memory_format=form)
+
+
+@given(
+    kernel=st.sampled_from(KERNELS),
+    records=st.integers(1, 4),
+    outputs=st.sampled_from([16, 32, 48]),
+    size=st.tuples(st.integers(5, 9), st.integers(5, 9)),
+    stride=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    padding=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    density=st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+    channels_last=st.booleans(),
+    need_dx=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=100, deadline=None)
+def test_both_gradients_are_torchs(
+    kernel, records, outputs, size, stride, padding, density, channels_last, need_dx, seed
+):
+    layer, x, dy = case(kernel, records, outputs, size, stride, padding, density, seed, channels_last)
+    dw, dx = sparse_conv.sparse_backward(layer, layer.weight, x, dy, need_dx)
+    true_dw, true_dx = true_gradients(layer, x, dy)
+    torch.testing.assert_close(dw.permute(0, 1, 4, 2, 3).double(), true_dw, rtol=1e-5, atol=1e-4)
+    assert (dx is None) == (not need_dx)
+    if dx is not None:
+        torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
+
+
+def test_what_is_not_a_number_stays_with_its_record():
+    """Clipping drops such a record; it must neither be missed nor reach another one."""
+    layer, x, dy = case((2, 2, 16), 3, 16, (5, 5), (1, 1), (1, 1), 0.3)
+    clean, _ = sparse_conv.sparse_backward(layer, layer.weight, x, dy, need_dx=False)
+    dy[1, 4, 2, 2] = float("nan")
+    dw, dx = sparse_conv.sparse_backward(layer, layer.weight, x, dy, need_dx=True)
+    assert bool(dw[1].isnan().any()) and bool(dx[1].isnan().any())
+    assert torch.equal(dw[[0, 2]], clean[[0, 2]]) and bool(dx[[0, 2]].isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("why", "change"),
+    [
+        ("float64", lambda layer, x, dy: (layer.double(), x.double(), dy.double())),
+        ("groups", lambda layer, x, dy: (nn.Conv2d(16, 16, 5, padding=2, groups=2), x, dy)),
+        ("dilation", lambda layer, x, dy: (nn.Conv2d(16, 16, 5, padding=4, dilation=2), x, dy)),
+        ("outputs", lambda layer, x, dy: (nn.Conv2d(16, 12, 5, padding=2), x, dy[:, :12])),
+        ("short runs", lambda layer, x, dy: (nn.Conv2d(4, 16, 5, padding=2), x[:, :4], dy)),
+        ("nobody", lambda layer, x, dy: (layer, x[:0], dy[:0])),
+        ("many numbers", lambda layer, x, dy: (layer, x, torch.ones_like(dy))),
+    ],
+)
+def test_other_cases_take_the_dense_way(why, change):
+    layer, x, dy = case((5, 5, 16), 2, 16, (8, 8), (1, 1), (2, 2), 0.2)
+    assert sparse_conv.suits(layer, x, dy)
+    layer, x, dy = change(layer, x, dy)
+    assert not sparse_conv.suits(layer, x, dy), why
+    if len(x) == 0:
+        return
+    grads, dx = layer_rules.conv2d_backward(layer, layer.weight.detach(), x, dy, need_dx=True)
+    true_dw, true_dx = true_gradients(layer, x, dy)
+    each = torch.eye(len(x), dtype=x.dtype)
+    torch.testing.assert_close(grads["weight"].weighted(each).double(), true_dw.flatten(1), rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
+
+
+def test_loops_that_go_wrong_are_refused(monkeypatch):
+    from dpfl_lightning.privacy import windows
+
+    monkeypatch.setattr(
+        windows, "convolution_backward", lambda rows, run: lambda x, dy, w, dw, dx, *sizes: dw.fill(0.0)
+    )
+    with pytest.raises(RuntimeError, match="wrong gradients on this processor"):
+        sparse_conv._loops.__wrapped__(2, 2, 16)
