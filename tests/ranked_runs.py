@@ -15,23 +15,38 @@ from pathlib import Path
 import torch
 from conftest import FIXED_KEY, blobs, small_net
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, PrivacyOptions, ServerCallback
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, ServerCallback
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import SelectModel
+from dpfl_lightning.federated.stacked import StackedEngine
 from dpfl_lightning.federated.state import ClassGradients
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.privacy.events import SelectionEvent
 from dpfl_lightning.privacy.schedule import Planned
 
 
-def make_loop(folder: Path, *callbacks: ServerCallback, module: ClientModule | None = None, **options) -> FederatedLoop:
+def make_loop(
+    folder: Path,
+    *callbacks: ServerCallback,
+    module: ClientModule | None = None,
+    population: Population | None = None,
+    **options,
+) -> FederatedLoop:
     privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
     net = module or ClientModule(small_net())
     told = {"rounds": 3, "clients": clients, "privacy": privacy, "callbacks": callbacks, "device": "cpu"} | options
-    return FederatedLoop(blobs(), net, output_dir=folder, **told)
+    return FederatedLoop(population or blobs(), net, output_dir=folder, **told)
+
+
+def one_step_each(folder: Path) -> FederatedLoop:
+    """Twenty clients with full batches: most of them are trained in one of two groups."""
+    population = blobs(num_clients=20, records=30)
+    clients = ClientOptions(count=20, batch_size=list(population.num_records), learning_rate=0.3)
+    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)
+    return make_loop(folder, population=population, clients=clients, privacy=privacy)
 
 
 class Median(ServerCallback):
@@ -128,6 +143,8 @@ def free_port() -> int:
 RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "streamed": make_loop,
     "serial": lambda folder: make_loop(folder, engine=SerialEngine()),
+    "stacked": lambda folder: make_loop(folder, engine=StackedEngine()),
+    "one step": one_step_each,
     "deltas": lambda folder: make_loop(folder, Median()),
     "models": lambda folder: make_loop(folder, EachItsOwn(), rounds=4),
     "personal": lambda folder: make_loop(folder, module=WithPersonalBias(small_net())),

@@ -36,6 +36,7 @@ class Engine(Protocol):
     workers: int | None  # clients at the same time, known after setup
     clipped_sum: ClippedSum  # after setup
     seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
+    company_matters: bool  # whether who else is in a plan decides bits of a release (groups of `one_step` aside)
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Once a run, before the first round: module and population are on their device."""
@@ -76,6 +77,7 @@ class SerialEngine:
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
     workers: int | None = 1
+    company_matters = False
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling

@@ -105,14 +105,16 @@ class RankedEngine:
     """One engine a rank, as one engine: rank 0 sends each its share of a round, works too, and puts the answers
     together. The other ranks `serve`.
 
-    Clients go where the seconds of their last rounds add up least. Personal parameters are at home at rank 0.
+    Clients go where the seconds of their last rounds add up least; to an engine with which company matters, where their
+    expected records do, so that a replay has the same company. Personal parameters are at home at rank 0.
 
     Args:
         inner: this rank's own engine. Without a number of workers it takes this rank's share of the cores.
 
     **Guarantees** The same bits for any number of ranks: a client's release depends on its own streams only, all ranks
     were found to have equal code, data, engine and device, and sums are exact until they are rounded once. (An engine
-    that leaves the threads within an operator to the environment is equal where `OMP_NUM_THREADS` is.)
+    that leaves the threads within an operator to the environment is equal where `OMP_NUM_THREADS` is; where company
+    matters, equal up to rounding, and `description` names the ranks, so that other ones make another release.)
 
     **Privacy** Records stay where they are. What crosses: the noise key, start models, released updates, noised
     answers, personal parameters, outputs of evaluation.
@@ -121,6 +123,7 @@ class RankedEngine:
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
         self.name, self.description, self.workers = inner.name, inner.description, inner.workers
+        self.company_matters = inner.company_matters
         self.seconds: dict[int, float] = {}
         self._seconds_per_record: dict[int, float] = {}
 
@@ -129,7 +132,9 @@ class RankedEngine:
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self._take(module, population)
         self.inner.setup(module, population, streams, sampling)
-        self.name, self.description, self.clipped_sum = self.inner.name, self.inner.description, self.inner.clipped_sum
+        self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
+        if self.company_matters:
+            self.description += f", split in {self.ranks.size}"
         own = fingerprints(self.inner, population, module.device)
         told = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
         workers = [self.inner.workers]
@@ -210,6 +215,8 @@ class RankedEngine:
 
     def _costs(self, plan: RoundPlan) -> list[float]:
         """Seconds each client of the plan will take, by its last round; expected records before anything is known."""
+        if self.company_matters:
+            return list(plan.expected_records)
         known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
         usual = fmean(known) if known else 1.0
         pairs = zip(plan.clients, plan.expected_records, strict=True)

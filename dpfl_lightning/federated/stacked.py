@@ -51,6 +51,7 @@ class StackedEngine(SerialEngine):
     """
 
     name = "stacked"
+    company_matters = True  # a stack is as wide as its widest client needs
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         super().setup(module, population, streams, sampling)
