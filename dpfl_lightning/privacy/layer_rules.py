@@ -167,8 +167,8 @@ def conv2d_backward(
 ) -> tuple[ByName, Tensor | None]:
     """`conv2d_rule` and the gradient of the input together: few numbers in `dy` (max-pooling) make both cheap."""
     if sparse_conv.suits(layer, x, dy):
-        dw, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
-        return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(dy.sum(dim=(2, 3)))}, dx
+        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
+        return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(db)}, dx
     form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
     wanted = [need_dx, False, False]  # of input, weight and bias
     dx = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0] if need_dx else None

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 MOSTLY_ZEROS = 0.4  # share of numbers other than zero up to which this beats a dense convolution
 LANES = 16  # output channels are looked at in groups of so many
-SHORTEST_RUN = 32  # numbers: below, vector registers are not worth filling
+SMALLEST_WINDOW = 16  # numbers: below, vector registers are not worth filling
 
 
 def suits(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> bool:
@@ -32,7 +32,7 @@ def suits(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> bool:
         and layer.groups == 1
         and layer.dilation == (1, 1)
         and layer.out_channels % LANES == 0
-        and layer.kernel_size[1] * layer.in_channels >= SHORTEST_RUN
+        and layer.weight[0].numel() >= SMALLEST_WINDOW
         and len(x) > 0
         and int(dy[0].count_nonzero()) <= MOSTLY_ZEROS * dy[0].numel()  # one record tells; to count all takes long
     )
@@ -40,8 +40,8 @@ def suits(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> bool:
 
 def sparse_backward(
     layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Each record's weight gradient, and the gradient of the input.
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each record's gradients of weight and bias, and the gradient of the input.
 
     Args:
         weight: `[O, C, kh, kw]`.
@@ -49,14 +49,16 @@ def sparse_backward(
         dy: gradient of the output, `[B, O, H', W']`.
 
     Returns:
-        `[B, O, kh, kw, C]` (channels innermost), and `[B, C, H, W]` or None.
+        `[B, O, kh, kw, C]` (channels innermost), `[B, O]`, and `[B, C, H, W]` or None.
 
     >>> layer, x = nn.Conv2d(16, 16, 2, bias=False), torch.ones(1, 16, 3, 3)
     >>> dy = torch.zeros(1, 16, 2, 2)
     >>> dy[0, 3, 1, 0] = 2.0
-    >>> dw, dx = sparse_backward(layer, torch.ones(16, 16, 2, 2), x, dy, need_dx=True)
-    >>> dw[0, :5].sum(dim=(1, 2, 3)).tolist(), dx[0, 0].tolist()
-    ([0.0, 0.0, 0.0, 128.0, 0.0], [[0.0, 0.0, 0.0], [2.0, 2.0, 0.0], [2.0, 2.0, 0.0]])
+    >>> dw, db, dx = sparse_backward(layer, torch.ones(16, 16, 2, 2), x, dy, need_dx=True)
+    >>> dw[0, :5].sum(dim=(1, 2, 3)).tolist(), db[0, :5].tolist()
+    ([0.0, 0.0, 0.0, 128.0, 0.0], [0.0, 0.0, 0.0, 2.0, 0.0])
+    >>> dx[0, 0].tolist()
+    [[0.0, 0.0, 0.0], [2.0, 2.0, 0.0], [2.0, 2.0, 0.0]]
     """
     _, channels, rows, columns = weight.shape
     return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx)
@@ -70,14 +72,14 @@ def _backward(
     x: Tensor,
     dy: Tensor,
     need_dx: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     out, channels, rows, columns = weight.shape
     x_last, dy_last, w_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy, weight))
-    dw = x.new_empty(len(x), out, rows, columns, channels)
+    dw, db = x.new_empty(len(x), out, rows, columns, channels), x.new_empty(len(x), out)
     dx = torch.empty_like(x_last) if need_dx else x.new_empty(0)
-    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, w_last, dw, dx))
+    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, w_last, dw, db, dx))
     loops(*flat, *x_last.shape, *dy_last.shape[1:], *stride, *padding)
-    return dw, dx.permute(0, 3, 1, 2) if need_dx else None
+    return dw, db, dx.permute(0, 3, 1, 2) if need_dx else None
 
 
 @functools.cache
@@ -95,11 +97,11 @@ def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
     weight = torch.randn(LANES, channels, rows, columns, generator=generator)
     dy = torch.randn(1, LANES, 3, 2, generator=generator)
     dy[torch.rand(dy.shape, generator=generator) < 0.7] = 0.0
-    dw, dx = _backward(loops, weight, (1, 1), (0, 0), x, dy, need_dx=True)
+    dw, db, dx = _backward(loops, weight, (1, 1), (0, 0), x, dy, need_dx=True)
     true_dx, true_dw, _ = torch.ops.aten.convolution_backward(
         dy, x, weight, None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, True, False]
     )
-    for ours, true in ((dw[0].permute(0, 3, 1, 2), true_dw), (dx, true_dx)):
+    for ours, true in ((dw[0].permute(0, 3, 1, 2), true_dw), (db[0], dy[0].sum(dim=(1, 2))), (dx, true_dx)):
         if ours is None or not torch.allclose(ours, true, rtol=1e-4, atol=1e-4):
             raise RuntimeError(
                 "compiled loops for convolutions give wrong gradients on this processor: please report it"

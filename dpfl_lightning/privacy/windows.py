@@ -16,7 +16,8 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 LANES = 16  # float32 numbers of a vector: one register of AVX-512, two of AVX2
-PIECE = 6 * LANES  # numbers summed at once: enough to hide an addition's latency, few enough for 16 registers
+SUMS = 6  # vectors summed at once: enough to hide an addition's latency, few enough for 16 registers
+PIECE = SUMS * LANES  # numbers of a run that are summed at once
 
 
 @functools.cache
@@ -24,36 +25,39 @@ def convolution_backward(rows: int, run: int) -> Any:
     """The loops over records and places for windows of `rows` runs of `run` neighbouring float32 numbers.
 
     The compiled function takes flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w
-    `[O, rows, run]`, and fills dw `[B, O, rows, run]` and, unless it is empty, dx `[B, H, W, C]`. Then follow the sizes
-    B, H, W, C, H', W', O, the stride's two numbers and the padding's.
+    `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. Then
+    follow the sizes B, H, W, C, H', W', O, the stride's two numbers and the padding's.
     """
     pieces, rest = run // PIECE, run % PIECE
-    set_piece, add_piece = (_weighted_windows(PIECE, add) for add in (False, True))
-    set_rest, add_rest = (_weighted_windows(max(rest, 1), add) for add in (False, True))
+    vectors = SUMS if pieces else -(-rest // LANES)
+    some = max(r for r in range(1, rows + 1) if rows % r == 0 and (r == 1 or r * vectors <= SUMS))  # rows at once
+    set_piece, add_piece = (_weighted_windows(some, PIECE, add) for add in (False, True))
+    set_rest, add_rest = (_weighted_windows(some, max(rest, 1), add) for add in (False, True))
 
     @numba.njit(nogil=True, error_model="numpy")
-    def backward(x, dy, w, dw, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w):  # type: ignore[no-untyped-def]
+    def backward(x, dy, w, dw, db, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w):  # type: ignore[no-untyped-def]
         line, window, spots = (width + 2 * pad_w) * channels, rows * run, out_h * out_w
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
         padded, spread = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        # what is not zero in one record's dy: for each output channel, and for all channels at one spot
+        # what is not zero in one record's dy, twice: channel by channel, and spot by spot
         values, places, ends = (
             np.empty(out * spots, np.float32),
             np.empty(out * spots, np.int64),
             np.empty(out, np.int64),
         )
-        here, kernels = np.empty(out, np.float32), np.empty(out, np.int64)
+        here, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
+        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # where a spot's window begins
+        for spot in range(spots):
+            corners[spot] = spot // out_w * down * line + spot % out_w * right * channels
         for record in range(records):
             begin = record * height * width * channels
             for h in range(height):
                 for k in range(width * channels):
                     padded[corner + h * line + k] = x[begin + h * width * channels + k]
-            for k in range(size if len(dx) else 0):
-                spread[k] = np.float32(0)
             for o in range(out):
                 ends[o] = o * spots
+            present = 0
             for spot in range(spots):
-                place, present = spot // out_w * down * line + spot % out_w * right * channels, 0
                 for group in range(0, out, LANES):
                     first = (record * spots + spot) * out + group
                     mask = present_lanes(dy, first)
@@ -61,24 +65,33 @@ def convolution_backward(rows: int, run: int) -> Any:
                         lane = lowest_lane(mask)
                         mask &= mask - 1
                         o, value = group + lane, dy[first + lane]
-                        values[ends[o]], places[ends[o]] = value, place
+                        values[ends[o]], places[ends[o]] = value, corners[spot]
                         ends[o] += 1
                         here[present], kernels[present] = value, o * window
                         present += 1
-                for r in range(rows if len(dx) else 0):
+                begins[spot + 1] = present
+            for k in range(size if len(dx) else 0):
+                spread[k] = np.float32(0)
+            for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the nearest cache
+                for spot in range(spots):
+                    to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
                     for k in range(0, pieces * PIECE, PIECE):
-                        add_piece(spread, place + r * line + k, w, r * run + k, here, kernels, 0, present)
+                        add_piece(spread, to + k, line, w, r * run + k, run, here, kernels, first, end)
                     if rest:
                         k = pieces * PIECE
-                        add_rest(spread, place + r * line + k, w, r * run + k, here, kernels, 0, present)
+                        add_rest(spread, to + k, line, w, r * run + k, run, here, kernels, first, end)
             for o in range(out):
-                to = (record * out + o) * window
-                for r in range(rows):
+                to, first, end = (record * out + o) * window, o * spots, ends[o]
+                for r in range(0, rows, some):
                     for k in range(0, pieces * PIECE, PIECE):
-                        set_piece(dw, to + r * run + k, padded, r * line + k, values, places, o * spots, ends[o])
+                        set_piece(dw, to + r * run + k, run, padded, r * line + k, line, values, places, first, end)
                     if rest:
                         k = pieces * PIECE
-                        set_rest(dw, to + r * run + k, padded, r * line + k, values, places, o * spots, ends[o])
+                        set_rest(dw, to + r * run + k, run, padded, r * line + k, line, values, places, first, end)
+                total = np.float32(0)
+                for j in range(first, end):
+                    total += values[j]
+                db[record * out + o] = total
             for h in range(height if len(dx) else 0):
                 for k in range(width * channels):
                     dx[begin + h * width * channels + k] = spread[corner + h * line + k]
@@ -86,24 +99,28 @@ def convolution_backward(rows: int, run: int) -> Any:
     return backward
 
 
-def _weighted_windows(length: int, add: bool) -> Any:
-    """`target[at + k] (+)= sum_j values[j] source[places[j] + offset + k]`, j in [first, end), k < `length`."""
-    starts = range(0, length, LANES)
+def _weighted_windows(rows: int, length: int, add: bool) -> Any:
+    """`target[at + r target_row + k] (+)= sum_j values[j] source[places[j] + offset + r source_row + k]`.
+
+    For all j in [first, end), r < `rows`, k < `length`; the sums stay in registers while j runs.
+    """
+    starts = [(r, k) for r in range(rows) for k in range(0, length, LANES)]
 
     @intrinsic
-    def weighted_windows(typing, target, at, source, offset, values, places, first, end):  # type: ignore[no-untyped-def]
+    def weighted_windows(typing, target, at, target_row, source, offset, source_row, values, places, first, end):  # type: ignore[no-untyped-def]
         def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
             index = context.get_value_type(types.intp)
-            _, at, _, offset, _, _, first, end = args
+            _, at, target_row, _, offset, source_row, _, _, first, end = args
             target, source, values, places = (
-                context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 2, 4, 5)
+                context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 6, 7)
             )
 
-            def vector_at(data, place, k):  # type: ignore[no-untyped-def]
-                pointer = builder.gep(data, [builder.add(place, ir.Constant(index, k))])
+            def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
+                moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
+                pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
                 return builder.bitcast(pointer, _vector(min(LANES, length - k)).as_pointer())
 
-            zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for k in starts]
+            zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for _, k in starts]
             before = builder.block
             loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
             builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
@@ -113,7 +130,7 @@ def _weighted_windows(length: int, add: bool) -> Any:
             sums = [builder.phi(zero.type) for zero in zeros]
             value = builder.load(builder.gep(values, [j]))
             place = builder.add(builder.load(builder.gep(places, [j])), offset)
-            windows = [_load(builder, vector_at(source, place, k)) for k in starts]
+            windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
             grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
             following = builder.add(j, ir.Constant(index, 1))
             for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
@@ -122,17 +139,17 @@ def _weighted_windows(length: int, add: bool) -> Any:
             builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
 
             builder.position_at_end(after)
-            for k, zero, later in zip(starts, zeros, grown, strict=True):
-                total = builder.phi(zero.type)
+            totals = [builder.phi(zero.type) for zero in zeros]
+            for total, zero, later in zip(totals, zeros, grown, strict=True):
                 total.add_incoming(zero, before)
                 total.add_incoming(later, loop)
-                sums[k // LANES] = total
-            for k, total in zip(starts, sums, strict=True):
-                to = vector_at(target, at, k)
+            for (r, k), total in zip(starts, totals, strict=True):
+                to = vector_at(target, at, target_row, r, k)
                 builder.store(builder.fadd(_load(builder, to), total) if add else total, to).align = 4
             return context.get_dummy_value()
 
-        return types.void(target, at, source, offset, values, places, first, end), generate
+        of = (target, at, target_row, source, offset, source_row, values, places, first, end)
+        return types.void(*of), generate
 
     return weighted_windows
 
