@@ -13,6 +13,8 @@ from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, ServerState, View
 
+_BLOCK = 1 << 16  # numbers that are added at once: the intermediate ones stay in the caches
+
 
 def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
     """Every callback's say, multiplied: `[K, C]` in float64, not normalised.
@@ -77,11 +79,11 @@ class WeightedSum:
     def add(self, column: int, delta: Tensor) -> None:
         """The update of the client of `column`, with its weight in each model."""
         self.dtype = delta.dtype
-        wide = delta.to("cpu" if delta.device.type == "mps" else delta.device, torch.float64)  # MPS has no float64
+        here = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
         if self.pair is None:
-            self.pair = wide.new_zeros(2, len(self.weights), *wide.shape)
+            self.pair = here.new_zeros(2, len(self.weights), *here.shape, dtype=torch.float64)
         for row in self.weights[:, column].nonzero().flatten().tolist():
-            self._add(row, wide * self.weights[row, column])
+            self._add(row, here, float(self.weights[row, column]))
 
     def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
         """Another part of the same sum: of other clients, and of all models or of those at `rows`."""
@@ -104,13 +106,15 @@ class WeightedSum:
             total /= by.view(-1, *[1] * (total.dim() - 1))
         return total.to(self.dtype)
 
-    def _add(self, row: int, value: Tensor) -> None:
+    def _add(self, row: int, value: Tensor, weight: float = 1.0) -> None:
         assert self.pair is not None
-        high, low = self.pair[0, row], self.pair[1, row]
-        total = high + value
-        rest = total - high
-        low += (high - (total - rest)).add_(value - rest)
-        high.copy_(total)
+        blocks = [one.reshape(-1).split(_BLOCK) for one in (self.pair[0, row], self.pair[1, row], value)]
+        for high, low, part in zip(*blocks, strict=True):
+            part = part.double() * weight
+            total = high + part
+            rest = total - high
+            low += (high - (total - rest)).add_(part - rest)
+            high.copy_(total)
 
 
 class Received:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy import layer_rules
+from dpfl_lightning.privacy import layer_rules, sparse_conv
 from dpfl_lightning.privacy.clipping import VmapClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.layer_rules import RULES, Unsupported
@@ -137,6 +137,28 @@ def test_rule_equals_reference(layer_type, dtype, data):
     torch.manual_seed(data.draw(st.integers(0, 1000)))  # what hypothesis draws decides the tensors, too
     layer, x = data.draw(CASES[layer_type](data.draw(st.sampled_from([0, 1, 2, 5]))))
     assert_equals_reference(layer, x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_convolution_behind_another_equals_reference(dtype, data):
+    """Its own backward pass hands the first one a gradient of its output."""
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    layer, x = data.draw(CASES[nn.Conv2d](data.draw(st.sampled_from([0, 1, 3]))))
+    first = nn.Conv2d(layer.in_channels, layer.in_channels, 3, padding=1)
+    assert_equals_reference(nn.Sequential(first, nn.Tanh(), layer), x, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_pooled_convolutions_equal_reference(dtype, monkeypatch):
+    """In float32 the gradient behind max-pooling takes the way that skips its zeros."""
+    torch.manual_seed(0)
+    calls, really = [], sparse_conv.sparse_backward
+    monkeypatch.setattr(sparse_conv, "sparse_backward", lambda *args: calls.append(1) or really(*args))
+    body = [nn.Conv2d(3, 16, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=1), nn.MaxPool2d(2)]
+    assert_equals_reference(nn.Sequential(*body, nn.Flatten(), nn.Linear(128, 5)), torch.randn(5, 3, 12, 12), dtype)
+    assert bool(calls) == (dtype is torch.float32)
 
 
 @pytest.mark.parametrize("narrow", [0, 1000])
