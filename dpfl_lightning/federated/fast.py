@@ -62,6 +62,10 @@ class FastEngine(SerialEngine):
             torch.set_num_threads(max(1, cores // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
+        if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
+            self.clipped_sum(
+                module.unflatten(module.flat), *synthetic_batch(population, 8, module.device), clip_norm=1.0
+            )
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
