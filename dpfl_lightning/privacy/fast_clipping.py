@@ -2,7 +2,8 @@
 
 One forward with weights that require no gradient, one backward to the outputs of the layers with parameters;
 each record's gradients then follow layer by layer (`layer_rules.py`). Hooks on an ordinary backward compute
-summed weight gradients besides, which nobody reads. `clipped_sum_for` holds the result to `VmapClippedSum` on
+summed weight gradients besides, which nobody reads. A convolution on a CPU has a backward pass of its own, which
+skips the zeros that max-pooling leaves (`sparse_conv.py`). `clipped_sum_for` holds the result to `VmapClippedSum` on
 random data before it trusts it.
 """
 
