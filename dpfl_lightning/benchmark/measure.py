@@ -20,6 +20,7 @@ import torch
 from dpfl_lightning.benchmark.cases import HEAVY, Case
 from dpfl_lightning.benchmark.contestants import Contestant, build_net, contestants
 from dpfl_lightning.benchmark.peers import PEERS, PeerMissing, peer_contestant, versions
+from dpfl_lightning.federated.fast import cores
 
 
 def measure(
@@ -186,8 +187,3 @@ def machine(device: torch.device) -> dict[str, Any]:
         "opacus": version("opacus"),
         "python": platform.python_version(),
     }
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

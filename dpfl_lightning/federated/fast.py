@@ -56,10 +56,9 @@ class FastEngine(SerialEngine):
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         on_cpu = module.device.type == "cpu"
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.workers = min(self.workers or (cores if on_cpu else 1), population.num_clients)
+        self.workers = min(self.workers or (cores() if on_cpu else 1), population.num_clients)
         if on_cpu:  # as if every core had a worker: the bits then do not depend on how many there are
-            torch.set_num_threads(max(1, cores // population.num_clients))
+            torch.set_num_threads(max(1, cores() // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
         if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
@@ -132,6 +131,11 @@ class FastEngine(SerialEngine):
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)
         return theta
+
+
+def cores() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:

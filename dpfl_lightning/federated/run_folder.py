@@ -146,8 +146,7 @@ def fingerprints(engine: Engine, population: Population, device: torch.device) -
 def code_fingerprint() -> str:
     """Digest of this package's source and of the libraries that decide a release bit for bit."""
     libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
-    processor = f"{torch.backends.cpu.get_cpu_capability()} threads {torch.get_num_threads()}"
-    digest = hashlib.sha256(f"{libraries} {processor}".encode())
+    digest = hashlib.sha256(f"{libraries} threads {torch.get_num_threads()}".encode())
     for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()

@@ -15,7 +15,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-LANES = 16  # float32 numbers of a vector: one register of AVX-512, two of AVX2
+from dpfl_lightning.privacy.sparse_conv import LANES
+
+# LANES float32 numbers are a vector: one register of AVX-512, two of AVX2
 SUMS = 6  # vectors summed at once: enough to hide an addition's latency, few enough for 16 registers
 PIECE = SUMS * LANES  # numbers of a run that are summed at once
 
