@@ -83,7 +83,10 @@ class PrivacyOptions:
         clip_norm: L2 norm to which the gradient of one record is clipped, > 0.
         noise_multiplier: noise std / clip_norm on the sum of gradients, >= 0; null solves it from epsilon.
             With both given, a client whose budget is spent sits out.
-        accountant: rdp, prv (tighter, slower) or gdp (exact, for full batches only).
+        accountant: rdp, prv (tighter, slower), gdp (exact, for full batches only) or paper_ma (the noise-aware
+            paper's: valid, with more noise than needed).
+        adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
+            record is another, about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
         reserve_rounds: rounds of budget set aside for those that a resumed run must charge again, >= 0.
         noise_key: 32 hexadecimal digits that fix all noise, for tests only: who knows them can remove the
@@ -94,7 +97,8 @@ class PrivacyOptions:
     delta: PerClientFloat = 1e-4
     clip_norm: PerClientFloat = 1.0
     noise_multiplier: PerClientFloat | None = None
-    accountant: Literal["rdp", "prv", "gdp"] = "rdp"
+    accountant: Literal["rdp", "prv", "gdp", "paper_ma"] = "rdp"
+    adjacency: Literal["add_remove", "replace_one"] = "add_remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: int = 0
     noise_key: str | None = None

@@ -129,4 +129,4 @@ def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int]
 
 def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
     """The run's accountant; RDP stands in for a run without privacy, where every epsilon is infinite."""
-    return get_accountant("rdp" if privacy is None else privacy.accountant)
+    return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)

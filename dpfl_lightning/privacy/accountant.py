@@ -375,7 +375,7 @@ def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
 _ACCOUNTANTS: dict[str, Accountant] = {one.name: one for one in (Rdp(), Prv(), Gdp())}
 
 
-def get_accountant(name: str) -> Accountant:
+def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
     """The accountant of that name: "rdp" (default), "prv" (tighter, slower) or "gdp" (exact, full batches).
 
     Raises:

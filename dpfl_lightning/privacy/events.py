@@ -1,7 +1,7 @@
 """What a client releases, as immutable accounting facts: events, composed by an accountant.
 
-An event states what was released in the units an accountant needs, and nothing about data. Adjacency is add or remove
-one record; it is the accountant's business, never hidden in a noise multiplier.
+An event states what was released in the units an accountant needs, and nothing about data. Which data sets are
+neighbours is the accountant's business, never hidden in a noise multiplier.
 """
 
 from __future__ import annotations
@@ -27,10 +27,26 @@ class GaussianEvent:
 
 
 @dataclass(frozen=True)
-class SelectionEvent:
-    """`count` choices by the exponential mechanism with bounded range `epsilon` (RDP: alpha * epsilon^2 / 8 each).
+class LaplaceEvent:
+    """`steps` adaptive releases of full-batch sums, clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
 
-    Reference: Cesar and Rogers (2021), bounded range; holds for add or remove one record and a monotone utility.
+    Args:
+        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 is no privacy.
+        steps: number of releases, >= 0.
+    """
+
+    noise_multiplier: float
+    steps: int = 1
+
+
+@dataclass(frozen=True)
+class SelectionEvent:
+    """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
+
+    Adding or removing one record moves all utilities in one direction by at most 1: the range is bounded by `epsilon`,
+    RDP alpha * epsilon^2 / 8 each. Replacing one moves them both ways: the range is bounded by 2 * epsilon.
+
+    Reference: Cesar and Rogers (2021), bounded range.
     """
 
     epsilon: float
@@ -44,7 +60,14 @@ class Caveat:
     words: str
 
 
-Event = GaussianEvent | SelectionEvent | Caveat
+@dataclass(frozen=True)
+class Unprotected:
+    """Something private was shown without noise: epsilon is infinite; `words` say what."""
+
+    words: str
+
+
+Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | Unprotected
 
 
 def repeated(event: Event, times: int) -> Event:
@@ -53,7 +76,7 @@ def repeated(event: Event, times: int) -> Event:
     >>> repeated(GaussianEvent(0.1, 1.0, steps=3), 4).steps
     12
     """
-    if isinstance(event, GaussianEvent):
+    if isinstance(event, GaussianEvent | LaplaceEvent):
         return dataclasses.replace(event, steps=event.steps * times)
     if isinstance(event, SelectionEvent):
         return dataclasses.replace(event, count=event.count * times)
