@@ -324,7 +324,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("privacy: {delta: 1}", ["`privacy.delta` must be in (0, 1), got 1"]),
         ("privacy: {clip_norm: -1}", ["`privacy.clip_norm` must be above 0"]),
         ("privacy: {noise_multiplier: -1}", ["`privacy.noise_multiplier` must be >= 0"]),
-        ("privacy: {accountant: rpd}", ["one of rdp, prv, gdp, got 'rpd'", "Did you mean `rdp`?"]),
+        ("privacy: {accountant: rpd}", ["one of rdp, prv, gdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"]),
         ("privacy: {noise_key: '12'}", ["`privacy.noise_key` must be 32 hexadecimal digits"]),
         ("privacy: {reserve_rounds: -1}", ["`privacy.reserve_rounds` must be >= 0"]),
         ("evaluation: {every: 0}", ["`evaluation.every` must be >= 1"]),

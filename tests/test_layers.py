@@ -48,7 +48,12 @@ ONLY_IN = {
     "optuna": {"sweep.py"},
     "numba": {"privacy/windows.py"},
     "llvmlite": {"privacy/windows.py"},
-    "opacus": {"privacy/accountant.py", "benchmark/contestants.py", "benchmark/peer_scripts/flower.py"},
+    "opacus": {
+        "privacy/accountant.py",
+        "privacy/prv.py",
+        "benchmark/contestants.py",
+        "benchmark/peer_scripts/flower.py",
+    },
     "flwr": {"benchmark/peer_scripts/flower.py"},
     "pfl": {"benchmark/peer_scripts/pfl_research.py"},
     "jsonargparse": {"config.py", "plan.py"},

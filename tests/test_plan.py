@@ -108,7 +108,7 @@ def test_large_delta_warns():
         ("--epsilon 1 --local_epochs 0", "`local_epochs` must be at least 1, got 0"),
         (
             "--epsilon 1 --accountant gpd",
-            "`accountant` must be one of rdp, prv, gdp, got 'gpd'. Did you mean `gdp`?",
+            "`accountant` must be one of rdp, prv, gdp, paper_ma, got 'gpd'. Did you mean `gdp`?",
         ),
         ("--epsilon 1 --accountant gdp", "`accountant` must be rdp or prv for a sample rate of"),
         ("--epsilon 1 --round 3", "`round` must be a known key. Did you mean `rounds`?"),

@@ -48,7 +48,8 @@ class SelectModel:
         epsilon: bounded range of one selection, > 0.
         loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible.
 
-    **Privacy** `SelectionEvent(epsilon)` for each asked client; add or remove one record.
+    **Privacy** `SelectionEvent(epsilon)` for each asked client. Where one record is replaced by another a utility moves
+    either way, and the accountant charges twice the range.
     """
 
     clients: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition), `gdp` (exact, full batches).
+"""Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition), `gdp` (exact, full batches), `paper_ma`.
 
-Every accountant takes the same events and adjacency (add or remove one record), composes different events together, and
-errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and PRV; what calibration needs
-thousands of times comes from `rdp.py`, and the number reported is then Opacus' own.
+Every accountant takes the same events, composes different ones together under one relation between neighbouring data
+sets, and errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and PRV; what
+calibration needs thousands of times comes from `rdp.py`, and the number reported is then Opacus' own.
 
 Opacus imports torch, so it is imported where it is called: `dpfl_lightning.plan --help` stays quick.
 """
@@ -11,28 +11,33 @@ from __future__ import annotations
 
 import functools
 import math
-import time
-import warnings
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from scipy.integrate import IntegrationWarning
 from scipy.special import log_ndtr
 
-from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.rdp import ORDERS, converted, sampled_gaussian_rdp
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.privacy.composition import Composed, composed
+from dpfl_lightning.privacy.events import Event, repeated
+from dpfl_lightning.privacy.prv import EPS_ERROR, NoPrv, prv_epsilon
+from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, converted, laplace_rdp, sampled_gaussian_rdp
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
+#: relation between neighbouring data sets -> in words
+ADJACENCIES = {"add_remove": "add or remove one record", "replace_one": "replace one record"}
+
 
 class Accountant(Protocol):
-    """What composes events into an epsilon. All values are upper bounds."""
+    """What composes events into an epsilon. All values are upper bounds.
+
+    Under replace_one a record's contribution moves by up to twice its bound: everything without sampling costs what
+    half of its noise costs under add_remove.
+    """
 
     name: str
+    adjacency: str  # a key of ADJACENCIES
     description: str  # what a report says of it
     together: int  # how many clients `search` likes to be asked about at once
 
@@ -64,88 +69,30 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
 
 
-@dataclass(frozen=True)
-class Composed:
-    """Events after merging equal ones: what an accountant composes.
-
-    Args:
-        gaussian: (sample_rate, noise_multiplier, steps) of each distinct Gaussian event that costs anything.
-        selection: sum of count * epsilon^2 / 8 over the selections; their RDP at order alpha is alpha
-            times this.
-    """
-
-    gaussian: tuple[tuple[float, float, int], ...]
-    selection: float
-
-    @property
-    def noiseless(self) -> bool:
-        """Epsilon is infinite."""
-        return any(noise == 0 for _, noise, _ in self.gaussian) or math.isinf(self.selection)
-
-    @property
-    def free(self) -> bool:
-        """Epsilon is 0."""
-        return not self.gaussian and self.selection == 0
-
-
-def composed(events: Sequence[Event], delta: float) -> Composed:
-    """Check events and delta, and merge equal events (a ledger has one line a round).
-
-    Raises:
-        UserError: a sampling rate outside (0, 1], negative or unsolved noise, negative counts, delta outside
-            (0, 1).
-
-    >>> composed([GaussianEvent(0.1, 1.0, 3), GaussianEvent(0.1, 1.0, 4)], 1e-5).gaussian
-    ((0.1, 1.0, 7),)
-    """
-    steps_of: Counter[tuple[float, float]] = Counter()
-    selection = 0.0
-    for event in events:
-        if isinstance(event, GaussianEvent):
-            steps_of[_checked(event)] += event.steps
-        elif isinstance(event, SelectionEvent):
-            require(event.epsilon >= 0, "selection epsilon", "be at least 0", event.epsilon)
-            require(event.count >= 0, "count", "be at least 0", event.count)
-            selection += event.count * event.epsilon**2 / 8 if event.count else 0.0
-        elif not isinstance(event, Caveat):
-            raise TypeError(f"not an event: {event!r}")
-    costly = [(*key, steps) for key, steps in steps_of.items() if steps > 0 and math.isfinite(key[1])]
-    releases = Composed(tuple(costly), selection)
-    if not (releases.free or releases.noiseless):  # nothing spent, and nothing protected, are so at any delta
-        require(0 < delta < 1, "delta", "be in (0, 1)", delta, "Usual is at most 1 / number of records.")
-    return releases
-
-
-def _checked(event: GaussianEvent) -> tuple[float, float]:
-    """(sample_rate, noise_multiplier) of a valid event; a UserError else."""
-    rate, noise = event.sample_rate, event.noise_multiplier
-    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records.")
-    require(event.steps >= 0, "steps", "be at least 0", event.steps)
-    if noise is None:
-        raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
-    require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 is no privacy.")
-    if 1e100 < noise < math.inf:  # its square leaves a double's range: the safe bound of less noise, or none
-        noise = 1e100
-    return float(rate), float(noise) if noise > 1e-100 else 0.0
-
-
 class Rdp:
     """Renyi accountant: epsilon = min over orders of the converted sum of RDP; composes every kind of event.
 
-    The value is Opacus' own at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up. It
-    is a few per cent above the tight value; a target at or below its floor (0.0013 at delta 1e-4) cannot be
-    certified.
+    The value is Opacus' own at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up, wherever
+    Opacus knows the release (no replaced records in sampled batches, no Laplace noise). It is a few per cent above the
+    tight value; a target at or below its floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases,
+    whose epsilons add up at any delta.
 
+    >>> from dpfl_lightning.privacy.events import GaussianEvent
     >>> Rdp().epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
     7.329112
+    >>> Rdp("replace_one").epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
+    14.435712
     """
 
     name = "rdp"
     together = 128
+    kind = "RDP"
+    convert = staticmethod(converted)
 
-    def __init__(self, orders: tuple[float, ...] = ORDERS) -> None:
-        self.orders = orders
-        self.description = f"RDP (Opacus, orders {min(orders):g} to {max(orders):g})"
+    def __init__(self, adjacency: str = "add_remove", orders: tuple[float, ...] = ORDERS) -> None:
+        self.adjacency, self.orders = adjacency, orders
+        self.sensitivity = _sensitivity(adjacency)
+        self.description = f"{self.kind} ({'Opacus, ' * (self.sensitivity == 1)}orders {orders[0]:g} to {orders[-1]:g})"
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
@@ -154,70 +101,110 @@ class Rdp:
         releases = composed(events, delta)
         if releases.free or releases.noiseless:
             return (0.0 if releases.free else math.inf), self.description
-        from opacus.accountants.analysis.rdp import compute_rdp
-
-        ours = converted(self._rdp([releases])[0], self.orders, delta)
-        order = self.orders[int(np.argmin(ours))]
-        rdp = releases.selection * order
-        for rate, noise, steps in releases.gaussian:
-            rdp += compute_rdp(q=rate, noise_multiplier=noise, steps=steps, orders=[order])[0]
+        ours = self.convert(self._rdp([releases])[0], self.orders, delta)
+        best = int(np.argmin(ours))
+        rdp = self._opacus_rdp(releases, self.orders[best])
         # The larger, because Opacus' rounding can fall below the truth where a step costs next to nothing.
-        certified = max(float(converted(np.array([rdp]), (order,), delta)[0]), float(ours.min()))
+        certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
+        pure = releases.pure(self.sensitivity)
+        if pure <= certified:
+            return rounded_up(pure, 6), "addition of pure epsilons"
         return rounded_up(certified, 6), self.description
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
         deltas = np.array([delta for _, delta in queries])
-        best = converted(self._rdp(releases), self.orders, deltas).min(axis=1)
+        best = self.convert(self._rdp(releases), self.orders, deltas).min(axis=1)
+        best = np.minimum(best, [one.pure(self.sensitivity) for one in releases])
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        paid, each = self._rdp([composed(before, delta), composed([event], delta)])
+        earlier, single = composed(before, delta), composed([event], delta)
+        paid, each = self._rdp([earlier, single])
         count = np.asarray(counts, dtype=float)[:, None]
         with np.errstate(invalid="ignore"):  # no repeat of a noiseless release costs nothing: 0 * inf
             rdp = paid + np.where(count > 0, count * each, 0.0)
-        best = converted(rdp, self.orders, delta).min(axis=1)
+            pure = (
+                earlier.pure(self.sensitivity) + np.where(count > 0, count * single.pure(self.sensitivity), 0.0)[:, 0]
+            )
+        best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
     def _rdp(self, many: Sequence[Composed]) -> np.ndarray:
         """RDP of each composition, [len(many), orders]; each distinct mechanism is computed once."""
         pairs = sorted({(rate, noise) for one in many for rate, noise, _ in one.gaussian if noise > 0})
         rates, noises = np.array(pairs).reshape(-1, 2).T
-        table = dict(zip(pairs, sampled_gaussian_rdp(rates, noises, self.orders), strict=True))
-        total = np.outer([one.selection for one in many], self.orders)
+        found = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
+        table = dict(zip(pairs, found, strict=True))
+        total = np.array([self._unsampled_rdp(one) for one in many]).reshape(len(many), len(self.orders))
         for row, one in zip(total, many, strict=True):
             for rate, noise, steps in one.gaussian:
                 row += steps * table[rate, noise] if noise > 0 else math.inf
         return total
 
+    def _unsampled_rdp(self, one: Composed) -> np.ndarray:
+        """RDP of its selections and Laplace releases, [orders]; infinite where something is unprotected."""
+        order = np.array(self.orders)
+        if one.noiseless:
+            return np.full(len(order), math.inf)
+        zcdp = sum(count * (epsilon * self.sensitivity) ** 2 / 8 for epsilon, count in one.selection)
+        laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in one.laplace]
+        return sum(laplace, order * zcdp)
 
-_EPS_ERROR, _MAX_EPS_ERROR = 0.01, 0.1
-# Points of the discretised privacy loss: a second or two, and some 300 MB, for each distinct event.
-_MAX_GRID = 2**21
+    def _opacus_rdp(self, one: Composed, order: float) -> float:
+        """The same at one order, sampled Gaussians by Opacus where it knows the relation."""
+        from opacus.accountants.analysis.rdp import compute_rdp
+
+        total = self._unsampled_rdp(one)[self.orders.index(order)]
+        for rate, noise, steps in one.gaussian:
+            if self.sensitivity == 1 or rate == 1:
+                total += compute_rdp(q=rate, noise_multiplier=noise / self.sensitivity, steps=steps, orders=[order])[0]
+            else:
+                total += steps * sampled_gaussian_rdp([rate], [noise], (order,), self.adjacency)[0, 0]
+        return float(total)
+
+
+class PaperMa(Rdp):
+    """The "moments accountant" of the noise-aware paper's code: RDP with orders up to 64 and the older conversion.
+
+    Its epsilons are true, but above those of `rdp`, without bound near its floor (0.1462 at delta 1e-4): for comparison
+    with the paper's tables only.
+
+    >>> from dpfl_lightning.privacy.events import GaussianEvent
+    >>> PaperMa().epsilon([GaussianEvent(16 / 2400, 6.0, 30000)], 1e-4)
+    0.852265
+    """
+
+    name = "paper_ma"
+    kind = "the noise-aware paper's moments accountant: RDP with the older conversion"
+    convert = staticmethod(classically_converted)
+
+    def __init__(self, adjacency: str = "add_remove") -> None:
+        super().__init__(adjacency, (*(1 + x / 10 for x in range(1, 100)), *range(12, 65)))
 
 
 class Prv:
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
     The smaller of two valid upper bounds, PRV and RDP, is given, and the words say which. RDP alone is used,
-    and the words say why, for selections, below delta 1e-9, where the grid would not fit, its numerics fail,
-    or time is over.
+    and the words say why, below delta 1e-9, where the grid would not fit, its numerics fail, or time is over.
 
     Args:
         time_limit_s: for one epsilon. Looked at between distinct events, each of which the grid's size bounds
             to a second or two; given up as soon as the first ones show that the rest cannot be done in time.
 
+    >>> from dpfl_lightning.privacy.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
     (1.838372, 'PRV (Opacus, upper bound within 0.01)')
     """
 
     name = "prv"
-    description = f"PRV (Opacus, upper bound within {_EPS_ERROR:g})"
     together = 1
 
-    def __init__(self, time_limit_s: float = 20.0) -> None:
-        self.time_limit_s = time_limit_s
-        self._rdp = Rdp()
+    def __init__(self, adjacency: str = "add_remove", time_limit_s: float = 20.0) -> None:
+        self.adjacency, self.time_limit_s = adjacency, time_limit_s
+        self.description = f"PRV (Opacus, upper bound within {EPS_ERROR:g})"
+        self._rdp = Rdp(adjacency)
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
@@ -227,14 +214,12 @@ class Prv:
         releases = composed(events, delta)
         if releases.free or releases.noiseless:
             return loose, self.description
-        if releases.selection > 0:
-            return loose, f"{loose_words}, because PRV does not compose selections here"
         try:
-            tight, error = _prv_epsilon(releases.gaussian, delta, self.time_limit_s)
-        except _NoPrv as reason:
+            tight, error = prv_epsilon(releases, delta, self.adjacency, self.time_limit_s)
+        except NoPrv as reason:
             return loose, f"{loose_words}, because {reason}"
         if tight < loose:
-            return tight, f"PRV (Opacus, upper bound within {error:g})"
+            return rounded_up(tight, 6), f"PRV (Opacus, upper bound within {error:g})"
         return loose, f"{loose_words}, the smaller bound here: PRV gives {tight:g}"
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
@@ -248,73 +233,17 @@ class Prv:
         return np.minimum(self._rdp.curve(event, counts, delta, before), last)
 
 
-class _NoPrv(Exception):
-    """Why PRV has no value, in words."""
-
-
-@functools.lru_cache(maxsize=4096)
-def _prv_epsilon(
-    gaussian: tuple[tuple[float, float, int], ...], delta: float, time_limit_s: float
-) -> tuple[float, float]:
-    """Opacus' PRV upper bound of different events, and the error it includes, in bounded time and memory.
-
-    Raises:
-        _NoPrv: there is none; the message says why.
-    """
-    from opacus.accountants.analysis import prv
-
-    # The tail of the composed loss is a sum of rounding errors of 1e-16: measured against exact values,
-    # Opacus' result is below the truth (by 0.1) at delta 1e-10 after 60,000 steps. Keep two orders of
-    # magnitude away.
-    if delta < max(1e-9, 1e-12 * sum(steps for _, _, steps in gaussian)):
-        raise _NoPrv(f"PRV's rounding errors matter at delta {delta:g}")
-    delta_error = delta / 1000  # Opacus' default
-    eps_error, reach, mesh = _prv_grid(gaussian, delta_error)
-    total: Any = None
-    start = time.monotonic()
-    try:
-        grid = prv.Domain.create_aligned(-reach, reach, mesh)
-        with np.errstate(all="ignore"), warnings.catch_warnings():
-            warnings.simplefilter("error", IntegrationWarning)  # a mean that cannot be trusted
-            for done, (rate, noise, steps) in enumerate(gaussian):
-                elapsed = time.monotonic() - start
-                if elapsed > time_limit_s or (done and elapsed / done * len(gaussian) > time_limit_s):
-                    raise _NoPrv(f"PRV would need more than its {time_limit_s:g} s")
-                loss = prv.PoissonSubsampledGaussianPRV(rate, noise)
-                one = prv.discretize(prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max), grid)
-                one = prv.compose_heterogeneous([one], [steps])
-                total = one if total is None else prv.compose_heterogeneous([total, one], [1, 1])
-            epsilon = float(total.compute_epsilon(delta, delta_error, eps_error)[2])
-    except (RuntimeError, ValueError, IntegrationWarning, MemoryError) as error:  # Opacus' refusals
-        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise _NoPrv(f"PRV failed ({why})") from error
-    if not math.isfinite(epsilon):
-        raise _NoPrv("PRV gave no finite value")
-    return rounded_up(max(epsilon, 0.0), 6), eps_error
-
-
-def _prv_grid(gaussian: tuple[tuple[float, float, int], ...], delta_error: float) -> tuple[float, float, float]:
-    """(error of epsilon, reach, mesh) of Opacus' grid; the error grows where the grid would not fit."""
-    steps = np.array([steps for _, _, steps in gaussian])
-    each = sampled_gaussian_rdp([rate for rate, _, _ in gaussian], [noise for _, noise, _ in gaussian])
-    whole_run = converted(steps @ each, ORDERS, delta_error / 4).min()
-    one_step = converted(each, ORDERS, delta_error / (8 * steps.sum())).min(axis=1).max()
-    reach = max(whole_run, one_step, _EPS_ERROR) + 3  # Gopi et al. (2021), remark 5.6, as Opacus
-    relative_mesh = 1 / math.sqrt(steps.sum() * math.log(12 / delta_error) / 2)
-    eps_error = max(_EPS_ERROR, math.ceil(100 * 2 * reach / relative_mesh / _MAX_GRID) / 100)
-    if eps_error > _MAX_EPS_ERROR:
-        raise _NoPrv("PRV's grid would not fit its memory")
-    return eps_error, reach, eps_error * relative_mesh
-
-
 class Gdp:
     """Exact Gaussian differential privacy, for full batches only, of unequal noise: mu^2 = sum steps / z^2.
+
+    With replaced records mu is twice that.
 
     Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which is tight. Opacus'
     accountant of this name is a central-limit value for sampled batches, below the truth, hence not offered.
 
     Reference: Balle and Wang (2018), theorem 8; Dong, Roth, Su (2022).
 
+    >>> from dpfl_lightning.privacy.events import GaussianEvent
     >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)
     4.377179
     """
@@ -322,6 +251,9 @@ class Gdp:
     name = "gdp"
     description = "Gaussian differential privacy (exact)"
     together = 128
+
+    def __init__(self, adjacency: str = "add_remove") -> None:
+        self.adjacency = adjacency
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
@@ -331,27 +263,32 @@ class Gdp:
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         mu = [self._mu(events, delta) for events, delta in queries]
-        return _gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
+        return gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         paid, each, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
         with np.errstate(invalid="ignore"):  # as in Rdp
             mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * each, 0.0))
-        return _gaussian_epsilon(mu, np.full(len(count), delta))
+        return gaussian_epsilon(mu, np.full(len(count), delta))
 
     def _mu(self, events: Sequence[Event], delta: float) -> float:
         releases = composed(events, delta)
         sampled = [rate for rate, _, _ in releases.gaussian if rate < 1]
         way_out = "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
-        only_full = not sampled and releases.selection == 0
-        found = f"a sample rate of {sampled[0]:g}" if sampled else "a selection"
+        only_full = not (sampled or releases.selection or releases.laplace)
+        found = f"a sample rate of {sampled[0]:g}" if sampled else "selections and Laplace noise"
         require(only_full, "accountant", f"be rdp or prv for {found}", self.name, way_out)
-        square = sum(steps / noise**2 if noise else math.inf for _, noise, steps in releases.gaussian)
-        return math.sqrt(square)
+        if releases.noiseless:
+            return math.inf
+        return _sensitivity(self.adjacency) * math.sqrt(sum(steps / noise**2 for _, noise, steps in releases.gaussian))
 
 
-def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Smallest epsilon with delta(epsilon; mu) <= delta, by bisection from above, rounded up, [n]."""
+def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
+    """Smallest epsilon with delta(epsilon; mu) <= delta of mu-Gaussian privacy, by bisection, rounded up, [n].
+
+    >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5])).tolist()
+    [4.377179]
+    """
 
     def delta_of(epsilon: np.ndarray) -> np.ndarray:
         minus = np.exp(epsilon + log_ndtr(-safe / 2 - epsilon / safe))  # this form holds at any epsilon
@@ -372,12 +309,21 @@ def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.array([rounded_up(e, 6) for e in value])
 
 
-_ACCOUNTANTS: dict[str, Accountant] = {one.name: one for one in (Rdp(), Prv(), Gdp())}
+def _sensitivity(adjacency: str) -> int:
+    """How often its bound a record's contribution can move."""
+    require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
+    return 2 if adjacency == "replace_one" else 1
 
 
+_ACCOUNTANTS = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
+
+
+@functools.cache
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
-    """The accountant of that name: "rdp" (default), "prv" (tighter, slower) or "gdp" (exact, full batches).
+    """The accountant of that name: "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
 
+    Args:
+        adjacency: in what neighbouring data sets differ, "add_remove" or "replace_one"; one for a whole run.
     Raises:
         UserError: another name; the message has the nearest one.
 
@@ -386,4 +332,4 @@ def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
     """
     names = ", ".join(_ACCOUNTANTS)
     require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))
-    return _ACCOUNTANTS[name]
+    return _ACCOUNTANTS[name](adjacency)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfl_lightning.privacy.accountant import Accountant, rounded_up
+from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, rounded_up
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent
 
 
@@ -77,6 +77,7 @@ def guarantee(events: Sequence[Event], delta: float, accountant: Accountant, sam
         delta=delta,
         sampling=_sampling_words(events) if sampling is None else sampling,
         accountant=how,
+        adjacency=ADJACENCIES[accountant.adjacency],
         caveats=tuple(caveats),
     )
 

@@ -1,4 +1,4 @@
-"""RDP of the Poisson-sampled Gaussian mechanism, vectorised over clients and orders, and its conversion to epsilon.
+"""RDP of the mechanisms, vectorised over clients and orders, and its conversion to epsilon.
 
 Pure arithmetic: what calibration needs thousands of times. `accountant.Rdp` certifies the result with Opacus.
 """
@@ -23,29 +23,44 @@ def sampled_gaussian_rdp(
     sample_rate: Sequence[float] | np.ndarray,
     noise_multiplier: Sequence[float] | np.ndarray,
     orders: tuple[float, ...] = ORDERS,
+    adjacency: str = "add_remove",
 ) -> np.ndarray:
     """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms.
 
-    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer
-    orders, by quadrature at fractional ones.
+    With N(m) a Gaussian of mean m and standard deviation z, the worst neighbours release one of
+
+    - add_remove: (1-q) N(0) + q N(1) and N(0), in the order that costs more;
+    - replace_one: (1-q) N(0) + q N(1) and (1-q) N(0) + q N(-1).
+
+    The second pair dominates every other replacement: for contributions v and v' in the unit ball the hockey-stick
+    divergence grows when v' moves along the sphere away from v, or outwards, because the set on which the one density
+    exceeds a multiple of the other contains every ray against these directions; likewise for v.
+
+    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer orders of
+    add_remove, by quadrature else. Where a quadrature would take too long, the value of the full batch, which is above,
+    is given: only for orders that no smallest epsilon comes from.
 
     Args:
         sample_rate: [n], in (0, 1].
         noise_multiplier: [n], > 0.
         orders: [k], > 1.
+        adjacency: add_remove or replace_one.
     Returns:
-        [n, k], Renyi divergence in nats; add and remove one record.
+        [n, k], Renyi divergence in nats.
     Reference: Mironov, Talwar, Zhang (2019), section 3.3, as Opacus' `compute_rdp`: both agree to 1e-9, or to
-        1e-12 in log(A_alpha), which is where Opacus cuts its series.
+        1e-12 in log(A_alpha), which is where Opacus cuts its series. Replacement: Lebeda et al. (2024).
 
     >>> sampled_gaussian_rdp([1.0, 0.01], [2.0, 2.5], (2.5, 5)).round(8).tolist()
     [[0.3125, 0.625], [2.171e-05, 4.362e-05]]
+    >>> sampled_gaussian_rdp([1.0, 0.01], [2.0, 2.5], (2.5, 5), "replace_one").round(8).tolist()
+    [[1.25, 2.5], [8.019e-05, 0.0001604]]
     """
     rate = np.asarray(sample_rate, dtype=float)
     noise = np.asarray(noise_multiplier, dtype=float)
     order = np.asarray(orders, dtype=float)
-    whole = order == np.floor(order)
-    rdp = order / (2 * noise[:, None] ** 2)  # full batches; an upper bound for all others
+    replaced = adjacency == "replace_one"
+    rdp = order * (4 if replaced else 1) / (2 * noise[:, None] ** 2)  # full batches; an upper bound for all others
+    whole = (order == np.floor(order)) & (not replaced)
     sampled = np.flatnonzero(rate < 1)
     sampled = sampled[np.argsort(noise[sampled])]  # rows of similar noise need a like number of nodes
     for start in range(0, len(sampled), 16):  # few enough that the work arrays stay in the cache
@@ -53,7 +68,9 @@ def sampled_gaussian_rdp(
         q, z = rate[rows], noise[rows]
         log_excess = np.full((len(rows), len(order)), np.nan)
         log_excess[:, whole] = _log_excess_whole(q, z, tuple(order[whole].astype(int).tolist()))
-        log_excess[:, ~whole] = _log_excess_fractional(q, z, order[~whole])
+        for low, high in ((1, 11), (11, 64), (64, math.inf)):  # higher orders need wider grids
+            block = ~whole & (low < order) & (order <= high)
+            log_excess[:, block] = _log_excess_quadrature(q, z, order[block], replaced)
         with np.errstate(invalid="ignore"):
             exact = np.logaddexp(0.0, log_excess) / (order - 1)  # log(1 + excess) / (alpha - 1)
         rdp[rows] = np.where(np.isnan(exact), rdp[rows], exact)
@@ -85,31 +102,65 @@ def _log_excess_whole(q: np.ndarray, z: np.ndarray, orders: tuple[int, ...]) -> 
         return top + np.log(np.add.reduceat(scaled, starts, axis=1))
 
 
-def _log_excess_fractional(q: np.ndarray, z: np.ndarray, order: np.ndarray) -> np.ndarray:
-    """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v], v = q expm1(u/z - 1/2z^2), u ~ N(0, 1), [n, orders].
+_MOST_NODES = 6000  # of a quadrature
 
-    E[v] = 0, so the subtracted terms change nothing but keep the digits. The integrand is analytic with
-    Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z off the real
-    axis). Below z = 0.03, where a step costs an epsilon of hundreds, it would need 100,000 nodes: nan.
+
+def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, replaced: bool) -> np.ndarray:
+    """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v] where 1 + v is the ratio of the pair's densities, [n, orders].
+
+    E[v] = 0 under the second density, so the subtracted terms change nothing but keep the digits. The integrand is
+    analytic with Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z off the
+    real axis). nan below z = 0.03, where a step costs an epsilon of hundreds, and where it would take too many nodes.
     """
     log_excess = np.full((len(q), len(order)), np.nan)
-    rows = np.flatnonzero(z >= 0.03)
+    # u runs 9 beyond the lowest bump, at 0 or -1/z, and the highest, at alpha/z or (2 alpha - 1)/z
+    reach = (2 * order.max() - 1 if replaced else max(order.max(), 2.0)) if len(order) else 0.0
+    width = 18 + (reach + replaced) / z
+    nodes = np.ceil(width / np.minimum(0.4, 0.6 * z))
+    rows = np.flatnonzero((z >= 0.03) & (not replaced or nodes <= _MOST_NODES))
     if not len(rows) or not len(order):
         return log_excess
-    q, z, alpha = q[rows, None], z[rows, None], order[:, None]
-    width = 18 + max(order.max(), 2.0) / z  # u runs from -9 to 9 beyond the highest bump, at alpha / z
-    nodes = math.ceil(np.max(width / np.minimum(0.4, 0.6 * z)))
-    u = np.linspace(0, 1, nodes + 1) * width - 9
-    t = u / z - 0.5 / z**2
-    v = q * np.expm1(np.minimum(t, 30))
-    w = np.where(t > 30, np.logaddexp(np.log1p(-q), np.log(q) + t), np.log1p(v))  # log(1 + v), v may overflow
-    v, w = v[:, None, :], w[:, None, :]
+    q, z, alpha, count = q[rows, None], z[rows, None], order[:, None], int(nodes[rows].max())
+    u = np.linspace(0, 1, count + 1) * width[rows, None] - 9 - replaced / z
+    v, w, log_base = (x[:, None, :] for x in _ratio(q, z, u, replaced))
     with np.errstate(all="ignore"):  # each branch is evaluated where the other holds, too
         small = np.log(np.maximum(np.expm1(np.minimum(alpha * w, 99)) - alpha * v, 0))
         large = alpha * w + np.log1p((alpha - 1) * np.exp(-alpha * w) - alpha * np.exp((1 - alpha) * w))
-    log_terms = np.where(w > 1, large, small) - (u**2 / 2)[:, None, :]
-    log_excess[rows] = logsumexp(log_terms, axis=2) + np.log(width / nodes / math.sqrt(2 * math.pi))
+    log_terms = np.where((w > 1) | (alpha * w > 30), large, small) - (u**2 / 2)[:, None, :] + log_base
+    step = width[rows, None] / count
+    log_excess[rows] = logsumexp(log_terms, axis=2) + np.log(step / math.sqrt(2 * math.pi))
     return log_excess
+
+
+def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """v, log(1 + v) and the log of the second density over that of N(0, z^2), at z * u, each [n, nodes]."""
+    log_rest, log_q = np.log1p(-q), np.log(q)
+    log_one = np.logaddexp(log_rest, log_q + u / z - 0.5 / z**2)
+    log_other = np.logaddexp(log_rest, log_q - u / z - 0.5 / z**2) if replaced else np.zeros_like(u)
+    log_ratio = log_one - log_other
+    with np.errstate(over="ignore"):
+        near = np.expm1(np.clip(u / z - 0.5 / z**2, -700, 30)) * q  # the difference of the densities, over N(0, z^2)
+        if replaced:
+            near = 2 * q * np.exp(-0.5 / z**2) * np.sinh(np.clip(u / z, -30, 30)) / np.exp(np.minimum(log_other, 99))
+    far = np.abs(log_ratio) > 0.5
+    v = np.where(far, np.expm1(np.minimum(log_ratio, 99)), near)
+    return v, np.where(far, log_ratio, np.log1p(np.where(far, 0.0, near))), log_other
+
+
+def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
+    """RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
+
+    log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1). A shift spread over several coordinates costs less than
+    one in a single coordinate, because the divergence is convex in the shift.
+
+    Reference: Mironov (2017), table II.
+
+    >>> laplace_rdp(2.0, (2.0, 1000.0)).round(4).tolist()
+    [0.2003, 0.4993]
+    """
+    a, b = np.asarray(orders, dtype=float), noise_multiplier
+    left, right = np.log(a / (2 * a - 1)) + (a - 1) / b, np.log((a - 1) / (2 * a - 1)) - a / b
+    return np.maximum(np.logaddexp(left, right) / (a - 1), 0.0)
 
 
 def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
@@ -130,3 +181,16 @@ def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndar
     with np.errstate(divide="ignore"):  # delta 0 comes with an infinite RDP
         log_delta = np.log(np.asarray(delta, dtype=float))[..., None]
     return np.maximum(rdp + np.log1p(-1 / order) - (log_delta + np.log(order)) / (order - 1), 0.0)
+
+
+def classically_converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
+    """Epsilon at each order by the older, looser rule rdp + log(1/delta) / (alpha-1); arguments as of `converted`.
+
+    Reference: Mironov (2017), proposition 3, as the noise-aware paper's code.
+
+    >>> round(float(classically_converted(np.array([0.1]), (10.0,), 1e-5)[0]), 6)
+    1.379214
+    """
+    with np.errstate(divide="ignore"):
+        log_delta = np.log(np.asarray(delta, dtype=float))[..., None]
+    return rdp - log_delta / (np.asarray(orders, dtype=float) - 1)
