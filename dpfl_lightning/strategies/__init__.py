@@ -16,6 +16,7 @@ STRATEGIES = {
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
+    "pfa": ("pfa", "Pfa"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
     "uniform": ("uniform", "Uniform"),
 }
