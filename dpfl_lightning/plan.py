@@ -16,10 +16,12 @@ from typing import Any
 import jsonargparse
 
 from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
-from dpfl_lightning.privacy.accountant import get_accountant, rounded_up
+from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.tables import columns as _columns
+from dpfl_lightning.tables import epsilon as _epsilon
 
 _PROG = "python -m dpfl_lightning.plan"
 
@@ -27,6 +29,10 @@ _PROG = "python -m dpfl_lightning.plan"
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if any(word.partition("=")[0] == "--ledger" for word in words):
+        from dpfl_lightning.ledger_report import main as report_ledger
+
+        return report_ledger(words)
     if any(word.partition("=")[0] == "--config" for word in words):
         return _plan_run(words)
     options = _parse(words)
@@ -173,11 +179,14 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; its keys: --config FILE --help"
     )
+    parser.add_argument(
+        "--ledger", metavar="FILE", help="verify this ledger and compose it again; its keys: --ledger FILE --help"
+    )
     try:
         options = parser.parse_args(words).as_dict()
     except argparse.ArgumentError as error:
         raise _mistake(" ".join(str(error).split()), [action.dest for action in parser._actions]) from None
-    options.pop("config")
+    options.pop("config"), options.pop("ledger")
     return options
 
 
@@ -246,17 +255,6 @@ def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
 
 
 # ---- what is printed
-
-
-def _epsilon(value: float) -> str:
-    return f"{rounded_up(value, 4):.4f}"  # inf reads "inf"
-
-
-def _columns(rows: Sequence[Sequence[object]]) -> str:
-    """Cells in columns, numbers and words alike to the right."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
 def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:

@@ -37,7 +37,8 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry i
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 # Never the whole folder: `noise_key` lets its reader subtract the noise, and a checkpoint is no release.
-_FILES = ("ledger.jsonl", "guarantees.json", "result.json", "model.pt", "model_*.pt")
+_LEDGER = ("ledger.jsonl", "ledger.head")
+_FILES = (*_LEDGER, "guarantees.json", "result.json", "model.pt", "model_*.pt")
 
 
 class Tracking(ServerCallback):
@@ -169,7 +170,7 @@ class Tracking(ServerCallback):
 
     def _send_files(self, view: View, result: RunResult) -> None:
         folder = view.run.output_dir
-        for pattern in _FILES if result.finished else _FILES[:1]:
+        for pattern in _FILES if result.finished else _LEDGER:
             for path in sorted(folder.glob(pattern)):
                 self._client.log_artifact(self._known_run, str(path))
         for name, figure in figures(self._history, result).items() if result.finished else ():
@@ -179,6 +180,7 @@ class Tracking(ServerCallback):
         tags = {
             "status": result.reason,
             "guarantee": result.guarantee,
+            "ledger_head": json.dumps(result.ledger),
             "mlflow.note.content": _description(result),
         }
         self._client.log_batch(self._known_run, tags=[RunTag(k, v[:_LONGEST_TAG]) for k, v in tags.items()])

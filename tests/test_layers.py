@@ -38,6 +38,8 @@ ALLOWED = {
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
     "watchers": {"errors", "privacy", "federated"},
     "figures": {"federated"},
+    "tables": {"privacy"},
+    "ledger_report": {"errors", "privacy", "tables"},
     "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }

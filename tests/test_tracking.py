@@ -38,6 +38,7 @@ def folder(tmp_path):
     run.mkdir()
     for name in (
         "ledger.jsonl",
+        "ledger.head",
         "result.json",
         "guarantees.json",
         "model.pt",
@@ -108,8 +109,9 @@ def test_a_finished_run(store, experiment, folder):
     assert run.data.metrics["overall/epsilon_max"] == pytest.approx(3.0)
     assert run.data.metrics["test_accuracy"] == 0.5 and run.data.metrics["wall_seconds"] == 61.0
 
-    top = {"ledger.jsonl", "result.json", "guarantees.json", "model.pt", "options.yaml", "figures"}
+    top = {"ledger.jsonl", "ledger.head", "result.json", "guarantees.json", "model.pt", "options.yaml", "figures"}
     assert files_of(client, run) == top
+    assert json.loads(tags["ledger_head"]) == a_result(view).ledger
     figure_names = {"accuracy_over_rounds.png", "epsilon_over_rounds.png", "accuracy_over_budget.png"}
     assert files_of(client, run, "figures") == {f"figures/{name}" for name in figure_names}
 
@@ -197,7 +199,7 @@ def test_an_unfinished_run_goes_on_in_the_same_mlflow_run(store, experiment, fol
     play(first, view, (1, 2, 3), a_result(view, finished=False, rounds=2, reason=reason))
     client, run = only_run(store, experiment)
     assert run.info.status == status and run.data.tags["status"] == reason
-    assert files_of(client, run) == {"ledger.jsonl"} and "test_accuracy" not in run.data.metrics
+    assert files_of(client, run) == {"ledger.jsonl", "ledger.head"} and "test_accuracy" not in run.data.metrics
 
     second = Tracking(experiment, uri=store)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))

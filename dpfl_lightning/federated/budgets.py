@@ -12,7 +12,7 @@ from torch import Tensor
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.spending import SpentEpsilon
@@ -92,7 +92,9 @@ class Budgets:
 
     def steps(self, client: int) -> int:
         """Noised steps the client has paid for."""
-        return sum(event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent))
+        return sum(
+            event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent | LaplaceEvent)
+        )
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""

@@ -44,6 +44,7 @@ from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat
 from dpfl_lightning.privacy.guarantee import Guarantee
+from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.privacy.schedule import calibrate
@@ -137,9 +138,9 @@ class FederatedLoop:
         return self.ranks.lead(lambda: self._run(resume))
 
     def _run(self, resume: bool) -> RunResult:
-        self._open(resume)
+        saved = self._open(resume)
         with closing(self.budgets.ledger):
-            state = self._restore() if resume else self._begin()
+            state = self._begin() if saved is None else self._restore(saved)
             try:
                 watch(self.callbacks, "on_run_start", self.view(state))
                 reason = self.all_rounds(state)
@@ -233,21 +234,24 @@ class FederatedLoop:
 
     # -- beginning, remembering, ending
 
-    def _open(self, resume: bool) -> None:
+    def _open(self, resume: bool) -> dict[str, Any] | None:
+        """Everything that a round needs; the checkpoint to go on from, if any."""
         self.plan_schedule()  # may refuse: before anything is written
         given_key = None if self.privacy is None else self.privacy.noise_key
         path = self.output_dir
         self.folder = RunFolder.reopen(path) if resume else RunFolder.claim(path, self.options, given_key)
+        saved = self.folder.load_checkpoint(self.device) if resume else None
         self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), self.sampling)
         self.budgets = Budgets(
             self.schedule,
-            self.folder.open_ledger(),
+            self.folder.open_ledger(self._ledger_header(), saved),
             self.accountant,
             SAMPLINGS[self.sampling],
             fingerprint=repr(fingerprints(self.engine, self.population, self.device)),
             secret=self.folder.noise_key.to_bytes(16, "big"),
             caveats=self._caveats(),
         )
+        return saved
 
     def _begin(self) -> ServerState:
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
@@ -256,8 +260,7 @@ class FederatedLoop:
         self._remember(state, None)
         return state
 
-    def _restore(self) -> ServerState:
-        saved = self.folder.load_checkpoint(self.device)
+    def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
         for name, callback in self._named_callbacks():
             if name in saved["callbacks"]:
@@ -280,6 +283,7 @@ class FederatedLoop:
             "round": state.round,
             "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
             "engine": self.engine.state_dict(),
+            "ledger": self.budgets.ledger.head.as_dict(),
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
@@ -303,7 +307,8 @@ class FederatedLoop:
         result = self._result(reason, finished, guarantees, model_of)
         if finished:
             self.folder.save_models(self.module, self.delivered(self.state))
-            self.folder.save_json("guarantees.json", [one.as_dict() for one in guarantees])
+            promises = [one.as_dict() for one in guarantees]
+            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
             self.folder.save_json("result.json", result.as_dict())
         watch(self.callbacks, "on_run_end", view, result)
         return result
@@ -341,6 +346,7 @@ class FederatedLoop:
             records_per_second=self.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),
+            ledger=self.budgets.ledger.head.as_dict(),
             clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
@@ -371,6 +377,16 @@ class FederatedLoop:
         given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
         words = [given] if self.folder.noise_key_was_given else []
         return [Caveat(one) for one in (*words, *self.population.caveats)]
+
+    def _ledger_header(self) -> Header:
+        return Header(
+            accountant=self.accountant.name,
+            adjacency="add_remove" if self.privacy is None else self.privacy.adjacency,
+            sampling=self.sampling,
+            delta=tuple(own.delta for own in self.schedule.clients),
+            epsilon=tuple(own.epsilon for own in self.settings),
+            caveats=tuple(one.words for one in self._caveats()),
+        )
 
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1

@@ -21,13 +21,15 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
+from dpfl_lightning.privacy.ledger_file import Head, Header
 from dpfl_lightning.privacy.noise import new_noise_key
 
 _GIVEN = "given"
 
 
 class RunFolder:
-    """`options.yaml`, `noise_key`, `ledger.jsonl`, `checkpoint.pt`, then `result.json`, `guarantees.json`, `model.pt`.
+    """`options.yaml`, `noise_key`, `ledger.jsonl`, `ledger.head`, `checkpoint.pt`; then `result.json`,
+    `guarantees.json`, `model.pt`.
 
     **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600 and is never logged or exported.
     """
@@ -86,8 +88,18 @@ class RunFolder:
         """Whether the key came from a configuration that others may have read."""
         return (self.path / "noise_key").read_text().split()[1:] == [_GIVEN]
 
-    def open_ledger(self) -> Ledger:
-        return Ledger(self.ledger_file)
+    def open_ledger(self, header: Header, saved: Mapping[str, Any] | None) -> Ledger:
+        """The run's ledger: a new one, or, given a checkpoint, the one that was written until then.
+
+        Raises:
+            UserError: it is not; or the checkpoint does not say how far the ledger went.
+        """
+        if saved is not None and "ledger" not in saved:
+            raise UserError(
+                f"`{self.checkpoint}` must say how far the ledger went, got one from an older version of this program. "
+                "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+            )
+        return Ledger(self.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
 
     def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
         write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial))

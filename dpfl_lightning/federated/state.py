@@ -260,6 +260,7 @@ class RunResult:
         training_seconds: of these, in the rounds themselves: plans, the ledger, local training, aggregation.
         records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
+        ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
     """
@@ -272,6 +273,7 @@ class RunResult:
     records_per_second: float
     reason: str
     guarantee: str
+    ledger: dict[str, Any]
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None

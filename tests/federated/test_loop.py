@@ -137,7 +137,7 @@ for _hook in HOOKS:
 def test_round_order_and_that_charges_come_before_training(make_loop):
     calls: list = []
     loop = make_loop(rounds=2)
-    lines = lambda: len(loop.folder.ledger_file.read_bytes().splitlines()) if hasattr(loop, "folder") else 0  # noqa: E731
+    lines = lambda: len(read_ledger(loop.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
     loop.callbacks.append(Recorder(calls, lines))
     train = loop.engine.train
 

@@ -107,10 +107,11 @@ def _same_run(ours: Path, theirs: Path) -> None:
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
     results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
     for result in results:
-        for name in ("wall_seconds", "training_seconds", "records_per_second", "output_dir"):
+        assert result["ledger"]["lines"] == len(read_ledger(ours / "ledger.jsonl")) + 1
+        for name in ("wall_seconds", "training_seconds", "records_per_second", "output_dir", "ledger"):
             del result[name]
     assert results[0] == results[1]
-    assert (ours / "ledger.jsonl").read_bytes() == (theirs / "ledger.jsonl").read_bytes()
+    assert read_ledger(ours / "ledger.jsonl") == read_ledger(theirs / "ledger.jsonl")
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +20,8 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.ledger import Ledger, read_ledger
+from dpfl_lightning.privacy.ledger_file import Head, chain_of, head_bytes, head_file, read_head
 
 
 class PowerCut(Exception):
@@ -129,6 +132,62 @@ class Counting(ServerCallback):
 
     def load_state_dict(self, state):
         self.rounds = state["rounds"]
+
+
+def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
+    """Cut to an earlier round together with its head, or of another run of the same options: nothing is trained."""
+    loop, other = make_loop(), make_loop()
+    loop.run(), other.run()
+    ledger, head = loop.folder.ledger_file, head_file(loop.folder.ledger_file)
+    begun = json.loads(head.read_bytes())
+    lines = ledger.read_bytes().splitlines(keepends=True)
+
+    ledger.write_bytes(b"".join(lines[:5]))
+    head.write_bytes(head_bytes(Head(begun["run"], 5, chain_of(lines[4]))))
+    assert len(read_ledger(ledger)) == 4, "in itself it is whole"
+    with pytest.raises(UserError, match="must hold the 13 lines that the checkpoint counts, got 5: 8 were cut off"):
+        make_loop(output_dir=loop.output_dir).run(resume=True)
+
+    shutil.copy(other.folder.ledger_file, ledger), shutil.copy(head_file(other.folder.ledger_file), head)
+    with pytest.raises(UserError, match=f"must be the ledger of run {begun['run']}, which the checkpoint is of"):
+        make_loop(output_dir=loop.output_dir).run(resume=True)
+
+    ledger.unlink(), head.unlink()
+    with pytest.raises(UserError, match="must hold the 13 lines that the checkpoint counts, got 0"):
+        make_loop(output_dir=loop.output_dir).run(resume=True)
+
+
+def test_a_checkpoint_of_an_older_version_is_one_sentence(make_loop):
+    loop = make_loop(rounds=1)
+    loop.run()
+    saved = torch.load(loop.folder.checkpoint, weights_only=True)
+    del saved["ledger"]
+    torch.save(saved, loop.folder.checkpoint)
+    with pytest.raises(UserError, match="must say how far the ledger went, got one from an older version"):
+        make_loop(rounds=1, output_dir=loop.output_dir).run(resume=True)
+
+
+def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
+    """Round 2 is on disk, its charge did not return: it is paid, trained on resume, and not paid twice."""
+    unbroken, broken = make_loop(), make_loop()
+    unbroken.run()
+    charge = Ledger.charge
+
+    def failing(self, charges):
+        if charges[0].round == 2:
+            monkeypatch.setattr(self, "_write_head", lambda: (_ for _ in ()).throw(PowerCut()))
+        return charge(self, charges)
+
+    monkeypatch.setattr(Ledger, "charge", failing)
+    with pytest.raises(PowerCut):
+        broken.run()
+    monkeypatch.undo()
+    ledger = broken.folder.ledger_file
+    assert read_head(ledger).lines == 5 and len(read_ledger(ledger)) == 8
+    again = make_loop(output_dir=broken.output_dir)
+    result = again.run(resume=True)
+    assert torch.equal(again.state.models, unbroken.state.models)
+    assert len(read_ledger(ledger)) == 12 and result.ledger == read_head(ledger).as_dict()
 
 
 def test_resuming_a_finished_run_changes_nothing(make_loop):

@@ -1,14 +1,24 @@
-"""The ledger: synced, idempotent, one writer, torn lines, counters."""
+"""The ledger: synced, idempotent, one writer, counters; and whatever is done to its file is found."""
 
 from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy import ledger_file
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.ledger import Charge, Ledger, read_ledger
+from dpfl_lightning.privacy.ledger_file import Head, Header, head_bytes, head_file, read_head, verify
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
+HEADER = Header("rdp", "add_remove", "poisson", (1e-4,) * 4, (1.0, 2.0, 3.0, math.inf), ("sizes are public",))
 
 
 def charge(client=0, round=1, release="a", event=TRAIN, purpose="train"):
@@ -20,14 +30,41 @@ def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
+@pytest.fixture
+def written(path):
+    """A closed ledger: its header, then rounds 1 to 3 of clients 0 and 1."""
+    ledger = Ledger(path, HEADER)
+    for round in (1, 2, 3):
+        ledger.charge([charge(0, round), charge(1, round)])
+    ledger.close()
+    return path
+
+
+def lines_of(path):
+    return path.read_bytes().splitlines(keepends=True)
+
+
+# ---- writing
+
+
 def test_a_charge_is_on_disk_when_it_returns(path):
-    ledger = Ledger(path)
+    ledger = Ledger(path, HEADER)
     assert ledger.charge([charge(0), charge(1)]) == [0, 0]
     assert read_ledger(path) == [charge(0), charge(1)]
+    assert read_head(path) == ledger.head and ledger.head.lines == 3
+
+
+def test_everything_is_synced_before_a_charge_returns_the_head_last(path, monkeypatch):
+    ledger, synced = Ledger(path, HEADER), []
+    monkeypatch.setattr("dpfl_lightning.privacy.ledger._sync", lambda file: synced.append(os.fstat(file).st_ino))
+    ledger.charge([charge(client) for client in range(4)])
+    assert synced == [path.stat().st_ino, head_file(path).stat().st_ino]
+    ledger.charge([charge(0)])
+    assert len(synced) == 2, "a replay writes nothing"
 
 
 def test_a_replay_is_free_and_another_release_is_not(path):
-    ledger = Ledger(path)
+    ledger = Ledger(path, HEADER)
     ledger.charge([charge()])
     assert ledger.charge([charge()]) == [0]
     assert ledger.used(0, "train") == 1
@@ -37,40 +74,319 @@ def test_a_replay_is_free_and_another_release_is_not(path):
 
 
 def test_it_is_read_back_whole(path):
-    events = [TRAIN, SelectionEvent(0.1, 2), Caveat("words"), GaussianEvent(1.0, 0.0)]
-    ledger = Ledger(path)
+    events = [
+        TRAIN,
+        SelectionEvent(0.1, 2),
+        Caveat('words, "quoted", on\ntwo lines'),
+        GaussianEvent(1.0, 0.0),
+        LaplaceEvent(3.0, 4),
+        Unprotected("training losses"),
+    ]
+    ledger = Ledger(path, HEADER)
     ledger.charge([charge(round=n, event=event, purpose=str(n)) for n, event in enumerate(events)])
     ledger.close()
-    again = Ledger(path)
+    again = Ledger(path, HEADER)
     assert again.events(0) == events
-    assert [again.used(0, str(n)) for n in range(4)] == [1] * 4
+    assert [again.used(0, str(n)) for n in range(6)] == [1] * 6
+    header = verify(path, lambda _: None).header
+    assert header == HEADER and header.run == HEADER.run
+
+
+def test_the_header_of_equal_clients_is_short(path):
+    Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * 100_000, (2.0,) * 100_000))
+    assert path.stat().st_size < 400
+    assert verify(path, lambda _: None).header.epsilon == (2.0,) * 100_000
+
+
+def test_it_goes_on_where_it_ended(written):
+    ledger = Ledger(written, HEADER)
+    assert ledger.charge([charge(0, 3), charge(0, 4)]) == [0, 0]
+    ledger.close()
+    assert [one.round for one in read_ledger(written)] == [1, 1, 2, 2, 3, 3, 4]
 
 
 def test_two_writers_are_refused(path):
-    first = Ledger(path)
+    first = Ledger(path, HEADER)
     with pytest.raises(UserError, match="being written by another run"):
-        Ledger(path)
+        Ledger(path, HEADER)
     first.close()
-    Ledger(path).close()
+    Ledger(path, HEADER).close()
 
 
-def test_a_torn_last_line_was_never_paid_and_is_cut(path):
-    ledger = Ledger(path)
-    ledger.charge([charge(0), charge(1)])
-    ledger.close()
-    path.write_bytes(path.read_bytes()[:-20])
-    again = Ledger(path)
-    assert again.used(1, "train") == 0
-    again.charge([charge(2)])
-    assert [one.client for one in read_ledger(path)] == [0, 2]
+def test_another_process_is_refused_but_may_read(path):
+    ledger = Ledger(path, HEADER)
+    ledger.charge([charge()])
+    code = (
+        "import sys; from pathlib import Path; from dpfl_lightning.privacy.ledger import *\n"
+        "assert len(read_ledger(Path(sys.argv[1]))) == 1\n"
+        "Ledger(Path(sys.argv[1]), Header('rdp', 'add_remove', 'poisson', (1e-4,), (1.0,)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
+    assert done.returncode == 1 and "is being written by another run" in done.stderr
+    assert ledger.charge([charge(1)]) == [0]
+
+
+def test_a_refused_ledger_is_not_kept_locked(written):
+    for _ in range(2):
+        with pytest.raises(UserError, match="accountant 'prv', got 'rdp' in line 1"):
+            Ledger(written, replace(HEADER, accountant="prv"))
+    Ledger(written, HEADER).close()
 
 
 @pytest.mark.parametrize(
-    "line", ["{}", "nonsense", '{"client": 0, "round": 1, "purpose": "a", "release": "b", "event": {"kind": "x"}}']
+    "other", [{"delta": (1e-3,) * 4}, {"epsilon": (9.0,) * 4}, {"caveats": ()}, {"adjacency": "replace_one"}]
 )
-def test_a_foreign_line_is_named(path, line):
-    Ledger(path).charge([charge()])
-    with open(path, "a") as file:
-        file.write(line + "\n")
-    with pytest.raises(UserError, match="Line 2 of"):
-        read_ledger(path)
+def test_a_run_whose_charges_mean_something_else_is_refused(written, other):
+    with pytest.raises(UserError, match=f"must be of a run with {next(iter(other))} .*Go on with what"):
+        Ledger(written, replace(HEADER, **other))
+
+
+def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
+    ledger = Ledger(path, HEADER)
+    with monkeypatch.context() as patch:
+        patch.setattr("dpfl_lightning.privacy.ledger._sync", lambda file: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ledger.charge([charge(0)])
+    with pytest.raises(ValueError, match="closed file"):
+        ledger.charge([charge(0)])
+    assert ledger.used(0, "train") == 0
+    assert Ledger(path, HEADER).used(0, "train") == 1, "it may be on disk: it is paid"
+
+
+# ---- crashes
+
+
+def test_a_kill_between_the_lines_and_the_head_loses_nothing(written, monkeypatch):
+    ledger = Ledger(written, HEADER)
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "_write_head", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ledger.charge([charge(0, 4), charge(1, 4)])
+    assert read_head(written).lines == 7 and len(lines_of(written)) == 9
+    again = Ledger(written, HEADER)
+    assert again.used(0, "train") == 4, "on disk is paid"
+    assert again.charge([charge(0, 4), charge(1, 4)]) == [0, 0]
+    assert read_head(written).lines == again.head.lines == 9
+
+
+@pytest.mark.parametrize("torn", [b'{"client": 0, "ro', b'{"clie\0\0\0\0\0', b"\0\0\0\n\0\0\n", b"x"])
+def test_what_a_crash_tore_was_never_paid_and_is_cut(written, torn):
+    whole = written.read_bytes()
+    written.write_bytes(whole + torn)
+    found = verify(written, lambda _: None)
+    assert (found.size, found.torn) == (len(whole), len(torn))
+    assert written.read_bytes() == whole + torn, "reading changes nothing"
+    ledger = Ledger(written, HEADER)
+    assert written.read_bytes() == whole
+    ledger.charge([charge(2)])
+    assert [one.client for one in read_ledger(written)] == [0, 1, 0, 1, 0, 1, 2]
+
+
+def test_a_torn_line_of_a_charge_that_returned_is_an_error(written):
+    written.write_bytes(written.read_bytes()[:-20])
+    with pytest.raises(UserError, match=r"must hold the 7 lines that `ledger.head` counts, got 6: 1 were cut off"):
+        Ledger(written, HEADER)
+
+
+@pytest.mark.parametrize("left", [b"", b'{"ledger": 1, "ru'])
+@pytest.mark.parametrize("head", [None, b"", b"\0" * 128])
+def test_a_crash_while_it_was_begun_begins_anew(path, left, head):
+    path.write_bytes(left)
+    if head is not None:
+        head_file(path).write_bytes(head)
+    Ledger(path, HEADER).close()
+    assert read_ledger(path) == [] and read_head(path).lines == 1
+
+
+def test_a_crash_before_the_first_head_goes_on(path):
+    Ledger(path, HEADER).close()
+    head_file(path).unlink()
+    Ledger(path, HEADER).charge([charge()])
+    assert read_head(path).lines == 2
+
+
+# ---- what is done to the file
+
+
+def forged(lines, number, change):
+    """The lines, that one changed, with the chain that it would have had."""
+    body = change(lines[number - 1][: -ledger_file._TAIL])
+    before = lines[number - 2][-35:-3] if number > 1 else b"0" * 32
+    return [*lines[: number - 1], ledger_file._sealed(body, before), *lines[number:]]
+
+
+def cheaper(body):
+    assert b"1.5" in body
+    return body.replace(b"1.5", b"9.5")
+
+
+def edited(lines, number):
+    return [*lines[: number - 1], cheaper(lines[number - 1]), *lines[number:]]
+
+
+OTHER_HEADER = ledger_file.header_line(replace(HEADER, run="ff" * 16))
+DAMAGE = {
+    "edited": (lambda ls: edited(ls, 4), "line 4 a line that was edited, or"),
+    "the last one edited": (lambda ls: edited(ls, 7), "line 7 a line that was edited, or"),
+    "edited, its chain too": (lambda ls: forged(ls, 4, cheaper), "line 5 .* follows one that was put in or rewritten"),
+    "the last one edited, its chain too": (
+        lambda ls: forged(ls, 7, cheaper),
+        "line 7 another chain than `ledger.head`",
+    ),
+    "removed": (lambda ls: [*ls[:3], *ls[4:]], "line 4 what does not follow line 3: of 7 lines 1 were removed"),
+    "cut off": (
+        lambda ls: ls[:5],
+        r"the 7 lines that `ledger.head` counts, got 5: 2 were cut off its end, after line 5",
+    ),
+    "all cut off": (lambda ls: [], r"the 7 lines that `ledger.head` counts, got 0"),
+    "repeated": (lambda ls: [*ls[:4], ls[3], *ls[4:]], "line 5 line 4 again"),
+    "the last one repeated": (lambda ls: [*ls, ls[-1]], "line 8 line 7 again"),
+    "appended to itself": (lambda ls: ls + ls, "line 8 line 1 again: the file was appended to itself"),
+    "swapped": (lambda ls: [*ls[:3], ls[4], ls[3], *ls[5:]], "line 4 what belongs after the present line 5"),
+    "another one appended": (lambda ls: [*ls, OTHER_HEADER], "line 8 the header of another ledger"),
+    "words": (lambda ls: [*ls[:2], b"nonsense\n", *ls[2:]], "line 3 no line of this program: b'nonsense"),
+    "appended words": (lambda ls: [*ls, b"{}\n"], r"line 8 no line of this program: b'\{\}"),
+    "an empty line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3 no line of this program"),
+    "an unknown event": (
+        lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")],
+        "line 8 no line of this program",
+    ),
+    "zeros": (lambda ls: [*ls[:3], b"\0\0\n", *ls[4:]], r"got 3: 4 were cut off its end, after line 3"),
+    "header edited": (lambda ls: [ls[0].replace(b"0.0001", b"0.01  "), *ls[1:]], "line 1 a header that was edited"),
+    "header edited, its chain too": (
+        lambda ls: forged(ls, 1, lambda body: body.replace(b"0.0001", b"0.01")),
+        "line 2 a line that was edited, or that follows one",
+    ),
+    "no header": (lambda ls: ls[1:], "line 1 a charge: the header was removed"),
+    "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 no header"),
+    "another header": (
+        lambda ls: [OTHER_HEADER, *ls[1:]],
+        f"run {HEADER.run}, .*got that of run {'ff' * 16} in line 1",
+    ),
+    "an older version": (
+        lambda ls: [line[: -ledger_file._TAIL] + b"}\n" for line in ls[1:]],
+        "line 1 a charge without a chain: the ledger is from an older version",
+    ),
+    "a newer version": (
+        lambda ls: forged(ls, 1, lambda body: body.replace(b'"ledger": 1', b'"ledger": 2'))[:1],
+        "must have format 1, got 2 in line 1",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_and_named(written, what):
+    change, words = DAMAGE[what]
+    damaged = b"".join(change(lines_of(written)))
+    assert damaged != written.read_bytes()
+    written.write_bytes(damaged)
+    for read in (read_ledger, lambda path: Ledger(path, HEADER)):
+        with pytest.raises(UserError, match=words) as error:
+            read(written)
+        assert str(error.value).startswith(f"`{written}` must ") and "\n" not in str(error.value)
+        assert error.value.args[0].rstrip().endswith(("run.", "wrote it."))
+    assert written.read_bytes() == damaged, "and left as it is"
+
+
+SEEN_WITHOUT_HEAD = [name for name in DAMAGE if "last" not in name and "cut off" not in name and name != "zeros"]
+
+
+@pytest.mark.parametrize("what", [*SEEN_WITHOUT_HEAD, "the last one repeated"])
+def test_what_shows_without_a_head(written, what):
+    if what == "another header":
+        words = "line 2 a line that was edited, or that follows one that was put in"
+    elif what == "removed":
+        words = "line 4 .*or lines were removed"
+    else:
+        words = DAMAGE[what][1]
+    written.write_bytes(b"".join(DAMAGE[what][0](lines_of(written))))
+    head_file(written).unlink()
+    with pytest.raises(UserError, match=words):
+        read_ledger(written)
+
+
+def test_an_end_cut_off_does_not_show_without_a_head_but_nobody_goes_on_with_it(written):
+    written.write_bytes(b"".join(lines_of(written)[:5]))
+    head_file(written).unlink()
+    assert len(read_ledger(written)) == 4
+    with pytest.raises(UserError, match=r"ledger.head` must lie beside the ledger, got no such file"):
+        Ledger(written, HEADER)
+    assert not head_file(written).exists()
+
+
+@pytest.mark.parametrize("content", [b"nonsense", b"{}", b'{"run": 1', b"[]", b'{"run": "a", "lines": 3}'])
+def test_a_damaged_head_is_an_error(written, content):
+    head_file(written).write_bytes(content)
+    with pytest.raises(UserError, match=r"ledger.head` must hold the run, lines and chain"):
+        read_ledger(written)
+
+
+def test_a_checkpoint_tells_a_ledger_that_was_cut_together_with_its_head(written):
+    saved, lines = read_head(written), lines_of(written)
+    again = Ledger(written, HEADER)
+    again.charge([charge(0, 4)])
+    again.close()
+    Ledger(written, HEADER, saved).close()
+    written.write_bytes(b"".join(lines[:5]))
+    head_file(written).write_bytes(head_bytes(Head(saved.run, 5, ledger_file.chain_of(lines[4]))))
+    with pytest.raises(UserError, match="must hold the 7 lines that the checkpoint counts, got 5"):
+        Ledger(written, HEADER, saved)
+
+
+def test_a_checkpoint_whose_ledger_was_deleted_gets_no_new_one(written):
+    saved = read_head(written)
+    written.unlink(), head_file(written).unlink()
+    with pytest.raises(UserError, match="must hold the 7 lines that the checkpoint counts, got 0"):
+        Ledger(written, HEADER, saved)
+    assert written.read_bytes() == b"" and not head_file(written).exists()
+
+
+def test_a_checkpoint_tells_another_runs_ledger(written, tmp_path):
+    other = Ledger(tmp_path / "other.jsonl", replace(HEADER, run="ee" * 16))
+    for round in (1, 2, 3, 4):
+        other.charge([charge(0, round), charge(1, round)])
+    other.close()
+    with pytest.raises(UserError, match=f"run {HEADER.run}, which the checkpoint is of, got that of run {'ee' * 16}"):
+        Ledger(other.path, HEADER, read_head(written))
+
+
+def test_a_ledger_rewritten_with_its_head_differs_from_the_checkpoint(written):
+    saved = read_head(written)
+    head_file(written).unlink(), written.unlink()
+    cheap = Ledger(written, HEADER)
+    for round in (1, 2, 3):
+        cheap.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
+    cheap.close()
+    assert len(read_ledger(written)) == 6, "the chain has no key: it holds by itself"
+    with pytest.raises(UserError, match="line 7 another chain than the checkpoint has for it"):
+        Ledger(written, HEADER, saved)
+
+
+def test_no_changed_byte_and_no_cut_goes_unseen(path):
+    """Every byte and every end: the last cut takes nothing but the last line's newline."""
+    ledger = Ledger(path, HEADER)
+    ledger.charge([charge(0), charge(1)])
+    ledger.close()
+    content = path.read_bytes()
+    ways = [bytes([0 if at % 5 == 0 else byte ^ 2 if at % 5 == 1 else byte ^ 1]) for at, byte in enumerate(content)]
+    changed = [content[:at] + way + content[at + 1 :] for at, way in enumerate(ways)]
+    for wrong in [*changed, *(content[:end] for end in range(len(content)))]:
+        assert wrong != content
+        path.write_bytes(wrong)
+        with pytest.raises(UserError):
+            read_ledger(path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("client", 4), ("client", -1), ("client", "x"), ("event", {"kind": "x"}), ("more", 1)]
+)
+def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, value):
+    lines = lines_of(written)
+
+    def change(body):
+        return json.dumps({**json.loads(body + b"}"), field: value}).encode()[:-1]
+
+    written.write_bytes(b"".join(forged(lines, 7, change)))
+    head_file(written).unlink()
+    with pytest.raises(UserError, match="line 7 no charge of this program"):
+        read_ledger(written)

@@ -1,0 +1,300 @@
+"""`plan --ledger`: every epsilon again from the ledger alone, equal to the live ones; damage is status 2."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import FIXED_KEY
+
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.query import SelectModel
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.plan import main
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.ledger import Charge, Ledger
+from dpfl_lightning.privacy.ledger_file import Header, head_file
+from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+
+TRAIN = GaussianEvent(0.1, 1.5, 10)
+
+
+def a_ledger(path, clients=3, epsilon=2.0, **header):
+    known = {"accountant": "rdp", "adjacency": "add_remove", "sampling": "poisson", "caveats": ("sizes are public",)}
+    ledger = Ledger(path, Header(**known | header, delta=(1e-4,) * clients, epsilon=(epsilon,) * clients))
+    for round in (1, 2):
+        ledger.charge([Charge(client, round, "train", f"{round}", TRAIN) for client in range(clients)])
+    return ledger
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "ledger.jsonl"
+
+
+def told(capsys, *words):
+    """The text, and what `--json` says."""
+    assert main([*map(str, words), "--json"]) == 0
+    *text, last = capsys.readouterr().out.splitlines()
+    return "\n".join(text), json.loads(last)
+
+
+# ---- recomputation equals live
+
+
+class Asks(ServerCallback):
+    """Rounds of two kinds, a selection by the even clients, and what was told live."""
+
+    def plan_run(self, schedule, view):
+        def change(client, own):
+            (train,) = own.planned
+            first = Planned("first", GaussianEvent(1.0, 5.0, steps=1), 1)
+            rest = dataclasses.replace(train, count=train.count - 1)
+            return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), 2)))
+
+        return schedule.replan(change)
+
+    def plan_round(self, plan, view):
+        if view.round == 1:
+            return view.plan("first")
+        models = view.state.models[0].expand(2, -1)
+        view.ask(SelectModel((0, 2), models, epsilon=0.1, loss_bound=2.0))
+        return plan
+
+    def on_round_end(self, view, report):
+        self._live = report.epsilon_spent
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+def test_recomputed_is_live(accountant, make_loop, capsys):
+    asks = Asks()
+    budgets = [4.0, 6.0, 8.0, 10.0]
+    privacy = PrivacyOptions(epsilon=budgets, delta=1e-3, noise_key=FIXED_KEY, accountant=accountant)
+    loop = make_loop(callbacks=[SizeWeighted(), asks], privacy=privacy)
+    loop.run()
+    text, found = told(capsys, "--ledger", loop.output_dir)
+    result = json.loads((loop.output_dir / "result.json").read_text())
+    promises = json.loads((loop.output_dir / "guarantees.json").read_text())
+    for key in ("epsilon_budget", "delta", "steps"):
+        assert [own[key] for own in found["clients"]] == [own[key] for own in result["clients"]], key
+    epsilons = [own["epsilon"] for own in found["clients"]]
+    assert epsilons == [own["epsilon_spent"] for own in result["clients"]]
+    assert epsilons == [own["epsilon"] for own in promises["clients"]]
+    assert len(set(epsilons)) == 4 and found["accountant"] == accountant
+    if accountant == "rdp":  # between two values PRV's live curve is RDP's where that is lower: at most as tight
+        assert epsilons == pytest.approx(asks._live, abs=2e-6)
+    assert all(own <= live + 2e-6 for own, live in zip(epsilons, asks._live, strict=True))
+    assert found["clients"][0]["releases"] == {"first": 1, "select": 2, "train": 2}
+    assert found["clients"][1]["releases"] == {"first": 1, "train": 2}
+    assert "1 first, 2 select, 2 train" in text
+
+    head = {key: found[key] for key in ("run", "lines", "chain")}
+    assert head == result["ledger"] == promises["ledger"] and head["lines"] == 1 + 4 * 3 + 2 * 2
+    weakest = max(promises["clients"], key=lambda one: one["epsilon"])
+    assert found["guarantee"] == weakest
+    assert result["guarantee"].startswith(found["guarantee"]["words"])
+    assert "the noise key was given in the configuration" in text
+
+
+def test_without_noise_there_is_no_guarantee(make_loop, capsys):
+    loop = make_loop(privacy=None, rounds=1)
+    loop.run()
+    text, found = told(capsys, "--ledger", loop.folder.ledger_file)
+    assert [own["epsilon"] for own in found["clients"]] == [None] * 4
+    assert "Largest epsilon: No differential privacy" in text and " inf " in text and " none " in text
+
+
+def test_shuffled_batches_are_said(make_loop, capsys):
+    privacy = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY, sampling="shuffle")
+    loop = make_loop(privacy=privacy, rounds=1)
+    result = loop.run()
+    _, found = told(capsys, "--ledger", loop.output_dir)
+    assert "NOT proven" in found["guarantee"]["words"]
+    assert result.guarantee.startswith(found["guarantee"]["words"])
+
+
+def test_a_client_that_never_trained_has_spent_nothing(path, capsys):
+    ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * 2, (1.0, math.inf)))
+    ledger.charge([Charge(1, 1, "train", "a", TRAIN)])
+    _, found = told(capsys, "--ledger", path)
+    assert found["clients"][0] == {
+        "client": 0,
+        "releases": {},
+        "steps": 0,
+        "epsilon": 0.0,
+        "epsilon_budget": 1.0,
+        "delta": 1e-4,
+    }
+    assert found["clients"][1]["epsilon"] == get_accountant("rdp").epsilon([TRAIN], 1e-4)
+    assert found["clients"][1]["epsilon_budget"] is None
+
+
+def test_rdp_without_opacus_is_rdp_with_it(path, capsys):
+    """What a run certifies with Opacus, the report finds without: events of many kinds, to the last digit."""
+    events = [GaussianEvent(rate, noise, 7) for rate in (0.003, 0.05, 0.4, 1.0) for noise in (0.7, 2.0, 9.0)]
+    ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-5,) * len(events), (1.0,) * len(events)))
+    ledger.charge([Charge(client, 1, "train", "a", event) for client, event in enumerate(events)])
+    ledger.charge([Charge(client, 1, "select", "a", SelectionEvent(0.3)) for client in range(len(events))])
+    _, found = told(capsys, "--ledger", path)
+    exact = [get_accountant("rdp").bound([event, SelectionEvent(0.3)], 1e-5)[0] for event in events]
+    assert [own["epsilon"] for own in found["clients"]] == exact
+
+
+# ---- what is said
+
+
+def test_overrides_are_said(path, capsys):
+    a_ledger(path).close()
+    _, own = told(capsys, "--ledger", path)
+    text, found = told(capsys, "--ledger", path, "--accountant", "prv", "--delta", "1e-6")
+    assert "In place of the ledger's own accountant: prv." in text and "own delta: 1e-06." in text
+    assert found["overrides"] == {"accountant": "prv", "delta": 1e-6} and own["overrides"] == {}
+    exact = get_accountant("prv").bound([TRAIN, TRAIN], 1e-6)
+    assert (found["guarantee"]["epsilon"], found["guarantee"]["accountant"]) == exact
+    assert found["guarantee"]["accountant"].startswith("PRV (Opacus") and found["guarantee"]["delta"] == 1e-6
+
+
+def test_a_caveat_among_the_events_is_said_too(path, capsys):
+    ledger = a_ledger(path)
+    ledger.charge([Charge(0, 3, "note", "a", Caveat("it rained"))])
+    _, found = told(capsys, "--ledger", path)
+    assert found["guarantee"]["caveats"] == ["it rained", "sizes are public"]
+
+
+def test_an_epsilon_above_its_budget_is_said(path, capsys):
+    a_ledger(path, epsilon=0.1).close()
+    assert "Above its budget: client 0, 1, 2." in told(capsys, "--ledger", path)[0]
+
+
+def test_what_was_verified_is_said(path, capsys):
+    ledger = a_ledger(path)  # still open: a run is going on
+    text, found = told(capsys, "--ledger", path)
+    assert f"{path}: 7 lines, run {ledger.head.run}." in text and "It ends where ledger.head says" in text
+    assert found["chain"] == ledger.head.chain and found["chain"] in text
+    assert (found["verified"], found["head_lines"], found["torn_bytes"]) == (True, 7, 0)
+
+
+def test_a_line_that_is_being_written_is_no_error(path, capsys):
+    a_ledger(path)
+    before = path.read_bytes()
+    path.write_bytes(before + before.splitlines()[-1][:-9])
+    text, found = told(capsys, "--ledger", path)
+    assert "bytes are no whole line: it is being written, or a crash tore it" in text and found["torn_bytes"] > 0
+    assert found["lines"] == 7
+
+
+def test_a_charge_ahead_of_the_head_is_said(path, capsys):
+    ledger = a_ledger(path)
+    old = head_file(path).read_bytes()
+    ledger.charge([Charge(0, 3, "train", "3", TRAIN)])
+    head_file(path).write_bytes(old)
+    text, found = told(capsys, "--ledger", path)
+    assert "agrees with ledger.head, which counts 1 less" in text and (found["lines"], found["head_lines"]) == (8, 7)
+
+
+def test_a_missing_head_is_said(path, capsys):
+    a_ledger(path).close()
+    head_file(path).unlink()
+    text, found = told(capsys, "--ledger", path)
+    assert "No ledger.head lies beside it: whether lines were cut off its end cannot be seen." in text
+    assert found["head_lines"] is None
+    assert not head_file(path).exists()
+
+
+# ---- damage, and other mistakes
+
+
+def test_damage_is_status_2_and_said_in_json(path, capsys):
+    a_ledger(path).close()
+    path.write_bytes(path.read_bytes().replace(b"1.5", b"9.5", 1))
+    before = path.read_bytes()
+    assert main(["--ledger", str(path), "--json"]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith(f"error: `{path}` must be as it was written, got in line 2 ") and err.count("\n") == 1
+    assert json.loads(out) == {"ledger": str(path), "verified": False, "error": err.removeprefix("error: ").strip()}
+    assert main([f"--ledger={path}"]) == 2
+    assert capsys.readouterr().out == "" and path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--ledger nowhere", "`--ledger` must be a ledger, or the folder of a run, got 'nowhere'"),
+        ("--ledger PATH --delta 1", "`--delta` must be in (0, 1), got 1.0"),
+        ("--ledger PATH --delta x", "invalid float value: 'x'"),
+        ("--ledger PATH --accountant gpd", "`accountant` must be one of"),
+        ("--ledger PATH --accountant gdp", "`accountant` must be rdp or prv for a sample rate of 0.1"),
+        (
+            "--ledger PATH --epsilon 3",
+            "`epsilon` must be a key of --ledger, got another one. There are accountant, delta",
+        ),
+        ("--ledger PATH --config=x.yaml", "`config` must be a key of --ledger"),
+        ("--ledger PATH more", "`more` must be a key of --ledger"),
+        ("--ledger", "--ledger: expected one argument"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, message, path, capsys, monkeypatch):
+    monkeypatch.chdir(path.parent)
+    a_ledger(path).close()
+    assert main([str(path) if word == "PATH" else word for word in words.split()]) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1
+
+
+# ---- quick
+
+
+def test_it_loads_no_torch(path):
+    a_ledger(path).close()
+    code = (
+        "import sys; from dpfl_lightning.plan import main\n"
+        f"assert main(['--ledger', {str(path)!r}]) == 0\n"
+        "assert not {'torch', 'lightning', 'opacus', 'mlflow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "Largest epsilon: (" in done.stdout
+
+
+def test_many_equal_clients_are_composed_once(path, capsys):
+    clients = 20_000
+    ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))
+    charges = [Charge(client, 1, "train", "a", TRAIN) for client in range(clients)]
+    begun = time.process_time()
+    ledger.charge(charges)
+    assert time.process_time() - begun < 5  # measured: 0.2 s
+    begun = time.process_time()
+    _, found = told(capsys, "--ledger", path)
+    assert time.process_time() - begun < 15  # measured: 1.2 s; 6 s of 100,000 clients
+    assert len(found["clients"]) == clients
+
+
+def test_many_different_clients_are_asked_for_together(path, capsys):
+    clients = 2000
+    ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))
+    events = [GaussianEvent(0.1, 1 + client / clients, 10) for client in range(clients)]
+    ledger.charge([Charge(client, 1, "train", "a", event) for client, event in enumerate(events)])
+    begun = time.process_time()
+    _, found = told(capsys, "--ledger", path)
+    assert time.process_time() - begun < 30  # measured: 1.5 s
+    epsilons = [own["epsilon"] for own in found["clients"]]
+    assert epsilons == sorted(epsilons, reverse=True) and len(set(epsilons)) > 1900
+
+
+def test_the_options_of_clients_are_not_needed(make_loop, capsys):
+    """A copy elsewhere, with nothing else of the run beside it."""
+    loop = make_loop(clients=ClientOptions(count=4, batch_size=8))
+    loop.run()
+    alone = loop.output_dir.parent / "copy.jsonl"
+    alone.write_bytes(loop.folder.ledger_file.read_bytes())
+    alone.with_suffix(".head").write_bytes(head_file(loop.folder.ledger_file).read_bytes())
+    _, there = told(capsys, "--ledger", alone)
+    _, here = told(capsys, "--ledger", loop.output_dir)
+    assert there["clients"] == here["clients"] and there["head_lines"] == 13
