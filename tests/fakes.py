@@ -35,6 +35,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         "device": "cpu",
         "sampling": "poisson",
         "accountant": "rdp",
+        "noise": "keyed, not cryptographic",
         "options": {},
     }
     return View(
@@ -94,6 +95,7 @@ def a_result(view: View, **told) -> RunResult:
         "records_per_second": 2000.0,
         "reason": f"all {view.run.rounds} rounds are done",
         "guarantee": "(3, 0.001)-differential privacy per record.",
+        "noise": view.run.noise,
         "clients": clients,
         "test_accuracy": 0.5,
         "test_loss": 1.5,

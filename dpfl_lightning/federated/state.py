@@ -169,6 +169,7 @@ class RunInfo:
         budgets: each client's own epsilon (inf: none), before strategies change it.
         estimated_seconds: for all rounds, from a short measurement on random data.
         first_round: 1, or the next round of a resumed run.
+        noise: where noise and sampling come from, in words.
         options: the resolved configuration without the noise key (empty when built in Python).
     """
 
@@ -182,6 +183,7 @@ class RunInfo:
     device: str
     sampling: str
     accountant: str
+    noise: str
     options: Mapping[str, Any]
 
 
@@ -260,6 +262,7 @@ class RunResult:
         training_seconds: of these, in the rounds themselves: plans, the ledger, local training, aggregation.
         records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
+        noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
     """
@@ -272,6 +275,7 @@ class RunResult:
     records_per_second: float
     reason: str
     guarantee: str
+    noise: str
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None
