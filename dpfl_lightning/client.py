@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import lightning as L
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -15,6 +14,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.clipping import ClippedSum, Params
 from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.noise import RandomGenerator
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class LocalTask:
 
     clipped_sum: ClippedSum
     mechanism: Gaussian
-    noise: np.random.Generator
+    noise: RandomGenerator
     learning_rate: float
     anchor: Tensor | None = None
     pull: float = 0.0

@@ -88,9 +88,12 @@ class PrivacyOptions:
         adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
             record is another, about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
-        reserve_rounds: rounds of budget set aside for those that a resumed run must charge again, >= 0.
+        reserve_rounds: rounds of budget set aside for those that a resumed run must charge again, >= 0: with secure,
+            one for each time that it is stopped within a round.
         noise_key: 32 hexadecimal digits that fix all noise, for tests only: who knows them can remove the
-            noise. null draws a fresh key.
+            noise. null draws a fresh key, which is destroyed when the run is finished.
+        secure: noise and sampling from a cryptographic generator, fresh on every attempt, and proof against attacks
+            on rounded normals; nothing can draw them again, so a resumed run is not the unbroken one bit for bit.
     """
 
     epsilon: PerClientFloat | None = None
@@ -102,6 +105,12 @@ class PrivacyOptions:
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: int = 0
     noise_key: str | None = None
+    secure: bool = False
+
+    def __post_init__(self) -> None:
+        advice = "Fresh noise follows no key: leave out one of them."
+        fits = self.noise_key is None or not self.secure
+        require(fits, "privacy.secure", "be false with a privacy.noise_key", self.secure, advice)
 
 
 @dataclass(frozen=True)

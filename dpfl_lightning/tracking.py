@@ -36,7 +36,7 @@ logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry i
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
-# Never the whole folder: `noise_key` lets its reader subtract the noise, and a checkpoint is no release.
+# Never the whole folder: `noise_key` lets its reader subtract the noise, and checkpoint and counts are no releases.
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _FILES = (*_LEDGER, "guarantees.json", "result.json", "model.pt", "model_*.pt")
 
@@ -361,6 +361,7 @@ def _frame(view: View) -> dict[str, str]:
         "unit": one.unit,
         "adjacency": one.adjacency,
         "sampling": one.sampling,
+        "noise": view.run.noise,
         "accountant": one.accountant,
         "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
     }

@@ -32,6 +32,23 @@ def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.ReLU(), nn.Linear(8, classes))
 
 
+class PowerCut(Exception):
+    pass
+
+
+def cut_at(loop, round: int) -> None:
+    """The power goes after the charge of `round` is synced and one client has trained."""
+    train = loop.engine.train
+
+    def failing(plan, state, attempts, say):
+        if plan.round == round:
+            loop.engine.release(plan, 0, state, attempts[0])
+            raise PowerCut
+        return train(plan, state, attempts, say)
+
+    loop.engine.train = failing
+
+
 FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 

@@ -35,6 +35,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         "device": "cpu",
         "sampling": "poisson",
         "accountant": "rdp",
+        "noise": "keyed, not cryptographic",
         "options": {},
     }
     return View(
@@ -95,6 +96,7 @@ def a_result(view: View, **told) -> RunResult:
         "reason": f"all {view.run.rounds} rounds are done",
         "guarantee": "(3, 0.001)-differential privacy per record.",
         "ledger": {"run": "ab" * 16, "lines": 31, "chain": "cd" * 16},
+        "noise": view.run.noise,
         "clients": clients,
         "test_accuracy": 0.5,
         "test_loss": 1.5,

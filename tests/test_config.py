@@ -326,6 +326,10 @@ def test_help_lists_the_names_there_are() -> None:
         ("privacy: {noise_multiplier: -1}", ["`privacy.noise_multiplier` must be >= 0"]),
         ("privacy: {accountant: rpd}", ["one of rdp, prv, gdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"]),
         ("privacy: {noise_key: '12'}", ["`privacy.noise_key` must be 32 hexadecimal digits"]),
+        (
+            f"privacy: {{secure: true, noise_key: '{NOISE_KEY}'}}",
+            ["`privacy.secure` must be false with a privacy.noise_key"],
+        ),
         ("privacy: {reserve_rounds: -1}", ["`privacy.reserve_rounds` must be >= 0"]),
         ("evaluation: {every: 0}", ["`evaluation.every` must be >= 1"]),
         ("engine: {workers: 0}", ["`engine.workers` must be >= 1"]),

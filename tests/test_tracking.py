@@ -93,6 +93,7 @@ def test_a_finished_run(store, experiment, folder):
     tags = run.data.tags
     assert tags["unit"] == "record" and tags["adjacency"] == "add or remove one record" and tags["delta"] == "0.001"
     assert tags["sampling"] == "Poisson sampling" and tags["accountant"].startswith("RDP")
+    assert tags["noise"] == "keyed, not cryptographic"
     assert tags["status"] == "all 10 rounds are done" and "differential privacy" in tags["guarantee"]
 
     for metric in (

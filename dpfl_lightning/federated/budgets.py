@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import secrets
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,8 @@ class Budgets:
         schedule: calibrated.
         fingerprint: everything constant that decides a release: code, data, engine, device.
         secret: keys the digests of releases, at most 64 bytes. A plain digest of private records would itself be a
-            release, for the ledger is shown to others.
+            release, for the ledger is shown to others. None: noise is fresh on every attempt, so each is another
+            release, and its digest is a random number.
         caveats: travel into every guarantee.
 
     **Guarantees** What is charged is what was planned: another event than the schedule's is refused. Counters are
@@ -40,7 +42,7 @@ class Budgets:
         accountant: Accountant,
         sampling: str,
         fingerprint: str,
-        secret: bytes,
+        secret: bytes | None,
         caveats: Sequence[Caveat] = (),
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
@@ -114,6 +116,8 @@ class Budgets:
 
     def _digest(self, values: Sequence[object], known: dict[tuple[int, int], bytes]) -> str:
         """Of all values; `known` keeps the tensors' own digests by the memory they lie in."""
+        if self.secret is None:
+            return secrets.token_hex(16)
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16, key=self.secret)
         for value in values:
             if isinstance(value, Tensor):

@@ -70,7 +70,8 @@ class FederatedLoop:
         options: the resolved configuration, for the record.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit.
+    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit, unless
+    `privacy.secure`: then the round that was broken off is charged again, from `reserve_rounds`, with fresh noise.
 
     **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
     test and held-out records is not covered.
@@ -108,7 +109,9 @@ class FederatedLoop:
         own = FastEngine() if engine is None else engine
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
         self.rounds, self.seed, self.privacy = rounds, seed, privacy
-        self.evaluate_every, self.checkpoint_seconds = evaluate_every, checkpoint_seconds
+        self.secure = privacy is not None and privacy.secure
+        self.evaluate_every = evaluate_every
+        self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
         self.options = dict(options or {})
         self.sampling = "poisson" if privacy is None else privacy.sampling
@@ -143,7 +146,7 @@ class FederatedLoop:
             state = self._begin() if saved is None else self._restore(saved)
             try:
                 watch(self.callbacks, "on_run_start", self.view(state))
-                reason = self.all_rounds(state)
+                reason = self.snapshot["ended"] or self.all_rounds(state)
             except BaseException as error:
                 broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
                 again = f"go on with: {self.ranks.command} -m dpfl_lightning.fit --resume {self.output_dir}"
@@ -238,17 +241,18 @@ class FederatedLoop:
         """Everything that a round needs; the checkpoint to go on from, if any."""
         self.plan_schedule()  # may refuse: before anything is written
         given_key = None if self.privacy is None else self.privacy.noise_key
-        path = self.output_dir
-        self.folder = RunFolder.reopen(path) if resume else RunFolder.claim(path, self.options, given_key)
+        path, secure = self.output_dir, self.secure
+        begin = RunFolder.reopen(path, secure) if resume else RunFolder.claim(path, self.options, given_key, secure)
+        self.folder, key = begin, begin.noise_key
         saved = self.folder.load_checkpoint(self.device) if resume else None
-        self.engine.setup(self.module, self.population, Streams(self.folder.noise_key), self.sampling)
+        self.engine.setup(self.module, self.population, Streams(key), self.sampling)
         self.budgets = Budgets(
             self.schedule,
             self.folder.open_ledger(self._ledger_header(), saved),
             self.accountant,
             SAMPLINGS[self.sampling],
             fingerprint=repr(fingerprints(self.engine, self.population, self.device)),
-            secret=self.folder.noise_key.to_bytes(16, "big"),
+            secret=None if key is None else key.to_bytes(16, "big"),
             caveats=self._caveats(),
         )
         return saved
@@ -287,6 +291,7 @@ class FederatedLoop:
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
+            "ended": None,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
             self.folder.save_checkpoint(self.snapshot)
@@ -299,6 +304,8 @@ class FederatedLoop:
 
     def _end(self, reason: str, finished: bool) -> RunResult:
         view = self.view(self.state)
+        if finished:
+            self.snapshot["ended"] = reason  # resumed, it changes nothing: its noise key is gone
         self.folder.save_checkpoint(self.snapshot)
         if finished and self.state.round not in self.evaluated:
             self.evaluated = {self.state.round: self.evaluate(self.state)}
@@ -310,6 +317,7 @@ class FederatedLoop:
             promises = [one.as_dict() for one in guarantees]
             self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
             self.folder.save_json("result.json", result.as_dict())
+            self.folder.destroy_noise_key()
         watch(self.callbacks, "on_run_end", view, result)
         return result
 
@@ -347,6 +355,7 @@ class FederatedLoop:
             reason=reason,
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
+            noise=self.info.noise,
             clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
@@ -366,6 +375,7 @@ class FederatedLoop:
             device=str(self.device),
             sampling=self.sampling,
             accountant=self.accountant.name,
+            noise=Streams.SECURE if self.secure else Streams.KEYED,
             options=self.options,
         )
 

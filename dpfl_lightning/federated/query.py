@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.privacy.events import Event, SelectionEvent
+from dpfl_lightning.privacy.noise import RandomGenerator
 
 Answers = Mapping[int, object]  # client -> noised answer
 
@@ -31,7 +32,7 @@ class Query(Protocol):
     @property
     def event(self) -> Event: ...
 
-    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: np.random.Generator) -> object:
+    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> object:
         """The noised answer of one client for its records `x [n, *X]`, `y [n]`. Runs at the client."""
         ...
 
@@ -62,7 +63,7 @@ class SelectModel:
     def event(self) -> SelectionEvent:
         return SelectionEvent(self.epsilon)
 
-    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: np.random.Generator) -> int:
+    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
         with torch.no_grad():
             losses = [module.sample_loss(module.unflatten(model), x, y) for model in self.models]
         utilities = [

@@ -116,8 +116,8 @@ class RankedEngine:
     that leaves the threads within an operator to the environment is equal where `OMP_NUM_THREADS` is; where company
     matters, equal up to rounding, and `description` names the ranks, so that other ones make another release.)
 
-    **Privacy** Records stay where they are. What crosses: the noise key, start models, released updates, noised
-    answers, personal parameters, outputs of evaluation.
+    **Privacy** Records stay where they are. What crosses: the noise key (there is none in secure mode), start models,
+    released updates, noised answers, personal parameters, outputs of evaluation.
     """
 
     def __init__(self, inner: Engine, ranks: Ranks) -> None:

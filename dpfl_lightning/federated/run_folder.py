@@ -17,21 +17,26 @@ import dpfl_lightning
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.config import dump
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
 from dpfl_lightning.privacy.ledger_file import Head, Header
 from dpfl_lightning.privacy.noise import new_noise_key
 
-_GIVEN = "given"
+_GIVEN, _DESTROYED = "given", "destroyed"
 
 
 class RunFolder:
     """`options.yaml`, `noise_key`, `ledger.jsonl`, `ledger.head`, `checkpoint.pt`; then `result.json`,
     `guarantees.json`, `model.pt`.
 
-    **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600 and is never logged or exported.
+    Attributes:
+        noise_key: of this run; None in secure mode. Where it was destroyed, a new one that nothing was drawn from.
+        noise_key_was_given: whether it came from a configuration that others may have read.
+
+    **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600, is never logged or exported, and
+    is destroyed when the run is finished. `checkpoint.pt` is for the run alone: mode 0600, too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -39,10 +44,15 @@ class RunFolder:
         self.options = path / "options.yaml"
         self.ledger_file = path / "ledger.jsonl"
         self.checkpoint = path / "checkpoint.pt"
+        self.key_file = path / "noise_key"
+        self.noise_key: int | None = None
+        self.noise_key_was_given = False
 
     @classmethod
-    def claim(cls, path: str | Path, options: Mapping[str, Any], given_key: str | None = None) -> RunFolder:
-        """A new folder with the run's options and a fresh noise key (or a given one, in hexadecimal, for tests).
+    def claim(
+        cls, path: str | Path, options: Mapping[str, Any], given_key: str | None = None, secure: bool = False
+    ) -> RunFolder:
+        """A new folder with the run's options and, unless `secure`, a fresh noise key (or a given one, for tests).
 
         Raises:
             UserError: the folder holds something already; nothing in it is touched.
@@ -57,36 +67,44 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
-        line = f"{new_noise_key():032x}" if given_key is None else f"{int(given_key, 16):032x} {_GIVEN}"
-        descriptor = os.open(folder.path / "noise_key", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(line + "\n")
+        if not secure:
+            folder.noise_key = new_noise_key() if given_key is None else int(given_key, 16)
+            folder.noise_key_was_given = given_key is not None
+            folder._write_key(f"{folder.noise_key:032x}", os.O_CREAT | os.O_EXCL)
         folder.options.write_text(dump(options))
         return folder
 
     @classmethod
-    def reopen(cls, path: str | Path) -> RunFolder:
+    def reopen(cls, path: str | Path, secure: bool = False) -> RunFolder:
         """The folder of a run that was begun.
 
         Raises:
-            UserError: it is not one, or it has no checkpoint yet.
+            UserError: it is not one, has no checkpoint yet, or began with another `secure`.
         """
         folder = cls(Path(path))
-        if not folder.checkpoint.is_file() or not (folder.path / "noise_key").is_file():
+        if not folder.checkpoint.is_file():
             raise UserError(
                 f"`resume` must be the folder of a run with a checkpoint, got {str(path)!r}. "
                 "Runs are listed under runs/; start a new one with --config."
             )
+        must = f"stay what the run in {path} began with (with it there is no `noise_key`, without it there is one)"
+        require(secure != folder.key_file.is_file(), "privacy.secure", must, secure)
+        if not secure:
+            key, *given = folder.key_file.read_text().split()
+            folder.noise_key = new_noise_key() if key == _DESTROYED else int(key, 16)
+            folder.noise_key_was_given = given == [_GIVEN]
         return folder
 
-    @property
-    def noise_key(self) -> int:
-        return int((self.path / "noise_key").read_text().split()[0], 16)
+    def destroy_noise_key(self) -> None:
+        """Write over it, in place: a finished run draws nothing more. (What the disk itself keeps is out of reach.)"""
+        if self.noise_key is not None:
+            self._write_key(_DESTROYED.ljust(32))
 
-    @property
-    def noise_key_was_given(self) -> bool:
-        """Whether the key came from a configuration that others may have read."""
-        return (self.path / "noise_key").read_text().split()[1:] == [_GIVEN]
+    def _write_key(self, key: str, flags: int = 0) -> None:
+        with os.fdopen(os.open(self.key_file, os.O_WRONLY | flags, 0o600), "w") as file:
+            file.write(f"{key} {_GIVEN}\n" if self.noise_key_was_given else f"{key}\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def open_ledger(self, header: Header, saved: Mapping[str, Any] | None) -> Ledger:
         """The run's ledger: a new one, or, given a checkpoint, the one that was written until then.
@@ -102,7 +120,7 @@ class RunFolder:
         return Ledger(self.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
 
     def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
-        write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial))
+        write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial), private=True)
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any]:
         """The last complete round.
@@ -131,9 +149,15 @@ class RunFolder:
             write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
 
 
-def write_atomically(path: Path, write: Any) -> Path:
-    """`write(partial_path)`, sync, rename: the file is the old one or the new one, whatever happens."""
+def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
+    """`write(partial_path)`, sync, rename: the file is the old one or the new one, whatever happens.
+
+    Args:
+        private: only the owner may read it (mode 0600), from its first byte on.
+    """
     partial = path.with_name(path.name + ".partial")
+    partial.unlink(missing_ok=True)
+    partial.touch(mode=0o600 if private else 0o666)
     write(partial)
     with open(partial, "rb") as file:
         os.fsync(file.fileno())

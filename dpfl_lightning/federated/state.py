@@ -169,6 +169,7 @@ class RunInfo:
         budgets: each client's own epsilon (inf: none), before strategies change it.
         estimated_seconds: for all rounds, from a short measurement on random data.
         first_round: 1, or the next round of a resumed run.
+        noise: where noise and sampling come from, in words.
         options: the resolved configuration without the noise key (empty when built in Python).
     """
 
@@ -182,6 +183,7 @@ class RunInfo:
     device: str
     sampling: str
     accountant: str
+    noise: str
     options: Mapping[str, Any]
 
 
@@ -261,6 +263,7 @@ class RunResult:
         records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
+        noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
     """
@@ -274,6 +277,7 @@ class RunResult:
     reason: str
     guarantee: str
     ledger: dict[str, Any]
+    noise: str
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from torch import Tensor
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.noise import standard_normal_like, standard_normal_rows
+from dpfl_lightning.privacy.noise import RandomGenerator, standard_normal_like, standard_normal_rows
 
 
 @dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Gaussian:
         bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
         require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
 
-    def privatise(self, clipped_sum: Tensor, generator: np.random.Generator) -> Tensor:
+    def privatise(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
         """`(clipped_sum + N(0, (clip_norm * noise_multiplier)^2)) / expected_batch_size`, shape kept, `[G, P]`.
 
         An empty batch is a zero sum and gets the same noise.
@@ -72,6 +71,7 @@ class GaussianRows:
 
     **Privacy** One call of `privatise` is one step of each client whose row it is given.
 
+    >>> import numpy as np
     >>> import torch
     >>> row = Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=4.0)
     >>> alone = row.privatise(torch.ones(1, 3), np.random.default_rng(0))
@@ -80,7 +80,7 @@ class GaussianRows:
     True
     """
 
-    def __init__(self, mechanisms: Sequence[Gaussian], generators: Sequence[np.random.Generator], like: Tensor) -> None:
+    def __init__(self, mechanisms: Sequence[Gaussian], generators: Sequence[RandomGenerator], like: Tensor) -> None:
         silent = [m.noise_multiplier == 0 for m in mechanisms]  # such a one draws nothing, here as in `privatise`
         noise_std = [
             0.0 if mute else m.clip_norm * m.noise_multiplier for m, mute in zip(mechanisms, silent, strict=True)

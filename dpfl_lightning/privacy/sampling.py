@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from dpfl_lightning.privacy.noise import RandomGenerator
 
 #: sampling mode -> what a guarantee says of it
 SAMPLINGS = {
@@ -13,7 +17,7 @@ SAMPLINGS = {
 }
 
 
-def poisson_rows(num_records: int, sample_rate: float, generator: np.random.Generator) -> np.ndarray:
+def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerator) -> np.ndarray:
     """Every record independently with probability `sample_rate`: row numbers `[B]`, B random and possibly 0.
 
     Draws the size, then the rows: the same distribution as one coin a record, in time O(B).
@@ -27,7 +31,7 @@ def poisson_rows(num_records: int, sample_rate: float, generator: np.random.Gene
     return generator.choice(num_records, size, replace=False, shuffle=False)
 
 
-def shuffled_rows(num_records: int, batch_size: int, generator: np.random.Generator) -> Iterator[np.ndarray]:
+def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator) -> Iterator[np.ndarray]:
     """Endless epochs of shuffled batches of `batch_size` (the last of an epoch may be smaller)."""
     while True:
         order = generator.permutation(num_records)
@@ -36,7 +40,7 @@ def shuffled_rows(num_records: int, batch_size: int, generator: np.random.Genera
 
 
 def draw_steps(
-    sampling: str, num_records: int, sample_rate: float, steps: int, generator: np.random.Generator
+    sampling: str, num_records: int, sample_rate: float, steps: int, generator: RandomGenerator
 ) -> Iterator[np.ndarray]:
     """The rows of each of `steps` steps, each `[B]`.
 

@@ -232,7 +232,7 @@ def _frame(view: View) -> str:
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})
     delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
     unit = f"Guarantee: {one.unit} level, {one.adjacency}"
-    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", *one.caveats])
+    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", f"noise {view.run.noise}", *one.caveats])
 
 
 def _training(schedule: ClientSchedule) -> GaussianEvent:

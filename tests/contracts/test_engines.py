@@ -98,7 +98,7 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), privacy=None, rounds=1)
     net, start = small_net(), loop.module.flat
     loop.run()
-    streams = Streams(loop.folder.noise_key)
+    streams = loop.engine.streams
     clients = []
     for client, own in enumerate(loop.settings):
         from dpfl_lightning.privacy.sampling import draw_steps

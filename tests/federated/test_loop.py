@@ -38,17 +38,6 @@ def test_a_run_learns_and_leaves_its_record(make_loop):
     assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), loop.state.models[0])
 
 
-def test_the_noise_key_is_secret_and_unlogged(make_loop):
-    loop = make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3))
-    loop.run()
-    key = loop.output_dir / "noise_key"
-    assert key.stat().st_mode & 0o777 == 0o600
-    secret = key.read_text().split()[0]
-    assert int(secret, 16) == loop.folder.noise_key
-    for path in loop.output_dir.iterdir():
-        assert path == key or secret.encode() not in path.read_bytes()
-
-
 def test_the_ledger_holds_no_digest_that_could_be_recomputed_from_the_data(make_loop):
     """Same data, code and options: only the secret key tells the releases apart."""
     first, second = (make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3), rounds=1) for _ in range(2))

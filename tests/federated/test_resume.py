@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXED_KEY, small_net
+from conftest import FIXED_KEY, PowerCut, cut_at, small_net
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
@@ -22,23 +22,6 @@ from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.privacy.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger_file import Head, chain_of, head_bytes, head_file, read_head
-
-
-class PowerCut(Exception):
-    pass
-
-
-def cut_at(loop, round: int) -> None:
-    """The power goes after the charge of `round` is synced and one client has trained."""
-    train = loop.engine.train
-
-    def failing(plan, state, attempts, say):
-        if plan.round == round:
-            loop.engine.release(plan, 0, state, attempts[0])
-            raise PowerCut
-        return train(plan, state, attempts, say)
-
-    loop.engine.train = failing
 
 
 @pytest.mark.parametrize("checkpoint_seconds", [0.0, 1000.0])
@@ -205,36 +188,51 @@ def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
         make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
 
 
-@pytest.mark.slow
-def test_three_kills_at_random_moments(tmp_path):
-    """The real command, SIGKILL, `--resume`: bit for bit the unbroken run."""
-    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--privacy.noise_key", FIXED_KEY, "--tracking", "null"]
+def fit(*argv: str) -> subprocess.Popen:
+    return subprocess.Popen([sys.executable, "-m", "dpfl_lightning.fit", *argv], stdout=subprocess.DEVNULL)
 
-    def fit(*argv):
-        return subprocess.Popen([sys.executable, "-m", "dpfl_lightning.fit", *argv], stdout=subprocess.DEVNULL)
 
-    assert fit(*options, "--output_dir", str(tmp_path / "unbroken")).wait() == 0
-    broken = tmp_path / "broken"
-    argv = [*options, "--output_dir", str(broken), "--checkpoint_seconds", "0.2"]
+def kill_three_times(folder: Path, options: list[str]) -> None:
+    """The real command, SIGKILL at random moments, `--resume` to the end."""
+    argv = [*options, "--output_dir", str(folder), "--checkpoint_seconds", "0.2"]
     moments = random.Random(time.time_ns())
     for _ in range(3):
         process = fit(*argv)
-        while not (broken / "checkpoint.pt").exists():
+        while not (folder / "checkpoint.pt").exists():
             time.sleep(0.05)
-        charged = _lines(broken)
-        while process.poll() is None and _lines(broken) == charged:
+        charged = _lines(folder)
+        while process.poll() is None and _lines(folder) == charged:
             time.sleep(0.02)
         time.sleep(moments.uniform(0.0, 0.7))
         process.send_signal(signal.SIGKILL)
         process.wait()
-        argv = ["--resume", str(broken)]
+        argv = ["--resume", str(folder)]
     assert fit(*argv).wait() == 0
+
+
+@pytest.mark.slow
+def test_three_kills_at_random_moments(tmp_path):
+    """Bit for bit the unbroken run."""
+    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--privacy.noise_key", FIXED_KEY, "--tracking", "null"]
+    assert fit(*options, "--output_dir", str(tmp_path / "unbroken")).wait() == 0
+    broken = tmp_path / "broken"
+    kill_three_times(broken, options)
     ours, theirs = (
         torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (broken, tmp_path / "unbroken")
     )
     assert ours["round"] == theirs["round"] == 60
     assert torch.equal(ours["models"], theirs["models"])
     assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(tmp_path / "unbroken" / "ledger.jsonl"))
+
+
+@pytest.mark.slow
+def test_three_kills_of_a_secure_run_cost_at_most_three_rounds_of_the_reserve(tmp_path):
+    secure = ["--privacy.secure", "true", "--privacy.reserve_rounds", "3"]
+    kill_three_times(tmp_path, ["--config", "conf/digits.yaml", "--rounds", "60", *secure, "--tracking", "null"])
+    result = json.loads((tmp_path / "result.json").read_text())
+    rounds = [charge.round for charge in read_ledger(tmp_path / "ledger.jsonl")]
+    assert result["rounds"] == 60 and set(rounds) == set(range(1, 61)) and 5 * 60 <= len(rounds) <= 5 * 63
+    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result["clients"])
 
 
 def _lines(folder: Path) -> int:

@@ -1,4 +1,4 @@
-"""Mechanism, noise streams and sampling: divisor, noise level, distributions, independence."""
+"""Mechanism and sampling: divisor, noise level, distributions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from scipy import stats
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.mechanism import Gaussian
-from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, poisson_rows
 
 
@@ -74,15 +73,3 @@ def test_shuffled_epochs_use_every_record_once():
     batches = list(draw_steps("shuffle", 10, 0.3, 4, rng()))
     assert [len(batch) for batch in batches] == [3, 3, 3, 1]
     assert sorted(np.concatenate(batches)) == list(range(10))
-
-
-def test_streams_repeat_and_do_not_collide():
-    def first(*key):
-        return Streams(5).generator(*key).integers(2**63)
-
-    assert first("noise", 1, 2, 0) == first("noise", 1, 2, 0)
-    keys = [
-        (purpose, r, c, a) for purpose in ("noise", "sampling") for r in range(20) for c in range(20) for a in range(3)
-    ]
-    assert len({first(*key) for key in keys}) == len(keys)
-    assert first("noise", 1, 2, 0) != Streams(6).generator("noise", 1, 2, 0).integers(2**63)

@@ -45,7 +45,7 @@ def test_the_plan_comes_first(paper, tmp_path):
     )
     assert lines[1] == (
         "Guarantee: record level, add or remove one record; Poisson sampling; "
-        "RDP (Opacus, orders 1.1 to 1024); delta 0.001"
+        "RDP (Opacus, orders 1.1 to 1024); delta 0.001; noise keyed, not cryptographic"
     )
     rows = [line.split() for line in lines if re.match(r"\s*\d+ ", line)][1:]
     assert rows == [
