@@ -32,6 +32,14 @@ def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.ReLU(), nn.Linear(8, classes))
 
 
+@pytest.fixture(autouse=True)
+def no_calibrations_of_others(tmp_path_factory, monkeypatch):
+    """What is solved in a test does not depend on what was solved on this machine before."""
+    for user in ("client_plan", "federated.loop"):
+        own = tmp_path_factory.getbasetemp() / "cache"
+        monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
+
+
 FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 
