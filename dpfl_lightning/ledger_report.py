@@ -15,7 +15,7 @@ import numpy as np
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, Unprotected
+from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger_file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -183,10 +183,8 @@ def _epsilons(queries: Sequence[tuple[list[Event], float]], judge: Accountant) -
 def _promise(events: list[Event], delta: float, epsilon: float, judge: Accountant, header: Header) -> Guarantee:
     """The guarantee of these events, whose epsilon is known: RDP's `bound` would load Opacus, and torch, for it."""
     how = judge.description if judge.name == "rdp" else judge.bound(events, delta)[1]
-    said = [event for event in events if isinstance(event, Caveat | Unprotected)]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    words = guarantee([*said, *map(Caveat, header.caveats)], delta, judge, sampling)
-    return dataclasses.replace(words, epsilon=epsilon, accountant=how)
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, judge, sampling, found=(epsilon, how))
 
 
 def _steps(event: Event) -> int:

@@ -8,18 +8,14 @@ import json
 import math
 import re
 import sys
-import warnings
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jsonargparse
 
-from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent
-from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.client_plan import ClientPlan, client_plans, plan
+from dpfl_lightning.errors import UserError, command, nearest
+from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.tables import columns as _columns
 from dpfl_lightning.tables import epsilon as _epsilon
 
@@ -38,136 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(words)
     as_json = options.pop("json")
     planned = plan(**options)
-    print(_client_text(planned, options["rounds"], options["local_epochs"]))
+    print(_client_text(planned, options))
     if as_json:
         print(json.dumps(planned.as_dict()))
     return 0
-
-
-@dataclass(frozen=True)
-class ClientPlan:
-    """What one client will release, and what that guarantees.
-
-    Args:
-        schedule: every release, its noise solved.
-        guarantee: of the whole schedule.
-        accountant: name of the accountant.
-        num_records: training records.
-        batch_size: expected records of a step.
-    """
-
-    schedule: ClientSchedule
-    guarantee: Guarantee
-    accountant: str
-    num_records: int
-    batch_size: int
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Noise std / clip norm of the most frequent release."""
-        return self.schedule.main.noise_multiplier or 0.0
-
-    @property
-    def sample_rate(self) -> float:
-        """Poisson probability of a record in a step of the most frequent release."""
-        return self.schedule.main.sample_rate
-
-    @property
-    def steps(self) -> int:
-        """Noised steps of the whole run."""
-        return sum(event.steps for event in self.schedule.events() if isinstance(event, GaussianEvent))
-
-    def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON; an infinite epsilon is None."""
-        promise = self.guarantee.as_dict()
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-            "steps": self.steps,
-            "epsilon": promise["epsilon"],
-            "accountant": self.accountant,
-            "delta": self.guarantee.delta,
-            "guarantee": promise["words"],
-        }
-
-
-def plan(
-    num_records: int,
-    batch_size: int,
-    rounds: int,
-    delta: float,
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    local_epochs: int = 1,
-    accountant: str = "rdp",
-) -> ClientPlan:
-    """Epsilon to noise, or noise to epsilon, of a client that trains by DPSGD in every round.
-
-    Steps are rounds * local_epochs * ceil(num_records / batch_size) and the sample rate is batch_size /
-    num_records, as the Poisson sampler of a run really takes them. A batch of all records is a full batch,
-    without amplification.
-
-    Args:
-        num_records: training records of the client, >= 1.
-        batch_size: expected records of a step, in 1..num_records.
-        rounds: rounds that the client trains in, >= 1.
-        delta: slack of the guarantee, in (0, 1); usually below 1 / num_records.
-        epsilon: budget to find the noise for, > 0; give this or noise_multiplier.
-        noise_multiplier: noise std / clip norm on the sum, to find epsilon for, >= 0; give this or epsilon.
-        local_epochs: passes over the own records in a round, >= 1.
-        accountant: rdp, prv (tighter, slower) or gdp (exact, full batches only).
-    Returns:
-        The plan, its noise and its epsilon rounded up.
-
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: a value out of range, or an epsilon below what the accountant can certify.
-
-    >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
-    >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
-    (1140, 1.887, True)
-    """
-    if (epsilon is None) == (noise_multiplier is None):
-        must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
-        raise UserError(
-            f"`epsilon` {must}, got {epsilon}. Give epsilon to find the noise, or noise_multiplier to find epsilon."
-        )
-    for key, value in (("num_records", num_records), ("rounds", rounds), ("local_epochs", local_epochs)):
-        require(value >= 1, key, "be at least 1", value)
-    way_out = f"A batch of {num_records} is the full batch."
-    require(
-        1 <= batch_size <= num_records,
-        "batch_size",
-        f"be in 1..{num_records} (num_records)",
-        batch_size,
-        way_out,
-    )
-    if epsilon is not None:
-        require(0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private.")
-    if noise_multiplier is not None:
-        require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
-    require(
-        0 < delta < 1,
-        "delta",
-        "be in (0, 1)",
-        delta,
-        f"Usual is below 1 / num_records = {1 / num_records:.2g}.",
-    )
-    if delta > 1 / num_records:
-        warnings.warn(
-            f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "
-            "record at random would satisfy it.",
-            UserNotice,
-            stacklevel=2,
-        )
-    judge = get_accountant(accountant)
-    steps = local_epochs * math.ceil(num_records / batch_size)
-    event = GaussianEvent(batch_size / num_records, noise_multiplier, steps)
-    schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, (Planned("train", event, rounds),))
-    if epsilon is not None:
-        schedule = calibrate([schedule], judge)[0]
-    return ClientPlan(schedule, guarantee(schedule.events(), delta, judge), accountant, num_records, batch_size)
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
@@ -194,7 +64,8 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
     """jsonargparse's message in the project's sentence form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
-        kind = "a whole number" if inspect.signature(plan).parameters[key].annotation == "int" else "a finite number"
+        whole = inspect.signature(plan).parameters[key].annotation.startswith("int")
+        kind = "a whole number" if whole else "a finite number"
         return UserError(f"`{key}` must be {kind}, got {value!r}.")
     if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
         return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
@@ -228,18 +99,13 @@ def _planned_clients(options: Any) -> list[ClientPlan]:
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
     loop, schedules = planned_clients(options)
-    judge, sampling = loop.accountant, SAMPLINGS[loop.info.sampling]
-    caveats = [Caveat(words) for words in loop.population.caveats]
-    return [
-        ClientPlan(
-            schedule,
-            guarantee([*schedule.events(), *caveats], schedule.delta, judge, sampling),
-            judge.name,
-            own.num_records,
-            own.batch_size,
-        )
-        for own, schedule in zip(loop.settings, schedules, strict=True)
-    ]
+    return client_plans(
+        schedules,
+        loop.accountant,
+        [(own.num_records, own.batch_size) for own in loop.settings],
+        sampling=SAMPLINGS[loop.info.sampling],
+        caveats=loop.population.caveats,
+    )
 
 
 def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
@@ -250,24 +116,56 @@ def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
         "epsilon_budget": budget if math.isfinite(budget) else None,
         "num_records": own.num_records,
         "batch_size": own.batch_size,
-        "planned": [{"purpose": p.purpose, "count": p.count, "event": asdict(p.event)} for p in own.schedule.planned],
     }
 
 
 # ---- what is printed
 
 
-def _client_text(own: ClientPlan, rounds: int, local_epochs: int) -> str:
+def _client_text(own: ClientPlan, options: Mapping[str, Any]) -> str:
+    rounds = f"{options['rounds']} rounds"
+    if options["participations"] is not None:
+        rounds = f"{options['participations']} of {rounds}"
+    each = f"local epochs {options['local_epochs']}" if options["steps"] is None else f"{options['steps']} steps each"
     rows = {
         "records": own.num_records,
         "batch size": f"{own.batch_size} (sample rate {own.sample_rate:.6g})",
-        "steps": f"{own.steps} ({rounds} rounds, local epochs {local_epochs})",
+        "steps": f"{own.steps} ({rounds}, {each})",
         "noise multiplier": f"{own.noise_multiplier:.6g} (noise std / clip norm, on the sum)",
         "epsilon": _epsilon(own.guarantee.epsilon),
         "delta": f"{own.guarantee.delta:g}",
     }
     width = max(map(len, rows))
-    return "\n".join([*(f"{key.ljust(width)}  {value}" for key, value in rows.items()), own.guarantee.words()])
+    lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
+    return "\n".join([*lines, "", _schedule_text(own), "", _promise(own)])
+
+
+def _promise(own: ClientPlan) -> str:
+    return f"{own.guarantee.words()}\nNot covered: {'; '.join(own.guarantee.not_covered)}."
+
+
+def _schedule_text(own: ClientPlan) -> str:
+    """Every line of a client's schedule, and what each costs."""
+    head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
+    rows = [
+        [line.purpose, line.count, *_event_cells(line.event), _epsilon(alone)]
+        for line, alone in zip(own.schedule.planned, own.epsilon_alone, strict=True)
+    ]
+    if len(rows) == 1:
+        return _columns([head, *rows])
+    together = f"together they cost {_epsilon(own.guarantee.epsilon)}"
+    return f"{_columns([head, *rows])}\nEpsilon alone is what the line would cost without the others; {together}."
+
+
+def _event_cells(event: Event) -> list[str]:
+    """Sample rate, noise, steps."""
+    if isinstance(event, GaussianEvent):
+        return [f"{event.sample_rate:.6g}", f"{event.noise_multiplier or 0.0:.6g}", str(event.steps)]
+    if isinstance(event, LaplaceEvent):
+        return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
+    if isinstance(event, SelectionEvent):
+        return ["1", f"{1 / event.epsilon if event.epsilon else math.inf:.6g} (Gumbel)", str(event.count)]
+    return ["-", "-", "-"]
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:
@@ -299,7 +197,10 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
         for client, own in enumerate(planned)
     ]
     weakest = max(planned, key=lambda own: own.guarantee.epsilon)
-    return f"{_columns([head, *rows])}\nLargest epsilon: {weakest.guarantee.words()}"
+    parts = [_columns([head, *rows]), f"Largest epsilon: {_promise(weakest)}"]
+    if len(weakest.schedule.planned) > 1:
+        parts.append(f"Client {planned.index(weakest)}, which has it, line by line:\n{_schedule_text(weakest)}")
+    return "\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -49,6 +49,14 @@ def cut_at(loop, round: int) -> None:
     loop.engine.train = failing
 
 
+@pytest.fixture(autouse=True)
+def no_calibrations_of_others(tmp_path_factory, monkeypatch):
+    """What is solved in a test does not depend on what was solved on this machine before."""
+    for user in ("client_plan", "federated.loop"):
+        own = tmp_path_factory.getbasetemp() / "cache"
+        monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
+
+
 FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.folders import cache_folder
 
 # x, y, test_x, test_y as stored: inputs [n, C, H, W] and labels [n], uint8 in files
 Raw = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -105,11 +106,6 @@ def names() -> list[str]:
     ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits']
     """
     return [*SOURCES, "digits"]
-
-
-def cache_folder(name: str) -> Path:
-    """Where a fetched data set is kept: the folder `name` under `DPFL_DATA`, or under the user's cache."""
-    return Path(os.environ.get("DPFL_DATA") or pooch.os_cache("dpfl_lightning")).expanduser() / name
 
 
 def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float, std: float) -> Dataset:

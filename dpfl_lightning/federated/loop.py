@@ -41,7 +41,9 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
+from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Caveat
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
@@ -230,7 +232,8 @@ class FederatedLoop:
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
-        solved = calibrate(self.schedule.clients, self.accountant, slow_notice("solving noise multipliers"))
+        cache = CalibrationCache(cache_folder("calibration"))
+        solved = calibrate(self.schedule.clients, self.accountant, slow_notice("solving noise multipliers"), cache)
         self.schedule = dataclasses.replace(self.schedule, clients=tuple(solved))
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule

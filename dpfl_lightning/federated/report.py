@@ -9,7 +9,7 @@ from typing import Any
 from dpfl_lightning.federated.budgets import Budgets
 from dpfl_lightning.federated.evaluation import Evaluation
 from dpfl_lightning.federated.settings import ClientSettings
-from dpfl_lightning.privacy.guarantee import Guarantee
+from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 
 
 def client_rows(
@@ -42,7 +42,7 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
     weakest = max(guarantees, key=lambda one: one.epsilon)
     return (
         f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its "
-        "own records, against everyone who sees its updates. Not covered: test and held-out records, sizes, options."
+        f"own records, against everyone who sees its updates. Not covered: {'; '.join(NOT_COVERED)}."
     )
 
 

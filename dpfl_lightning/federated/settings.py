@@ -16,7 +16,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_counts
 
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
 
@@ -103,15 +103,17 @@ def default_schedule(
     settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int, accountant: Accountant
 ) -> RunSchedule:
     """Every client trains in every round; given noise is fixed, and then the budget decides how many rounds it pays."""
-    reserve = privacy.reserve_rounds if privacy is not None else 0
-    return RunSchedule(tuple(_planned(own, rounds + reserve, accountant) for own in settings), rounds)
-
-
-def _planned(own: ClientSettings, count: int, accountant: Accountant) -> ClientSchedule:
-    event = GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps)
-    if own.noise_multiplier is not None and own.epsilon < math.inf:
-        count = min(count, affordable_count(event, own.epsilon, own.delta, accountant))
-    return ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),))
+    count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
+    events = [GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps) for own in settings]
+    counts = [count] * len(settings)
+    bounded = [i for i, own in enumerate(settings) if own.noise_multiplier is not None and own.epsilon < math.inf]
+    offers = [(events[i], settings[i].epsilon, settings[i].delta) for i in bounded]
+    paid = affordable_counts(offers, accountant, count, slow_notice("counting the rounds that budgets pay"))
+    for i, number in zip(bounded, paid, strict=True):
+        counts[i] = number
+    rows = zip(settings, events, counts, strict=True)
+    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, n),)) for own, event, n in rows]
+    return RunSchedule(tuple(clients), rounds)
 
 
 def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:

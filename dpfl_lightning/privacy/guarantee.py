@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, rounded_up
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent
+from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+
+#: what no epsilon of this program covers, whatever a run does
+NOT_COVERED = (
+    "test and held-out records, on which models are evaluated",
+    "numbers of records, batch sizes, budgets and all other options, which are treated as public",
+    "other runs on the same records: their epsilons add up",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +31,10 @@ class Guarantee:
         accountant: how epsilon was found, in words.
         unit: whose contribution is hidden.
         adjacency: in what neighbouring data sets differ.
-        caveats: what epsilon does not cover, in words.
+        covers: what the client releases within epsilon, in words.
+        not_covered: what epsilon says nothing about, in words; holds the caveats, too.
+        caveats: what epsilon does not cover in this very run, in words.
+        unprotected: what was shown without noise, in words: epsilon is infinite.
     """
 
     epsilon: float
@@ -31,7 +43,10 @@ class Guarantee:
     accountant: str
     unit: str = "record"
     adjacency: str = "add or remove one record"
+    covers: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = NOT_COVERED
     caveats: tuple[str, ...] = ()
+    unprotected: tuple[str, ...] = ()
 
     def words(self) -> str:
         """One sentence, and the caveats after it.
@@ -40,7 +55,8 @@ class Guarantee:
         '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
         """
         if math.isinf(self.epsilon):
-            sentence = f"No differential privacy per {self.unit}: something is released without noise."
+            shown = "; ".join(self.unprotected) or "something is released without noise"
+            sentence = f"No differential privacy per {self.unit}: {shown.rstrip('.')}."
         else:
             shown = f"{rounded_up(self.epsilon, 4):.4f}".rstrip("0").rstrip(".")
             sentence = (
@@ -52,38 +68,90 @@ class Guarantee:
     def as_dict(self) -> dict[str, Any]:
         """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
         finite = self.epsilon if math.isfinite(self.epsilon) else None
-        return {**asdict(self), "epsilon": finite, "caveats": list(self.caveats), "words": self.words()}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        return {**fields, "epsilon": finite, "words": self.words()}
 
 
-def guarantee(events: Sequence[Event], delta: float, accountant: Accountant, sampling: str | None = None) -> Guarantee:
-    """The guarantee of composed events; the words of their `Caveat`s travel in, each once.
+def guarantee(
+    events: Sequence[Event],
+    delta: float,
+    accountant: Accountant,
+    sampling: str | None = None,
+    releases: Sequence[int] = (),
+    found: tuple[float, str] | None = None,
+) -> Guarantee:
+    """The guarantee of composed events; the words of their `Caveat`s and `Unprotected`s travel in, each once.
 
     Args:
         events: everything that one client releases.
         delta: in (0, 1).
         accountant: from `get_accountant`.
         sampling: in words, where the sample rates do not say it (shuffled batches: with a `Caveat`).
+        releases: how many releases each of the first events stands for; a ledger's events are one each.
+        found: what `accountant.bound` answers, where it is known already.
     Privacy: arithmetic on public facts.
 
     >>> from dpfl_lightning.privacy.accountant import get_accountant
-    >>> events = [GaussianEvent(1.0, 2.0), Caveat("data sizes are public")]
-    >>> guarantee(events, 1e-5, get_accountant("gdp")).caveats
-    ('data sizes are public',)
+    >>> events = [GaussianEvent(1.0, 2.0), SelectionEvent(0.1, 5), Caveat("data sizes are public")]
+    >>> promise = guarantee(events, 1e-5, get_accountant("rdp"))
+    >>> promise.covers, promise.caveats
+    (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
     """
-    epsilon, how = accountant.bound(events, delta)
-    caveats = dict.fromkeys(event.words for event in events if isinstance(event, Caveat))
+    epsilon, how = accountant.bound(events, delta) if found is None else found
+    caveats = _words_of(events, Caveat)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
         sampling=_sampling_words(events) if sampling is None else sampling,
         accountant=how,
         adjacency=ADJACENCIES[accountant.adjacency],
-        caveats=tuple(caveats),
+        covers=_covered(events, releases),
+        not_covered=(*NOT_COVERED, *caveats),
+        caveats=caveats,
+        unprotected=_words_of(events, Unprotected),
     )
+
+
+def _words_of(events: Sequence[Event], kind: type[Caveat] | type[Unprotected]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(event.words for event in events if isinstance(event, kind)))
+
+
+def _covered(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
+    """What the events are, counted by kind.
+
+    >>> _covered([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
+    ('1 noised full-batch step in 1 release', '38 noised gradient steps in 2 releases')
+    """
+    times, steps = Counter[str](), Counter[str]()
+    for event, count in itertools.zip_longest(events, releases, fillvalue=1):
+        if isinstance(event, SelectionEvent):
+            times["selection"] += event.count
+        elif isinstance(event, GaussianEvent | LaplaceEvent):
+            kind = _kind_of_step(event)
+            times[kind] += count
+            steps[kind] += event.steps
+    return tuple(
+        f"{_counted(steps[kind], kind)} in {_counted(count, 'release')}" if kind in steps else _counted(count, kind)
+        for kind, count in times.items()
+        if count
+    )
+
+
+def _kind_of_step(event: GaussianEvent | LaplaceEvent) -> str:
+    if isinstance(event, LaplaceEvent):
+        return "Laplace-noised full-batch step"
+    noised = "noised" if event.noise_multiplier else "un-noised"
+    return f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _sampling_words(events: Sequence[Event]) -> str:
     full = {event.sample_rate == 1 for event in events if isinstance(event, GaussianEvent) and event.steps}
+    if any(isinstance(event, LaplaceEvent) and event.steps for event in events):
+        full.add(True)
     if full == {True, False}:
         return "full and Poisson-sampled batches"
-    return "full batches" if full == {True} else "Poisson-sampled batches"
+    return "full batches" if full == {True} else "Poisson-sampled batches" if full else "no batches"

@@ -15,10 +15,13 @@ from scipy.optimize import elementwise
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accountant import Accountant, rounded_up
+from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Event, GaussianEvent, repeated
 
-_TOLERANCE = 5e-5  # relative, of the solved noise
+_TOLERANCE = 1e-6  # relative, of the solved noise
+_DIGITS = 7  # of the solved noise
 _MOST_NOISE = 1e9  # what does not fit with this noise fits with none
+_NO_LIMIT = 2**50  # releases
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,11 @@ class ClientSchedule:
         return [repeated(line.event, line.count) for line in self.planned]
 
     @property
+    def releases(self) -> tuple[int, ...]:
+        """How many releases each of `events` stands for."""
+        return tuple(line.count for line in self.planned)
+
+    @property
     def main(self) -> GaussianEvent:
         """One of the most frequent Gaussian releases: what "the" noise and rate of a client are.
 
@@ -106,6 +114,7 @@ def calibrate(
     schedules: Sequence[ClientSchedule],
     accountant: Accountant,
     on_progress: Callable[[int, int], None] | None = None,
+    cache: CalibrationCache | None = None,
 ) -> list[ClientSchedule]:
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
@@ -115,11 +124,13 @@ def calibrate(
             privacy).
         accountant: the one that will report, too.
         on_progress: called with (solved, all) different schedules; equal ones are solved once.
+        cache: noises that were solved before; new ones are kept in it.
     Returns:
         The schedules in order, with every noise set.
 
     **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to,
-    composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits.
+    composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
+    cache is composed again, too, and solved anew if it does not fit.
 
     **Privacy** Arithmetic on public facts.
 
@@ -138,8 +149,16 @@ def calibrate(
     solved: dict[ClientSchedule, ClientSchedule] = {}
     for start in range(0, len(different), accountant.together):
         chunk = different[start : start + accountant.together]
-        for schedule, noise in zip(chunk, _smallest_noise(chunk, accountant), strict=True):
-            solved[schedule] = schedule.with_noise(_certified(schedule, noise, accountant))
+        known = {} if cache is None else _still_fitting(chunk, accountant, cache)
+        left = [schedule for schedule in chunk if schedule not in known]
+        new = {
+            schedule: _certified(schedule, noise, accountant)
+            for schedule, noise in zip(left, _smallest_noise(left, accountant), strict=True)
+        }
+        if cache is not None and any(new.values()):
+            cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
+        for schedule, noise in (known | new).items():
+            solved[schedule] = schedule.with_noise(noise)
             if on_progress is not None:
                 on_progress(len(solved), len(different))
     return [solved.get(schedule, schedule) for schedule in schedules]
@@ -165,25 +184,56 @@ def affordable_count(
     >>> affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, get_accountant("gdp"))
     4
     """
-    if math.isinf(target_epsilon):
-        return sys.maxsize
+    most = count = 1
+    while count == most and most <= _NO_LIMIT and math.isfinite(target_epsilon):
+        most *= 2
+        (count,) = affordable_counts([(event, target_epsilon, delta)], accountant, most, before=before)
+    return sys.maxsize if count == most or math.isinf(target_epsilon) else count
 
-    def fits(count: int) -> bool:
-        return bool(accountant.search([([*before, repeated(event, count)], delta)])[0] <= target_epsilon)
 
-    count, too_many = 0, 1
-    if not fits(0):
-        return 0
-    while fits(too_many):
-        count, too_many = too_many, too_many * 2
-        if too_many > 2**50:
-            return sys.maxsize
-    while too_many - count > 1:
-        middle = (count + too_many) // 2
-        count, too_many = (middle, too_many) if fits(middle) else (count, middle)
-    while count and accountant.epsilon([*before, repeated(event, count)], delta) > target_epsilon:
-        count -= 1  # `search` is not the last word
-    return count
+def affordable_counts(
+    offers: Sequence[tuple[Event, float, float]],
+    accountant: Accountant,
+    most: int,
+    on_progress: Callable[[int, int], None] | None = None,
+    before: Sequence[Event] = (),
+) -> list[int]:
+    """`affordable_count` of many clients, each at most `most`, a batch of them at a time.
+
+    Args:
+        offers: each client's (event, target_epsilon, delta).
+        accountant: the one that will report, too.
+        most: nobody is offered more, >= 0.
+        on_progress: called with (counted, all) clients.
+        before: what each of them releases in any case.
+    """
+    counts: list[int] = []
+    for start in range(0, len(offers), accountant.together):
+        chunk = offers[start : start + accountant.together]
+        for (event, target, delta), count in zip(chunk, _largest_counts(chunk, accountant, most, before), strict=True):
+            while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
+                count -= 1  # `search` is not the last word
+            counts.append(count)
+        if on_progress is not None:
+            on_progress(len(counts), len(offers))
+    return counts
+
+
+def _largest_counts(
+    offers: Sequence[tuple[Event, float, float]], accountant: Accountant, most: int, before: Sequence[Event]
+) -> list[int]:
+    """Bisection of all clients together; most of them afford everything, so that is asked first."""
+    fitting = [most if math.isinf(target) else 0 for _, target, _ in offers]
+    too_many, asked = [most + 1] * len(offers), [most] * len(offers)
+    while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
+        queries = [([*before, repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
+        for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
+            if epsilon <= offers[i][1]:
+                fitting[i] = asked[i]
+            else:
+                too_many[i] = asked[i]
+            asked[i] = (fitting[i] + too_many[i]) // 2
+    return fitting
 
 
 def _check(schedule: ClientSchedule) -> None:
@@ -201,12 +251,23 @@ def _check(schedule: ClientSchedule) -> None:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
 
 
+def _still_fitting(
+    schedules: Sequence[ClientSchedule], accountant: Accountant, cache: CalibrationCache
+) -> dict[ClientSchedule, float]:
+    """The cached noises that fit, whoever wrote them."""
+    held = {s: noise for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise}
+    if not held:
+        return {}
+    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in held.items()])
+    return {s: noise for (s, noise), epsilon in zip(held.items(), epsilons, strict=True) if epsilon <= s.target_epsilon}
+
+
 def _certified(schedule: ClientSchedule, noise: float, accountant: Accountant) -> float:
-    """The noise rounded up to 6 digits, and on until the accountant's own epsilon is within the target."""
+    """The noise rounded up, and on until the accountant's own epsilon is within the target."""
     step = _TOLERANCE
     while True:
         if noise > 0:
-            noise = rounded_up(noise, 5 - math.floor(math.log10(noise)))
+            noise = rounded_up(noise, _DIGITS - 1 - math.floor(math.log10(noise)))
         if accountant.epsilon(schedule.with_noise(noise).events(), schedule.delta) <= schedule.target_epsilon:
             return noise
         if not 0 < noise < _MOST_NOISE:
@@ -225,14 +286,16 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
         return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
 
     noise = np.zeros(len(schedules))
-    solve = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon) and _unsolved_steps(own)]
+    bounded = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon)]
+    least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
+    for i, too_much in zip(bounded, least, strict=True):
+        if too_much > 0:
+            raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
+    solve = [i for i in bounded if _unsolved_steps(schedules[i])]
     if not solve:
         return noise
     client = np.array(solve)
-    for i, floor in zip(client, excess(np.full(len(client), math.log(_MOST_NOISE)), client), strict=True):
-        if floor > 0:
-            raise _below_floor(schedules[i], accountant)
-    guess = np.array([_guess(schedules[i]) for i in client])
+    guess = np.array([_guess(schedules[i]) for i in solve])
     bracket = elementwise.bracket_root(excess, guess - 0.2, guess + 0.2, args=(client,)).bracket
     tolerances = {"xatol": _TOLERANCE, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0}
     root = elementwise.find_root(excess, bracket, args=(client,), tolerances=tolerances)
@@ -257,11 +320,11 @@ def _guess(schedule: ClientSchedule) -> float:
     return math.log(min(max(noise, 0.4), 1e6))
 
 
-def _below_floor(schedule: ClientSchedule, accountant: Accountant) -> UserError:
-    floor = accountant.epsilon(schedule.with_noise(_MOST_NOISE).events(), schedule.delta)
+def _below_floor(schedule: ClientSchedule, floor: float, accountant: Accountant) -> UserError:
     given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
     cause = f"what {given} costs with the given noise" if given else f"the least that {accountant.name} can certify"
+    above = f"{floor:g}, {cause}" if floor < 1e299 else f"{cause}, which nothing bounds,"
     return UserError(
-        f"`epsilon` must be above {floor:g}, {cause} at delta {schedule.delta:g}, "
+        f"`epsilon` must be above {above} at delta {schedule.delta:g}, "
         f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."
     )

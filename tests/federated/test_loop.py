@@ -72,6 +72,12 @@ def test_two_runs_differ_in_noise_only_through_the_key(make_loop):
     assert not torch.equal(first.state.models, other.state.models)
 
 
+def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
+    planned = make_loop().plan_schedule()
+    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, _: {0: []}[len(plans)])
+    assert make_loop().plan_schedule() == planned
+
+
 def test_a_taken_folder_is_left_alone(make_loop, tmp_path):
     loop = make_loop()
     loop.run()

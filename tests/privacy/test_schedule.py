@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count, calibrate
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count, affordable_counts, calibrate
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 
@@ -127,6 +127,47 @@ def test_calibration_is_safe_and_tight(epsilon, delta, rate, steps, count, first
     assert RDP.epsilon(schedule.with_noise(0.999 * noise).events(), delta) > epsilon
 
 
+@settings(deadline=None, max_examples=60)
+@given(
+    accountant=st.sampled_from([RDP, GDP]),
+    log_epsilon=st.floats(-7, 13),
+    log_delta=st.floats(-300, -0.01),
+    log_rate=st.floats(-9, 0),
+    steps=st.integers(1, 10**6),
+    count=st.integers(1, 10**5),
+    first_noise=st.one_of(st.none(), st.floats(-3, 6)),
+)
+def test_far_out_settings_are_safe_and_tight_or_refused(
+    accountant, log_epsilon, log_delta, log_rate, steps, count, first_noise
+):
+    epsilon, delta, rate = 10**log_epsilon, 10**log_delta, 1.0 if accountant is GDP else 10**log_rate
+    lines = [Planned("train", GaussianEvent(rate, None, steps), count)]
+    lines += [] if first_noise is None else [Planned("first_round", GaussianEvent(1.0, 10**first_noise), 1)]
+    schedule = ClientSchedule(epsilon, delta, tuple(lines))
+
+    def epsilon_with(noise):
+        return float(accountant.search([(schedule.with_noise(noise).events(), delta)])[0])
+
+    try:
+        solved = calibrate([schedule], accountant)[0]
+    except UserError as error:
+        assert "`epsilon` must be above" in str(error) and epsilon_with(1e9) > epsilon
+        return
+    noise = solved.noise_multiplier("train")
+    assert accountant.epsilon(solved.events(), delta) <= epsilon
+    assert epsilon_with(0.999 * noise) > epsilon
+
+
+@pytest.mark.parametrize("accountant", [RDP, PRV, GDP], ids=["rdp", "prv", "gdp"])
+@pytest.mark.parametrize(("epsilon", "delta"), [(2.0, 1e-300), (2.0, 1e-18), (1e5, 1e-4), (1e6, 1e-4), (1e12, 1e-4)])
+def test_where_an_accountant_leaves_its_range_the_bound_is_safe(accountant, epsilon, delta):
+    schedule = one_phase(epsilon, 1.0 if accountant is GDP else 0.05, 40, delta, 30)
+    noise = solve(schedule, accountant)
+    found, how = accountant.bound(schedule.with_noise(noise).events(), delta)
+    assert 0.999 * epsilon < found <= epsilon
+    assert accountant is not PRV or ("RDP" in how and "because PRV" in how)
+
+
 @pytest.mark.parametrize("accountant", [PRV, GDP], ids=["prv", "gdp"])
 @pytest.mark.parametrize("epsilon", [0.3, 3.0])
 def test_other_accountants_are_safe_and_tight(accountant, epsilon):
@@ -155,6 +196,29 @@ def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
 # ---- behaviour
 
 
+@settings(deadline=None, max_examples=20)
+@given(
+    offers=st.lists(
+        st.tuples(st.floats(0.4, 10.0), st.floats(1e-3, 1.0), st.floats(0.1, 20.0), st.booleans()), max_size=6
+    ),
+    most=st.integers(0, 300),
+)
+def test_many_clients_afford_what_each_affords_alone(offers, most):
+    asked = [
+        (GaussianEvent(rate, noise, 3), epsilon if bounded else math.inf, 1e-5)
+        for noise, rate, epsilon, bounded in offers
+    ]
+    alone = [min(most, affordable_count(event, epsilon, delta, RDP)) for event, epsilon, delta in asked]
+    assert affordable_counts(asked, RDP, most) == alone
+
+
+def test_affording_tells_how_far_it_is():
+    told = []
+    offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5)] * 300
+    assert affordable_counts(offers, GDP, 9, lambda done, total: told.append((done, total))) == [4] * 300
+    assert told == [(128, 300), (256, 300), (300, 300)]
+
+
 def test_affordable_count_at_the_ends():
     event = GaussianEvent(0.1, 1.0)
     assert affordable_count(event, math.inf, 1e-5, RDP) == sys.maxsize
@@ -176,6 +240,12 @@ def test_order_is_kept_and_equal_clients_are_solved_once():
     assert solved[0].noise_multiplier("train") > solved[1].noise_multiplier("train")
     assert calibrate([b], RDP)[0] == solved[1]  # nobody's noise depends on the others
     assert calibrate([], RDP) == []
+
+
+@pytest.mark.parametrize("epsilon", [5e-7, 0.99e-6])
+def test_below_what_is_shown_delta_alone_must_cover(epsilon):
+    schedule = one_phase(epsilon, 1.0, 1)
+    assert GDP.epsilon(schedule.with_noise(solve(schedule, GDP)).events(), 1e-4) == 0.0
 
 
 def test_no_budget_is_no_noise():
@@ -233,6 +303,28 @@ def test_schedule_reads_back():
 def test_bad_input(schedule, words):
     with pytest.raises(UserError, match=words):
         calibrate([one_phase(1.0, 0.1, 10), schedule], RDP)
+
+
+@pytest.mark.parametrize("steps, count", [(0, 30), (10, 0)])
+def test_no_step_needs_no_noise_and_saves_no_budget_that_is_spent(steps, count):
+    train = Planned("train", GaussianEvent(0.1, None, steps), count)
+    assert solve(ClientSchedule(1.0, 1e-4, (train, Planned("select", SelectionEvent(0.1), 5)))) == 0.0
+    bounded, unbounded = r"above \d.* what select costs", "what select costs .*, which nothing bounds,"
+    for epsilon, words in ((1.0, bounded), (math.inf, unbounded)):
+        spent = ClientSchedule(1.0, 1e-4, (train, Planned("select", SelectionEvent(epsilon), 5)))
+        with pytest.raises(UserError, match=words):
+            calibrate([spent], RDP)
+
+
+def test_infinite_noise_costs_nothing():
+    first = Planned("first_round", GaussianEvent(1.0, math.inf), 1)
+    both = ClientSchedule(1.0, 1e-4, (*one_phase(1.0, 0.1, 10).planned, first))
+    assert solve(both) == solve(one_phase(1.0, 0.1, 10))
+
+
+def test_a_target_that_no_accountant_can_show():
+    with pytest.raises(UserError, match="`epsilon` must be above 1e-09, the least that gdp can certify"):
+        calibrate([one_phase(1e-300, 1.0, 1)], GDP)
 
 
 def test_just_above_the_floor_is_solved():

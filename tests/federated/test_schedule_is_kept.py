@@ -1,0 +1,107 @@
+"""What was planned is what happens: rates given to the sampler and noisy steps taken, of every engine."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections import Counter
+
+import pytest
+import torch
+from conftest import FIXED_KEY, small_net
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy import sampling
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+
+
+class Witness:
+    """Counts what passes the sampler and the mechanism, by (records, rate) and by mechanism."""
+
+    def __init__(self, monkeypatch):
+        self.drawn, self.noised = Counter(), Counter()
+        draw, alone = sampling.poisson_rows, Gaussian.privatise
+        begin, together = GaussianRows.__init__, GaussianRows.privatise
+
+        def poisson_rows(num_records, sample_rate, generator):
+            self.drawn[num_records, sample_rate] += 1
+            return draw(num_records, sample_rate, generator)
+
+        def privatise(mechanism, *args, **more):
+            self.noised[mechanism] += 1
+            return alone(mechanism, *args, **more)
+
+        def remember(rows, mechanisms, *args, **more):
+            begin(rows, mechanisms, *args, **more)
+            rows.mechanisms = mechanisms
+
+        def privatise_rows(rows, clipped_sums, *args, **more):
+            self.noised.update(rows.mechanisms[: len(clipped_sums)])
+            return together(rows, clipped_sums, *args, **more)
+
+        monkeypatch.setattr(sampling, "poisson_rows", poisson_rows)
+        monkeypatch.setattr(Gaussian, "privatise", privatise)
+        monkeypatch.setattr(GaussianRows, "__init__", remember)
+        monkeypatch.setattr(GaussianRows, "privatise", privatise_rows)
+
+    def forget(self):
+        self.drawn.clear()
+        self.noised.clear()
+
+
+def population_of(sizes) -> Population:
+    generator = torch.Generator().manual_seed(0)
+    pairs = [(torch.randn(n, 6, generator=generator), torch.arange(n) % 3) for n in sizes]
+    return Population.from_datasets(pairs, test=pairs[0], held_out=0.2, num_classes=3)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_rates_and_steps_are_those_of_the_schedule(engine, make_loop, monkeypatch):
+    witness = Witness(monkeypatch)
+    trainer = engine == "trainer"  # slow to start, and `serial` otherwise
+
+    @settings(deadline=None, max_examples=2 if trainer else 12, suppress_health_check=list(HealthCheck))
+    @given(
+        sizes=st.lists(st.integers(5, 60), min_size=2, max_size=4, unique_by=lambda n: n - round(0.2 * n)),
+        share=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),
+        local_epochs=st.integers(1, 2),
+        rounds=st.integers(1, 3),
+    )
+    def check(sizes, share, local_epochs, rounds):
+        population = population_of(sizes)
+        records = population.num_records
+        batches = [max(1, round(part * n)) for part, n in zip(share, records, strict=False)]
+        witness.forget()
+        with tempfile.TemporaryDirectory() as folder:
+            loop = make_loop(
+                population,
+                ClientModule(small_net()),
+                PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY),
+                ClientOptions(batch_size=batches, local_epochs=local_epochs),
+                engine=ENGINES[engine](),
+                rounds=rounds,
+                output_dir=f"{folder}/run",
+            )
+            loop.run()
+        expected_draws, expected_noise = Counter(), Counter()
+        for client, (n, batch) in enumerate(zip(records, batches, strict=True)):
+            (line,) = loop.schedule.clients[client].planned
+            event = line.event
+            assert (event.sample_rate, event.steps) == (batch / n, local_epochs * math.ceil(n / batch))
+            steps = event.steps * line.count
+            assert line.count == rounds and steps == loop.budgets.steps(client)
+            expected_draws[n, event.sample_rate] += steps
+            mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
+            expected_noise[mechanism] += steps
+            spent = get_accountant("rdp").epsilon(loop.budgets.ledger.events(client), 1e-3)
+            assert spent == loop.budgets.guarantees()[client].epsilon <= 8.0
+        assert witness.drawn == expected_draws
+        assert witness.noised == expected_noise
+
+    check()
