@@ -35,7 +35,7 @@ def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
 @pytest.fixture(autouse=True)
 def no_calibrations_of_others(tmp_path_factory, monkeypatch):
     """What is solved in a test does not depend on what was solved on this machine before."""
-    for user in ("client_plan", "federated.loop"):
+    for user in ("client_plan", "federated.settings"):
         own = tmp_path_factory.getbasetemp() / "cache"
         monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
 

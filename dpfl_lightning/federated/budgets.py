@@ -94,6 +94,10 @@ class Budgets:
         """Noised steps the client has paid for."""
         return sum(event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent))
 
+    def releases(self, client: int) -> int:
+        """Releases the client has paid for."""
+        return len(self.ledger.events(client))
+
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
         return tuple(

@@ -27,7 +27,8 @@ _GIVEN = "given"
 
 
 class RunFolder:
-    """`options.yaml`, `noise_key`, `ledger.jsonl`, `checkpoint.pt`, then `result.json`, `guarantees.json`, `model.pt`.
+    """`options.yaml`, `noise_key`, `ledger.jsonl`, `checkpoint.pt`, then `result.json`, `guarantees.json`,
+    `guarantee.html` and `model.pt`.
 
     **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600 and is never logged or exported.
     """
@@ -107,8 +108,10 @@ class RunFolder:
             ) from None
 
     def save_json(self, name: str, content: object) -> Path:
-        text = json.dumps(content, indent=2) + "\n"
-        return write_atomically(self.path / name, lambda partial: partial.write_text(text))
+        return self.save_text(name, json.dumps(content, indent=2) + "\n")
+
+    def save_text(self, name: str, text: str) -> Path:
+        return write_atomically(self.path / name, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def save_models(self, module: ClientModule, delivered: Delivered) -> None:
         """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""

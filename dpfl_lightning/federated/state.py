@@ -261,7 +261,7 @@ class RunResult:
         records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
+            noise_multiplier, batch_size, num_records, releases, steps, accuracy in [0, 1].
     """
 
     output_dir: str
