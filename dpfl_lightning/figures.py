@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
@@ -37,6 +38,9 @@ def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) ->
         "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
         "accuracy_over_budget": _budget_figure(result),
     }
+    for name in ("epsilon_over_rounds", "accuracy_over_budget"):
+        if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
+            figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 

@@ -118,9 +118,11 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
         max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results
     ]
     deltas = [max(c["delta"] for c in r["clients"]) for r in results]
+    largest = results[epsilons.index(max(epsilons))]
     together = (
         f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
-        f"sum, {math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest)."
+        f"sum, {math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest). "
+        f"The run with the largest: {largest['guarantee']}"
     )
     return {
         "seeds": list(seeds),

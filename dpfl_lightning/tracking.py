@@ -38,7 +38,7 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 # Never the whole folder: `noise_key` lets its reader subtract the noise, and checkpoint and counts are no releases.
 _LEDGER = ("ledger.jsonl", "ledger.head")
-_FILES = (*_LEDGER, "guarantees.json", "result.json", "model.pt", "model_*.pt")
+_FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt")
 
 
 class Tracking(ServerCallback):
@@ -409,4 +409,10 @@ def _metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
 def _description(result: RunResult) -> str:
     """Markdown for the top of the run's page."""
     accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
-    return "\n\n".join([*accuracy, f"**Guarantee.** {result.guarantee}", f"**Ended:** {result.reason}."])
+    return "\n\n".join(
+        [
+            *accuracy,
+            f"**Guarantee.** {result.guarantee} More: `guarantee.html` among the artifacts.",
+            f"**Ended:** {result.reason}.",
+        ]
+    )

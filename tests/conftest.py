@@ -52,7 +52,7 @@ def cut_at(loop, round: int) -> None:
 @pytest.fixture(autouse=True)
 def no_calibrations_of_others(tmp_path_factory, monkeypatch):
     """What is solved in a test does not depend on what was solved on this machine before."""
-    for user in ("client_plan", "federated.loop"):
+    for user in ("client_plan", "federated.settings"):
         own = tmp_path_factory.getbasetemp() / "cache"
         monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
 

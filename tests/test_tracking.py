@@ -41,6 +41,7 @@ def folder(tmp_path):
         "ledger.head",
         "result.json",
         "guarantees.json",
+        "guarantee.html",
         "model.pt",
         "options.yaml",
         "checkpoint.pt",
@@ -110,7 +111,8 @@ def test_a_finished_run(store, experiment, folder):
     assert run.data.metrics["overall/epsilon_max"] == pytest.approx(3.0)
     assert run.data.metrics["test_accuracy"] == 0.5 and run.data.metrics["wall_seconds"] == 61.0
 
-    top = {"ledger.jsonl", "ledger.head", "result.json", "guarantees.json", "model.pt", "options.yaml", "figures"}
+    runs = {"ledger.jsonl", "ledger.head", "result.json", "guarantees.json", "guarantee.html", "model.pt"}
+    top = runs | {"options.yaml", "figures"}
     assert files_of(client, run) == top
     assert json.loads(tags["ledger_head"]) == a_result(view).ledger
     figure_names = {"accuracy_over_rounds.png", "epsilon_over_rounds.png", "accuracy_over_budget.png"}
@@ -348,6 +350,7 @@ def test_where_runs_are_tracked(monkeypatch, tmp_path):
 def test_clients_with_one_curve_share_its_label():
     history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
     clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
-    result = type("Result", (), {"clients": clients})
+    result = type("Result", (), {"clients": clients, "guarantee": "(1, 0.1)-differential privacy per record."})
     (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
     assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
+    assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"

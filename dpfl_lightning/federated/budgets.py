@@ -98,6 +98,10 @@ class Budgets:
             event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent | LaplaceEvent)
         )
 
+    def releases(self, client: int) -> int:
+        """Releases the client has paid for."""
+        return len(self.ledger.events(client))
+
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
         return tuple(

@@ -24,12 +24,13 @@ from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, regi
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
 from dpfl_lightning.federated.ranks import LostRank, Ranks
 from dpfl_lightning.federated.report import client_rows, summary
 from dpfl_lightning.federated.run_folder import RunFolder, fingerprints
-from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
+from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, solved
 from dpfl_lightning.federated.state import (
     Delivered,
     RoundPlan,
@@ -41,15 +42,12 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
-from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Caveat
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.privacy.schedule import calibrate
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 
@@ -232,9 +230,7 @@ class FederatedLoop:
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
-        cache = CalibrationCache(cache_folder("calibration"))
-        solved = calibrate(self.schedule.clients, self.accountant, slow_notice("solving noise multipliers"), cache)
-        self.schedule = dataclasses.replace(self.schedule, clients=tuple(solved))
+        self.schedule = solved(self.schedule, self.accountant)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule
 
@@ -320,6 +316,7 @@ class FederatedLoop:
             promises = [one.as_dict() for one in guarantees]
             self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
             self.folder.save_json("result.json", result.as_dict())
+            self.folder.save_text("guarantee.html", guarantee_page(result, guarantees, self.info))
             self.folder.destroy_noise_key()
         watch(self.callbacks, "on_run_end", view, result)
         return result

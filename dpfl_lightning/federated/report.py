@@ -29,6 +29,7 @@ def client_rows(
             "noise_multiplier": budgets.noise_multiplier(client),
             "batch_size": own.batch_size,
             "num_records": own.num_records,
+            "releases": budgets.releases(client),
             "steps": budgets.steps(client),
             "accuracy": None if scores is None else scores.clients[client].accuracy,
             "model": model_of[client],
@@ -40,10 +41,14 @@ def client_rows(
 def summary(guarantees: Sequence[Guarantee]) -> str:
     """The run's guarantee in words: the weakest client's, and what holds for all."""
     weakest = max(guarantees, key=lambda one: one.epsilon)
-    return (
-        f"{weakest.words()} This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its "
-        f"own records, against everyone who sees its updates. Not covered: {'; '.join(NOT_COVERED)}."
+    bare = sum(math.isinf(one.epsilon) for one in guarantees)
+    whose = (
+        f"So it is for {bare} of {len(guarantees)} clients."
+        if bare
+        else f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, "
+        "against everyone who sees its updates."
     )
+    return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
 def _finite(epsilon: float) -> float | None:

@@ -29,7 +29,7 @@ _GIVEN, _DESTROYED = "given", "destroyed"
 
 class RunFolder:
     """`options.yaml`, `noise_key`, `ledger.jsonl`, `ledger.head`, `checkpoint.pt`; then `result.json`,
-    `guarantees.json`, `model.pt`.
+    `guarantees.json`, `guarantee.html`, `model.pt`.
 
     Attributes:
         noise_key: of this run; None in secure mode. Where it was destroyed, a new one that nothing was drawn from.
@@ -137,8 +137,10 @@ class RunFolder:
             ) from None
 
     def save_json(self, name: str, content: object) -> Path:
-        text = json.dumps(content, indent=2) + "\n"
-        return write_atomically(self.path / name, lambda partial: partial.write_text(text))
+        return self.save_text(name, json.dumps(content, indent=2) + "\n")
+
+    def save_text(self, name: str, text: str) -> Path:
+        return write_atomically(self.path / name, lambda partial: partial.write_text(text, encoding="utf-8"))
 
     def save_models(self, module: ClientModule, delivered: Delivered) -> None:
         """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""

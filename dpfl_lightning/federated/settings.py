@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 import time
@@ -12,11 +13,13 @@ from typing import Any
 
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.state import RunSchedule
+from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_counts
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_counts, calibrate
 
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
 
@@ -114,6 +117,17 @@ def default_schedule(
     rows = zip(settings, events, counts, strict=True)
     clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, n),)) for own, event, n in rows]
     return RunSchedule(tuple(clients), rounds)
+
+
+def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
+    """The schedule with every client's free noise solved, or remembered from an earlier command.
+
+    Raises:
+        UserError: a budget that no noise fits.
+    """
+    cache = CalibrationCache(cache_folder("calibration"))
+    clients = calibrate(schedule.clients, accountant, slow_notice("solving noise multipliers"), cache)
+    return dataclasses.replace(schedule, clients=tuple(clients))
 
 
 def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:

@@ -265,7 +265,7 @@ class RunResult:
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, batch_size, num_records, steps, accuracy in [0, 1].
+            noise_multiplier, batch_size, num_records, releases, steps, accuracy in [0, 1].
     """
 
     output_dir: str

@@ -31,8 +31,8 @@ class Guarantee:
         accountant: how epsilon was found, in words.
         unit: whose contribution is hidden.
         adjacency: in what neighbouring data sets differ.
-        covers: what the client releases within epsilon, in words.
-        not_covered: what epsilon says nothing about, in words; holds the caveats, too.
+        covers: what the client releases within epsilon, in words; nothing where epsilon is infinite.
+        not_covered: what epsilon says nothing about, in words; holds `unprotected` and the caveats, too.
         caveats: what epsilon does not cover in this very run, in words.
         unprotected: what was shown without noise, in words: epsilon is infinite.
     """
@@ -98,28 +98,41 @@ def guarantee(
     (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
     """
     epsilon, how = accountant.bound(events, delta) if found is None else found
-    caveats = _words_of(events, Caveat)
+    caveats, shown, released = _words_of(events, Caveat), _words_of(events, Unprotected), _released(events, releases)
+    bounded = math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
         sampling=_sampling_words(events) if sampling is None else sampling,
         accountant=how,
         adjacency=ADJACENCIES[accountant.adjacency],
-        covers=_covered(events, releases),
-        not_covered=(*NOT_COVERED, *caveats),
+        covers=released if bounded else (),
+        not_covered=(*shown, *(() if bounded else released), *NOT_COVERED, *caveats),
         caveats=caveats,
-        unprotected=_words_of(events, Unprotected),
+        unprotected=shown,
     )
+
+
+def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
+    """Four digits, rounded up, but not above a budget that was kept, lest it look broken.
+
+    >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
+    (2.346, 0.05137, inf)
+    """
+    if epsilon == 0 or not math.isfinite(epsilon):
+        return epsilon
+    shown = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
+    return min(shown, budget) if epsilon <= budget else shown
 
 
 def _words_of(events: Sequence[Event], kind: type[Caveat] | type[Unprotected]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(event.words for event in events if isinstance(event, kind)))
 
 
-def _covered(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
+def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
     """What the events are, counted by kind.
 
-    >>> _covered([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
+    >>> _released([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
     ('1 noised full-batch step in 1 release', '38 noised gradient steps in 2 releases')
     """
     times, steps = Counter[str](), Counter[str]()

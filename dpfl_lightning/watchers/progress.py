@@ -17,8 +17,8 @@ from rich.table import Column, Table
 
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
-from dpfl_lightning.privacy.accountant import rounded_up
 from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.guarantee import shown_epsilon
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
 _MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
@@ -100,7 +100,7 @@ class Progress(ServerCallback):
             f"({result.records_per_second:,.0f} records/s); {result.reason}.",
             style="bold",
         )
-        self._say(f"Guarantee: {result.guarantee if _private(result) else _NO_PRIVACY}")
+        self._say(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
         self._say("Where to look next:")
         for line in (*_files(Path(result.output_dir)), *self.next_steps):
             self._say(f"  {line}")
@@ -232,7 +232,8 @@ def _frame(view: View) -> str:
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})
     delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
     unit = f"Guarantee: {one.unit} level, {one.adjacency}"
-    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", f"noise {view.run.noise}", *one.caveats])
+    source = f"noise {view.run.noise}"
+    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.unprotected, *one.caveats])
 
 
 def _training(schedule: ClientSchedule) -> GaussianEvent:
@@ -271,6 +272,7 @@ def _files(folder: Path) -> list[str]:
     models = sorted(path.name for path in folder.glob("model*.pt"))
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
     return [
+        f"{folder}/guarantee.html: what every client is promised, and what not",
         f"{folder}/result.json: every client's numbers",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
         f"python -m dpfl_lightning.evaluate {folder}",
@@ -279,18 +281,6 @@ def _files(folder: Path) -> list[str]:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
-    """Four digits, rounded up, but not above a budget that was kept, lest it look broken.
-
-    >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
-    (2.346, 0.05137, inf)
-    """
-    if epsilon == 0 or not math.isfinite(epsilon):
-        return epsilon
-    shown = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
-    return min(shown, budget) if epsilon <= budget else shown
 
 
 def duration(seconds: float) -> str:

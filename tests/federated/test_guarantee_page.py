@@ -1,0 +1,141 @@
+"""The page: complete, self-contained, escaped, and of a bearable size."""
+
+from __future__ import annotations
+
+import html
+import re
+from html.parser import HTMLParser
+
+from conftest import FIXED_KEY
+from fakes import FRAME, a_result, a_view
+
+from dpfl_lightning.federated.guarantee_page import guarantee_page
+from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
+
+EVIL = "<script>alert('1')</script> & \"q\""
+
+
+class Reader(HTMLParser):
+    """Text, tags and attributes; unbalanced tags are an error."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict]] = []
+        self.text: list[str] = []
+        self.feed(page)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "style" not in self.open:
+            self.text.append(data)
+
+    def rows(self) -> int:
+        return sum(tag == "tr" for tag, _ in self.tags)
+
+
+def words_of(page: str) -> str:
+    return " ".join(" ".join(Reader(page).text).split())
+
+
+def a_page(view, guarantees, **told):
+    clients = [
+        {**row, "releases": 30, "epsilon_spent": own.epsilon}
+        for row, own in zip(a_result(view).clients, guarantees, strict=True)
+    ]
+    return guarantee_page(a_result(view, clients=tuple(clients), **told), guarantees, view.run)
+
+
+def promise(epsilon, **more):
+    return Guarantee(epsilon=epsilon, delta=1e-3, **{**FRAME, "covers": ("570 noised steps in 30 releases",), **more})
+
+
+def test_a_run_leaves_its_page(make_loop):
+    loop = make_loop()
+    result = loop.run()
+    words = words_of((loop.output_dir / "guarantee.html").read_text())
+    for told in (
+        "add or remove one record",
+        "Poisson sampling",
+        "RDP (Opacus, orders 1.1 to 1024)",
+        "noised gradient steps in 3 releases",
+        "the noise key was given in the configuration",
+        *NOT_COVERED,
+        f"python -m dpfl_lightning.plan --ledger {loop.output_dir}/ledger.jsonl",
+        "all 3 rounds are done",
+        "opacus",
+        "≤ 10 at δ = 0.001 is the largest of 4 clients (client 3)",
+    ):
+        assert told in words, told
+    for client in result.clients:
+        assert f"{client['noise_multiplier']:.6g}" in words and client["releases"] == 3
+
+
+def test_nothing_is_loaded_and_nothing_runs(tmp_path):
+    page = a_page(a_view(tmp_path), [promise(1.0)] * 3)
+    reader = Reader(page)
+    assert not {tag for tag, _ in reader.tags} & {"script", "link", "img", "iframe", "object", "a", "form", "base"}
+    names = {name for _, attributes in reader.tags for name in attributes}
+    assert not {name for name in names if name.startswith("on")} and not names & {"src", "href", "action"}
+    assert not re.search(r"https?:|//\w|url\(|@import|javascript:", page)
+
+
+def test_every_value_is_escaped(tmp_path):
+    view = a_view(tmp_path / EVIL.replace("/", ""), engine=EVIL, device=EVIL)
+    evil = promise(1.0, sampling=EVIL, accountant=EVIL, adjacency=EVIL, unit=EVIL, covers=(EVIL,), not_covered=(EVIL,))
+    bare = promise(float("inf"), unprotected=(EVIL,), caveats=(EVIL,))
+    page = a_page(view, [evil, evil, bare], reason=EVIL)
+    assert "<script" not in page and "alert('" not in page
+    plain = a_page(a_view(tmp_path), [promise(1.0)] * 3)
+    assert {tag for tag, _ in Reader(page).tags} <= {tag for tag, _ in Reader(plain).tags}
+    assert words_of(page).count("alert('1')") >= 8
+    assert html.escape(EVIL) in page
+
+
+def test_no_privacy_is_said_first(tmp_path):
+    bare = promise(float("inf"), covers=(), unprotected=("training losses were logged",))
+    assert "No client has differential privacy." in words_of(a_page(a_view(tmp_path), [bare] * 3))
+    mixed = words_of(a_page(a_view(tmp_path), [promise(1.0), bare, promise(2.0)]))
+    assert "1 of 3 clients do not have differential privacy. No differential privacy per record: training" in mixed
+    assert "∞" in mixed and "≤" not in mixed.split("What epsilon means")[0]
+
+
+def test_a_run_without_privacy(make_loop):
+    loop = make_loop(privacy=None)
+    loop.run()
+    words = words_of((loop.output_dir / "guarantee.html").read_text())
+    assert "No client has differential privacy." in words and "un-noised gradient steps" in words
+    assert "≤" not in words
+
+
+def test_ten_thousand_clients_are_summed_up(tmp_path):
+    view = a_view(tmp_path, num_clients=10_000)
+    promises = [promise(0.5 + i % 1000 / 1000, covers=(f"{i % 50} steps",)) for i in range(10_000)]
+    page = a_page(view, promises)
+    assert len(page) < 100_000
+    assert Reader(page).rows() == 1 + 200 + 1 + 3
+    words = words_of(page)
+    assert "smallest 0.5" in words and "largest 1.499" in words and "is the largest of 10,000 clients" in words
+    assert "The 200 clients with the largest epsilon of 10,000" in words
+    assert words.count("guarantees.json holds each client's") == 1
+
+
+def test_an_overspent_budget_is_seen(tmp_path):
+    page = a_page(a_view(tmp_path, num_clients=1), [promise(1.5)])  # its budget is 1
+    assert 'class="over"' in page and "150.0%" in page
+    assert 'class="over"' not in a_page(a_view(tmp_path, num_clients=1), [promise(0.5)])
+
+
+def test_a_page_shows_no_secret(make_loop):
+    loop = make_loop(privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY))
+    loop.run()
+    assert FIXED_KEY not in (loop.output_dir / "guarantee.html").read_text()

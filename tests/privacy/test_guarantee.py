@@ -1,0 +1,87 @@
+"""What a guarantee says: what it covers, what it does not, and in which frame."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from dpfl_lightning.privacy.accountant import Rdp, get_accountant
+from dpfl_lightning.privacy.events import (
+    Caveat,
+    GaussianEvent,
+    LaplaceEvent,
+    SelectionEvent,
+    Unprotected,
+    repeated,
+)
+from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee, _released, guarantee
+
+RDP = get_accountant("rdp")
+ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)
+
+
+def test_a_ledger_is_counted_release_by_release():
+    promise = guarantee([FULL, *[ROUND] * 30, *[SelectionEvent(0.1)] * 5], 1e-4, RDP)
+    assert promise.covers == (
+        "1 noised full-batch step in 1 release",
+        "570 noised gradient steps in 30 releases",
+        "5 selections",
+    )
+
+
+def test_a_schedule_says_how_many_releases_an_event_stands_for():
+    events, counts = [FULL, repeated(ROUND, 30), repeated(SelectionEvent(0.1), 5)], [1, 30, 5]
+    ledger = guarantee([FULL, *[ROUND] * 30, *[SelectionEvent(0.1)] * 5], 1e-4, RDP)
+    assert guarantee([*events, Caveat("words")], 1e-4, RDP, releases=counts).covers == ledger.covers
+    assert guarantee([FULL, repeated(ROUND, 0)], 1e-4, RDP, releases=[1, 0]).covers == ledger.covers[:1]
+
+
+def test_laplace_releases_are_counted_apart():
+    assert _released([LaplaceEvent(2.0, 3), ROUND], []) == (
+        "3 Laplace-noised full-batch steps in 1 release",
+        "19 noised gradient steps in 1 release",
+    )
+
+
+def test_nothing_released_covers_nothing():
+    promise = guarantee([], 1e-4, RDP)
+    assert (promise.epsilon, promise.covers, promise.sampling) == (0.0, (), "no batches")
+
+
+def test_what_is_never_covered_is_always_said():
+    promise = guarantee([ROUND, Caveat("sizes were guessed"), Caveat("sizes were guessed")], 1e-4, RDP)
+    assert promise.not_covered == (*NOT_COVERED, "sizes were guessed")
+    assert promise.caveats == ("sizes were guessed",)
+    assert all(words in " ".join(NOT_COVERED) for words in ("held-out", "public", "other runs"))
+    assert Guarantee(epsilon=1.0, delta=0.1, sampling="", accountant="").not_covered == NOT_COVERED
+
+
+def test_what_was_shown_without_noise_ends_every_guarantee():
+    events = [ROUND, Unprotected("training losses were logged"), Caveat("and more")]
+    promise = guarantee(events, 1e-4, RDP)
+    assert math.isinf(promise.epsilon)
+    assert promise.words() == ("No differential privacy per record: training losses were logged. Caveat: and more.")
+    assert promise.covers == ()
+    assert promise.not_covered[:2] == ("training losses were logged", "19 noised gradient steps in 1 release")
+    assert promise.as_dict()["epsilon"] is None and promise.as_dict()["unprotected"] == ["training losses were logged"]
+
+
+def test_a_release_without_noise_is_not_covered():
+    promise = guarantee([GaussianEvent(0.1, 0.0, 5)], 1e-4, RDP)
+    assert promise.covers == () and "5 un-noised gradient steps in 1 release" in promise.not_covered
+    assert promise.words() == "No differential privacy per record: something is released without noise."
+
+
+def test_the_adjacency_is_the_accountants():
+    assert guarantee([ROUND], 1e-4, RDP).adjacency == "add or remove one record"
+    replacing = Rdp()
+    replacing.adjacency_words = "replace one record"
+    assert "(replace one record)" in guarantee([ROUND], 1e-4, replacing).words()
+
+
+def test_it_goes_to_json_whole():
+    promise = guarantee([ROUND, Caveat("words")], 1e-4, RDP)
+    fields = json.loads(json.dumps(promise.as_dict(), allow_nan=False))
+    assert fields.pop("words") == promise.words()
+    again = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    assert Guarantee(**again) == promise
