@@ -38,7 +38,7 @@ ALLOWED = {
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
     "watchers": {"errors", "privacy", "federated"},
     "figures": {"federated"},
-    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated"},
+    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated", "strategies"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
 COMMANDS = {"fit", "evaluate", "plan", "bench"}
