@@ -20,7 +20,7 @@ from dpfl_lightning.errors import UserError, command, nearest, require
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "startup", "memory")
+_NAMES = (*CASES, "robust_pca", "startup", "memory")
 _DEVICES = ("cpu", "cuda", "auto")
 
 
@@ -53,6 +53,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     """
     from dpfl_lightning.benchmark.measure import machine, measure, startup
     from dpfl_lightning.benchmark.memory import peak_memory
+    from dpfl_lightning.benchmark.robust_pca import robust_pca_times
 
     device = _device(options.device)
     before = machine(device)
@@ -64,6 +65,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = startup(options.repeats)
         elif name == "memory":
             results[name] = peak_memory(_say)
+        elif name == "robust_pca":
+            results[name] = robust_pca_times(options.scale, options.repeats, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -100,7 +103,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dpfl_lightning.bench",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
-        "interleaved in one run on random data; start-up; peak memory for more and more clients (Fashion-MNIST). "
+        "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; start-up; peak "
+        "memory for more and more clients (Fashion-MNIST). "
         "Takes minutes; tells its progress on stderr.",
         exit_on_error=False,
         allow_abbrev=False,

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from dpfl_lightning.privacy.rdp import sampled_gaussian_rdp
+
 
 def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float) -> Tensor:
     """One record at a time through plain autograd: `sum_j min(1, clip / |g_j|) g_j`, `[P]`."""
@@ -38,6 +40,44 @@ def fedavg_round(
                         p -= learning_rate * p.grad / divisor
         deltas.append(torch.nn.utils.parameters_to_vector(net.parameters()).detach() - start)
     return start + sum(w * d for w, d in zip(weights, deltas, strict=True)) / sum(weights)
+
+
+def principal_component_pursuit(
+    matrix: np.ndarray, mu: float, iterations: int, sign: float = 1.0, sparsity: float | None = None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Algorithm 3 of the noise-aware paper on `[p, n]` as it is written, through full singular value decompositions.
+
+    Args:
+        sign: of Y in the step for L: +1 follows from the augmented Lagrangian, -1 is what the paper prints.
+        sparsity: lambda; None is 1 / sqrt(max(p, n)).
+    Returns:
+        L, S, Y after so many iterations.
+    """
+    lam = sparsity or 1 / math.sqrt(max(matrix.shape))
+    shrink = lambda x, by: np.sign(x) * np.maximum(np.abs(x) - by, 0)  # noqa: E731
+    sparse, dual = np.zeros_like(matrix), np.zeros_like(matrix)
+    for _ in range(iterations):
+        u, s, vt = np.linalg.svd(matrix - sparse + sign * dual / mu, full_matrices=False)
+        low = (u * shrink(s, 1 / mu)) @ vt
+        sparse = shrink(matrix - low + dual / mu, lam / mu)
+        dual = dual + mu * (matrix - low - sparse)
+    return low, sparse, dual
+
+
+def paper_noise_multipliers(epsilons, batch_sizes, records: int, rounds: int = 200, delta: float = 1e-4) -> np.ndarray:
+    """Noise as the noise-aware paper's release solves it: orders to 64, the classic conversion, two decimals.
+
+    One local epoch a round, its steps not rounded up. For its tables only: it may round down.
+    """
+    orders = (*(1 + x / 10 for x in range(1, 100)), *range(12, 65))
+    rate = np.asarray(batch_sizes) / records
+    low, high = np.full(len(rate), math.log(0.05)), np.full(len(rate), math.log(2000.0))
+    for _ in range(45):
+        middle = (low + high) / 2
+        rdp = sampled_gaussian_rdp(rate, np.exp(middle), orders) * (rounds / rate)[:, None]
+        spent = (rdp + math.log(1 / delta) / (np.asarray(orders) - 1)).min(axis=1)
+        low, high = np.where(spent > epsilons, middle, low), np.where(spent > epsilons, high, middle)
+    return np.exp(high).round(2)
 
 
 def gaussian_delta(epsilon: float, mu: float) -> float:

@@ -15,12 +15,14 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.bench import main
-from dpfl_lightning.benchmark import measure, memory, peers
+from dpfl_lightning.benchmark import measure, memory, peers, robust_pca
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
 from dpfl_lightning.benchmark.contestants import build_net, contestants
 from dpfl_lightning.benchmark.measure import startup
 from dpfl_lightning.benchmark.peers import Peer
 from dpfl_lightning.benchmark.report import report, write_page
+from dpfl_lightning.strategies.robust_pca import PcpSettings
+from dpfl_lightning.strategies.robust_pca import robust_pca as pca
 
 ROOT = Path(__file__).parents[1]
 SAVED = ROOT / "docs" / "results" / "bench.json"
@@ -154,6 +156,25 @@ def test_memory_of_whole_runs_is_measured_and_drawn(tmp_path, monkeypatch, capsy
     assert set(found["peak_mib"]) == {"20", "160"} and min(found["peak_mib"].values()) > 50
     assert found["growth"] < 0.1
     assert "memory.svg" in page.read_text() and "</svg>" in (tmp_path / "memory.svg").read_text()
+
+
+def test_robust_pca_is_timed_beside_the_textbooks(monkeypatch, capsys):
+    monkeypatch.setattr(robust_pca, "SHAPES", ((5, 400), (8, 300)))
+    assert main(["--cases", "robust_pca", "--repeats", "2", "--scale", "0.8", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["robust_pca"]
+    assert list(found) == ["4 x 400", "6 x 300"]
+    for times in found.values():
+        assert len(times["seconds"]) == len(times["svd_seconds"]) == 2 and times["ratio_vs_svd"] > 0
+    assert "robust PCA of 4 x 400 updates: " in said.out and "4 x 400, 2 of 2" in said.err
+
+
+@pytest.mark.filterwarnings("ignore:robust PCA did not converge")
+def test_the_textbooks_robust_pca_takes_the_same_steps():
+    deltas = robust_pca.noisy_updates(6, 500)
+    settings = PcpSettings(primal_tol=0, dual_tol=0, weight_tol=0, max_iterations=12)
+    ours = pca(deltas.double(), settings).noise_var
+    torch.testing.assert_close(robust_pca.textbook(deltas, iterations=12), ours, rtol=1e-9, atol=0)
 
 
 def test_a_run_that_fails_is_told(monkeypatch, capsys):

@@ -43,7 +43,7 @@ ALLOWED = {
     "figures": {"federated"},
     "tables": {"privacy"},
     "ledger_report": {"errors", "privacy", "tables"},
-    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated"},
+    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated", "strategies"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
 COMMANDS = {"fit", "evaluate", "plan", "bench"}

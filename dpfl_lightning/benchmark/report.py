@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
@@ -34,6 +35,8 @@ def report(results: Mapping[str, Any]) -> str:
         rows = [row for name, found in measured.items() for row in _rows(name, found)]
         parts += [_table(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
+    if "robust_pca" in results:
+        parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -123,6 +126,15 @@ def _gpu(use: Mapping[str, float]) -> str:
 
 def _versions(those: Mapping[str, str]) -> str:
     return ", ".join(f"{library} {number}" for library, number in those.items())
+
+
+def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
+    ours, theirs = (median(found[key]) for key in ("seconds", "svd_seconds"))
+    return (
+        f"- robust PCA of {shape} updates: {ours:.2f} s, {found['iterations']} iterations (median of "
+        f"{len(found['seconds'])}); the textbook's by singular value decompositions takes about {theirs:.0f} s, "
+        f"{found['ratio_vs_svd']:.1f} times as long."
+    )
 
 
 def _startup(found: Mapping[str, Any]) -> str:

@@ -1,0 +1,85 @@
+"""Aggregation weights from the noise variances of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.errors import nearest, require
+
+OBJECTIVES = ("min_variance", "max_snr")
+
+
+def weights(
+    noise_var: Tensor,
+    steps: Sequence[int] | None = None,
+    objective: str = "min_variance",
+    floor: float = 1e-6,
+    max_weight: float = 1.0,
+) -> Tensor:
+    """`w_i = (1 / v_i) / sum_j (1 / v_j)`, or with the steps behind each update, `w_i ~ steps_i / v_i`.
+
+    Args:
+        noise_var: `[C]`, variances v >= 0 up to a common factor; infinite or NaN: the client gets no weight.
+        steps: length C, local steps behind each update; for `max_snr` only.
+        objective: `min_variance` gives the sum of the updates the least noise. It prefers clients of large batches,
+            whose updates also hold fewer steps; `max_snr` gives the sum the best ratio of signal to noise if every
+            step moves in the same direction by as much.
+        floor: a variance counts as at least this share of the median, >= 0: a zero update must not divide by zero.
+            It still gets nearly all the weight; only `max_weight` bounds that.
+        max_weight: no weight is above it, in (0, 1]; what is cut goes to the others in proportion. Clients too few to
+            keep to it (fewer than 1 / max_weight) weigh the same.
+
+    Returns:
+        `[C]` float64 on the CPU, >= 0, of sum 1; all zero if no variance is finite.
+
+    **Privacy** Post-processing.
+
+    Raises:
+        UserError: an unknown objective, a negative floor, a cap outside (0, 1].
+
+    Reference: Malekmohammadi et al. (2024), Eq. 8. `max_snr`, floor and cap are not in the paper.
+
+    >>> weights(torch.tensor([1.0, 2.0, 2.0]))
+    tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64)
+    >>> weights(torch.tensor([1.0, 2.0, 2.0]), steps=[10, 10, 30], objective="max_snr")
+    tensor([0.3333, 0.1667, 0.5000], dtype=torch.float64)
+    >>> weights(torch.tensor([0.0, 2.0, 2.0]), max_weight=0.4)
+    tensor([0.4000, 0.3000, 0.3000], dtype=torch.float64)
+    """
+    hint = nearest(objective, OBJECTIVES)
+    require(objective in OBJECTIVES, "objective", f"be one of {', '.join(OBJECTIVES)}", objective, hint)
+    require(floor >= 0, "floor", "be >= 0", floor)
+    require(0 < max_weight <= 1, "max_weight", "be in (0, 1]", max_weight, "1 is no cap.")
+    variance = noise_var.to("cpu", torch.float64)
+    known = variance.isfinite()
+    share = torch.zeros_like(variance)
+    share[known] = 1 / _floored(variance[known], floor)
+    if objective == "max_snr":
+        assert steps is not None, "max_snr needs the steps behind each update"
+        share *= torch.tensor(steps, dtype=torch.float64)
+    total = share.sum()
+    return _capped(share / total, max_weight) if total > 0 else share
+
+
+def _floored(variance: Tensor, floor: float) -> Tensor:
+    """At least `floor` of the median (of the positive ones if that is 0), in units in which 1 / v cannot overflow."""
+    positive = variance[variance > 0]
+    if not len(positive):
+        return torch.ones_like(variance)
+    unit = variance.median() or positive.median()
+    return (variance / unit).clamp_min(max(floor, 1e-300))
+
+
+def _capped(share: Tensor, max_weight: float) -> Tensor:
+    """Water-filling: shares above the cap become the cap, the others grow in proportion, until none is above."""
+    cap = max(max_weight, 1 / int((share > 0).sum()))
+    full = torch.zeros_like(share, dtype=torch.bool)
+    while bool((over := (share > cap * (1 + 1e-12)) & ~full).any()):
+        full |= over
+        rest = share[~full].sum()
+        share = share * (1 - cap * int(full.sum())) / rest if rest > 0 else share
+        share = share.masked_fill(full, cap)
+    return share

@@ -1,0 +1,355 @@
+"""Principal component pursuit against the textbook algorithm, and the shortcuts that would be wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from noisy_updates import excess, noisy_updates, total_variation
+from reference import principal_component_pursuit
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.strategies import robust_pca as module
+from dpfl_lightning.strategies.robust_pca import PRESETS, PcpSettings, robust_pca, shrinkage
+
+FAST = PRESETS["fast"]
+CASES = [("dist1", 5e-3), ("dist3", 5e-3), ("dist8", 1e-3)]
+
+
+def precise(primal, dual=math.inf, mu_scale=1.0):
+    return PcpSettings(mu_scale, primal_tol=primal, dual_tol=dual, weight_tol=0.0, max_iterations=5000, double=True)
+
+
+def exactly(iterations, mu_scale=1.0):
+    """Settings that never converge."""
+    return PcpSettings(mu_scale, primal_tol=0.0, dual_tol=0.0, weight_tol=0.0, max_iterations=iterations, double=True)
+
+
+def run_exactly(deltas, iterations, mu_scale=1.0):
+    with pytest.warns(UserNotice, match=f"did not converge in {iterations} iterations"):
+        return robust_pca(deltas, exactly(iterations, mu_scale))
+
+
+def candes_mu(deltas):
+    return deltas.numel() / (4 * float(deltas.abs().sum()))
+
+
+def low_rank_and_outliers(seed=0, shape=(400, 40), rank=2):
+    """L `[p, n]` of Gaussian factors and S with 5 % of entries +-10."""
+    draw = np.random.default_rng(seed)
+    low = draw.standard_normal((shape[0], rank)) @ draw.standard_normal((rank, shape[1]))
+    sparse = np.where(draw.random(shape) < 0.05, draw.choice([-10.0, 10.0], shape), 0.0)
+    return low, sparse
+
+
+def quiet_and_loud(clients=20, params=4000, seed=0):
+    """Updates `[C, P]` with one shared direction and noise of very unequal size."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.logspace(-1.5, 0.5, clients, dtype=torch.float64)
+    shared = torch.randn(params, generator=generator, dtype=torch.float64)
+    return 0.3 * shared + noise[:, None] * torch.randn(clients, params, generator=generator, dtype=torch.float64)
+
+
+def relative(found, truth):
+    return float(np.linalg.norm(found - truth) / np.linalg.norm(truth))
+
+
+# ---- the right algorithm
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_low_rank_and_sparse_parts_are_recovered(seed):
+    low, sparse = low_rank_and_outliers(seed)
+    split = robust_pca(torch.from_numpy((low + sparse).T), precise(1e-9))
+    assert split.iterations <= 100 and split.rank == 2
+    assert relative(split.low_rank.T.numpy(), low) < 1e-8
+    assert relative(split.sparse.T.numpy(), sparse) < 1e-8
+    assert split.zero_share == pytest.approx(float((sparse == 0).mean()))
+    assert split.noise_var.numpy() == pytest.approx((sparse**2).sum(axis=0), rel=1e-6)
+
+
+def test_the_papers_sign_is_wrong_and_no_residual_tells():
+    """With the sign of Y that Algorithm 3 prints in the step for L, M = L + S holds as well, but L is garbage."""
+    low, sparse = low_rank_and_outliers()
+    matrix = low + sparse
+    mu = matrix.size / (4 * np.abs(matrix).sum())
+    for sign, iterations in ((1.0, 100), (-1.0, 500)):
+        found, rest, _ = principal_component_pursuit(matrix, mu, iterations, sign)
+        assert relative(found + rest, matrix) < 1e-10
+        assert relative(found, low) < 1e-10 if sign > 0 else relative(found, low) > 1
+
+
+@pytest.mark.parametrize(("iterations", "mu_scale"), [(1, 1.0), (2, 0.1), (7, 1.0), (40, 0.3)])
+def test_one_pass_is_algorithm_3(iterations, mu_scale):
+    """S is never stored, Y is one clip, and singular values come from the Gram matrix: still L, S and Y, to 1e-10."""
+    deltas = quiet_and_loud(clients=12, params=1000)
+    mu = mu_scale * candes_mu(deltas)
+    split = run_exactly(deltas, iterations, mu_scale)
+    _, sparse, dual = principal_component_pursuit(deltas.T.numpy(), mu, iterations)
+    next_low, _, _ = principal_component_pursuit(deltas.T.numpy(), mu, iterations + 1)
+    assert relative(split.dual.T.numpy(), dual) < 1e-10
+    assert np.linalg.norm(split.sparse.T.numpy() - sparse) < 1e-10 * float(deltas.norm())
+    ahead = deltas - split.sparse + split.dual / mu
+    assert relative((shrinkage(ahead @ ahead.T, 1 / mu)[0] @ ahead).T.numpy(), next_low) < 1e-10
+
+
+@given(seed=st.integers(0, 1000), clients=st.integers(1, 30), threshold=st.floats(0.01, 100.0))
+@settings(max_examples=40, deadline=None)
+def test_gram_matrix_shrinks_as_an_svd_does(seed, clients, threshold):
+    matrix = np.random.default_rng(seed).standard_normal((clients, 500)) * np.logspace(-2, 1, clients)[:, None]
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    reduced = np.maximum(s - threshold, 0)
+    w, values = shrinkage(torch.from_numpy(matrix @ matrix.T), threshold)
+    assert np.abs(w.numpy() @ matrix - (u * reduced) @ vt).max() < 1e-10 * s[0]
+    assert values.numpy() == pytest.approx(reduced, abs=1e-9 * s[0])
+
+
+def test_the_dual_certifies_the_optimum():
+    deltas, _ = noisy_updates("dist1", 5e-3, num_params=4000)
+    bound = 1 / math.sqrt(4000)
+    for iterations in (1, 2, 10):
+        assert float(run_exactly(deltas, iterations).dual.abs().max()) <= bound * (1 + 1e-12)
+    split = robust_pca(deltas, precise(1e-7, 1e-4, mu_scale=0.3))
+    assert float(split.dual.abs().max()) <= bound * (1 + 1e-12)
+    assert 0.999 < split.dual_norm < 1.001
+    assert split.dual_norm == pytest.approx(float(torch.linalg.matrix_norm(split.dual, 2)), rel=1e-6)
+
+
+def test_the_optimum_does_not_depend_on_the_penalty():
+    deltas, _ = noisy_updates("dist1", 5e-3, num_params=4000)
+    splits = [robust_pca(deltas, precise(1e-7, 1e-4, mu_scale)) for mu_scale in (1.0, 0.3, 0.1)]
+    assert all(split.converged for split in splits)
+    for split in splits[1:]:
+        assert total_variation(split.noise_var, splits[0].noise_var) < 1e-3
+
+
+def test_all_presets_agree_where_they_converge():
+    """The stop rules differ, the answer hardly does."""
+    deltas = quiet_and_loud(clients=8, params=400)
+    splits = {name: robust_pca(deltas, preset) for name, preset in PRESETS.items()}
+    assert all(split.converged for split in splits.values())
+    for split in splits.values():
+        assert total_variation(split.noise_var, splits["candes"].noise_var) < 5e-3
+    assert splits["fast"].iterations < splits["candes"].iterations / 3
+
+
+def test_diagnostics_are_of_this_very_split():
+    deltas = quiet_and_loud(clients=8, params=600)
+    split = robust_pca(deltas)
+    sparse = split.sparse
+    assert split.noise_var.numpy() == pytest.approx((sparse**2).sum(dim=1).numpy(), rel=1e-6)
+    assert split.zero_share == pytest.approx(float((sparse.abs() < 1e-12).double().mean()))
+    assert split.singular_values[0].numpy() == pytest.approx(torch.linalg.svdvals(deltas).numpy())
+    assert split.rank == int((split.singular_values[1] > 0).sum()) > 0
+    torch.testing.assert_close(split.low_rank + sparse, deltas)
+
+
+# ---- the wrong ones
+
+
+def test_compressing_the_updates_first_gives_other_weights():
+    """Nuclear norms survive an orthogonal change of basis, sums of absolute entries do not: no QR beforehand."""
+    deltas, _ = noisy_updates("dist3", 5e-3, num_params=3000)
+    compressed = torch.linalg.qr(deltas.T, mode="r")[1].T.contiguous()
+    torch.testing.assert_close(compressed @ compressed.T, deltas @ deltas.T)
+    whole, short = robust_pca(deltas), robust_pca(compressed)
+    assert whole.converged and short.converged
+    assert total_variation(whole.noise_var, short.noise_var) > 0.01
+
+
+def test_a_vanishing_primal_residual_is_no_convergence():
+    """mu of a widely copied script, p n / (4 |M|_F): M = L + S at once, with weights that are nearly uniform.
+
+    Rules that look at the residual alone, or at weights that do not move, would take it.
+    """
+    deltas, truth = noisy_updates("dist1", 5e-3)
+    too_large = float(deltas.abs().sum() / deltas.norm())
+    with pytest.warns(UserNotice, match="did not converge"):
+        split = robust_pca(deltas.float(), dataclasses.replace(FAST, mu_scale=too_large, max_iterations=100))
+    assert not split.converged and split.dual_residual > 0.3
+    assert split.primal_residual < 1e-6 and excess(split.noise_var, truth) > 4
+    primal_only = dataclasses.replace(FAST, mu_scale=too_large, dual_tol=math.inf, weight_tol=0.0)
+    fooled = robust_pca(deltas.float(), primal_only)
+    assert fooled.converged and fooled.iterations == 5 and excess(fooled.noise_var, truth) > 4
+
+
+def test_weights_that_crawl_under_a_large_penalty_have_not_settled():
+    """At 10 times Candes' mu they move by less than 1e-3 in 25 iterations long before they are right."""
+    deltas, _ = noisy_updates("dist1", 5e-3, num_params=1000)
+    with pytest.warns(UserNotice, match="did not converge in 1000 iterations"):
+        split = robust_pca(deltas, dataclasses.replace(FAST, mu_scale=10.0))
+    assert not split.converged and split.dual_residual < 0.1
+    optimum = robust_pca(deltas, precise(1e-7, 1e-4, mu_scale=0.3)).noise_var
+    assert total_variation(split.noise_var, optimum) > 3e-3
+    assert total_variation(robust_pca(deltas).noise_var, optimum) < 1e-3
+
+
+# ---- what it is for
+
+
+@pytest.mark.parametrize(("dist", "learning_rate"), CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_are_those_of_the_true_noise(dist, learning_rate, dtype):
+    deltas, truth = noisy_updates(dist, learning_rate)
+    split = robust_pca(deltas.to(dtype))
+    assert split.converged and split.iterations < 250
+    assert excess(split.noise_var, truth) < 1.01 and total_variation(split.noise_var, truth) < 0.02
+    assert 0.999 < split.dual_norm < 1.001
+
+
+@pytest.mark.parametrize(("dist", "learning_rate"), CASES)
+def test_float32_is_exact_enough(dist, learning_rate):
+    deltas, _ = noisy_updates(dist, learning_rate)
+    single, double = robust_pca(deltas.float()), robust_pca(deltas)
+    assert single.dual.dtype == torch.float32 and single.iterations == double.iterations
+    assert total_variation(single.noise_var, double.noise_var) < 1e-6
+
+
+@pytest.mark.parametrize(("spread", "offset"), [(1.0, 0.0), (0.0, 10.0)])
+def test_float32_bears_updates_of_unequal_size_or_of_one_direction(spread, offset):
+    """Noise from 1 to 10,000 in amplitude; a signal of 300 times the quietest client's noise."""
+    deltas = quiet_and_loud(params=9000) * torch.logspace(-spread, spread, 20, dtype=torch.float64)[:, None] + offset
+    single, double = robust_pca(deltas.float()), robust_pca(deltas.float().double())
+    assert single.iterations == double.iterations
+    assert total_variation(single.noise_var, double.noise_var) < 1e-5
+
+
+# ---- in any order, unit, layout and number of threads
+
+
+@given(
+    seed=st.integers(0, 1000), data=st.data(), clients=st.integers(3, 9), dtype=st.sampled_from(["float32", "float64"])
+)
+@settings(max_examples=15, deadline=None)
+def test_permuted_updates_give_permuted_weights(seed, data, clients, dtype):
+    deltas = quiet_and_loud(clients, params=300, seed=seed).to(getattr(torch, dtype))
+    order = data.draw(st.permutations(range(clients)))
+    plain, mixed = robust_pca(deltas), robust_pca(deltas[order])
+    assert total_variation(mixed.noise_var, plain.noise_var[order]) < (1e-6 if dtype == "float64" else 1e-4)
+
+
+@given(seed=st.integers(0, 1000), scale=st.sampled_from([7.3, -0.013, 1e-20, 1e25, 2.0**-10]))
+@settings(max_examples=15, deadline=None)
+def test_the_unit_of_updates_does_not_matter(seed, scale):
+    """Not even where a float32 could not hold their squares."""
+    deltas = quiet_and_loud(6, params=300, seed=seed)
+    plain, scaled = robust_pca(deltas), robust_pca((deltas * scale).float())
+    assert total_variation(plain.noise_var, scaled.noise_var) < 1e-4
+    assert total_variation(plain.noise_var, robust_pca(deltas * scale).noise_var) < 1e-6
+
+
+def test_an_absolute_tolerance_depends_on_the_unit():
+    deltas = quiet_and_loud(clients=6, params=300)
+    iterations = [robust_pca(deltas * scale, PRESETS["release"]).iterations for scale in (1.0, 1e-3)]
+    assert iterations[0] > iterations[1]
+
+
+def test_workers_do_not_change_a_bit(monkeypatch):
+    monkeypatch.setattr(module, "_BLOCK", 3000)
+    deltas = quiet_and_loud(params=10_007).float()
+    threads = torch.get_num_threads()
+    splits = [robust_pca(deltas, workers=workers) for workers in (1, 2, 5)]
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(split.noise_var, splits[0].noise_var) for split in splits)
+    assert all(torch.equal(split.dual, splits[0].dual) for split in splits)
+
+
+def test_blocks_do_not_change_the_answer(monkeypatch):
+    deltas = quiet_and_loud(params=5003)
+    whole = robust_pca(deltas)
+    monkeypatch.setattr(module, "_BLOCK", 700)
+    blocks = robust_pca(deltas)
+    assert blocks.noise_var.numpy() == pytest.approx(whole.noise_var.numpy(), rel=1e-9)
+    transposed = robust_pca(deltas.T.contiguous().T)
+    assert transposed.noise_var.numpy() == pytest.approx(whole.noise_var.numpy(), rel=1e-9)
+
+
+def test_updates_are_left_as_they_were():
+    for deltas in (quiet_and_loud(params=500), quiet_and_loud(params=500).float()):
+        before = deltas.clone()
+        robust_pca(deltas)
+        assert torch.equal(deltas, before)
+
+
+def test_no_more_than_two_arrays_are_made_beside_the_updates(monkeypatch):
+    """`M - S + Y / mu` and `Y / mu`; the rest is of the size of blocks."""
+    monkeypatch.setattr(module, "_BLOCK", 10_000)
+    deltas = quiet_and_loud(params=20_000).float()
+    made = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            for one in out if isinstance(out, tuple | list) else [out]:
+                if isinstance(one, torch.Tensor) and one.untyped_storage().nbytes() > deltas.nbytes / 10:
+                    made.add(one.untyped_storage().data_ptr())
+            return out
+
+    with Watch():
+        split = robust_pca(deltas, workers=1)  # in this thread, which is watched
+    assert made - {deltas.data_ptr()} == {split._arrays[1].data_ptr(), split._arrays[2].data_ptr()}
+
+
+def test_coarse_products_are_not_used(monkeypatch):
+    deltas = quiet_and_loud(params=500).float()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert robust_pca(deltas).dual.dtype == torch.float64
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_agrees():
+    deltas, _ = noisy_updates("dist1", 5e-3)
+    here, there = robust_pca(deltas.float()), robust_pca(deltas.float().cuda())
+    assert there.dual.is_cuda and total_variation(here.noise_var, there.noise_var) < 1e-5
+
+
+# ---- edges
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("clients", [1, 2, 3])
+def test_updates_of_nothing_have_no_noise(clients):
+    split = robust_pca(torch.zeros(clients, 50))
+    assert split.converged and split.noise_var.tolist() == [0.0] * clients and split.rank == 0
+
+
+def test_few_parameters_and_many_clients():
+    split = robust_pca(quiet_and_loud(clients=30, params=7))
+    assert split.converged and split.noise_var.shape == (30,) and bool(split.noise_var.isfinite().all())
+
+
+def test_giving_up_is_told_with_both_residuals():
+    with pytest.warns(UserNotice, match=r"robust PCA did not converge in 3 iterations \(primal residual .*, dual .*\)"):
+        split = robust_pca(quiet_and_loud(params=100), dataclasses.replace(FAST, max_iterations=3))
+    assert not split.converged and split.iterations == 3
+
+
+def test_a_converged_run_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        robust_pca(quiet_and_loud(params=1000))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"mu_scale": 0.0}, "`mu_scale` must be above 0, got 0.0"),
+        ({"mu_norm": "frobenius"}, "`mu_norm` must be one of entries, largest_column, got 'frobenius'"),
+        ({"primal_tol": -1.0}, "`primal_tol` must be >= 0"),
+        ({"weight_tol": math.nan}, "`weight_tol` must be >= 0"),
+        ({"max_iterations": 0}, "`max_iterations` must be at least 1"),
+    ],
+)
+def test_bad_settings_are_one_sentence(wrong, words):
+    with pytest.raises(UserError, match=words):
+        PcpSettings(**wrong)
