@@ -10,6 +10,7 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.folders import cache_folder
+from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
@@ -180,7 +181,8 @@ def plan(
         lines.append(Planned("train", event, takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
-        schedule = calibrate([schedule], judge, cache=CalibrationCache(cache_folder("calibration")))[0]
+        cache = CalibrationCache(cache_folder("calibration"))
+        schedule = calibrate([schedule], judge, slow_notice("solving the noise multiplier"), cache)[0]
     return client_plans([schedule], judge, [(num_records, batch_size)])[0]
 
 

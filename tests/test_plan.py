@@ -214,7 +214,7 @@ def test_accountant_and_adjacency_go_together(monkeypatch):
 
 def test_a_second_plan_is_not_solved_again(monkeypatch):
     first = clustered(2.5)
-    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, _: {0: []}[len(plans)])
+    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)])
     assert clustered(2.5) == first
 
 

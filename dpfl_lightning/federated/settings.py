@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
-import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.state import RunSchedule
 from dpfl_lightning.folders import cache_folder
+from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
@@ -128,19 +127,6 @@ def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
     cache = CalibrationCache(cache_folder("calibration"))
     clients = calibrate(schedule.clients, accountant, slow_notice("solving noise multipliers"), cache)
     return dataclasses.replace(schedule, clients=tuple(clients))
-
-
-def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:
-    """A callback `(done, all)` that says on stderr how far something is, if and while it takes longer than that."""
-    last = time.monotonic()
-
-    def tell(done: int, total: int) -> None:
-        nonlocal last
-        if time.monotonic() - last > patience_seconds:
-            last = time.monotonic()
-            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
-
-    return tell
 
 
 def accountant_of(privacy: PrivacyOptions | None) -> Accountant:

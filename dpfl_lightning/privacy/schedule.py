@@ -123,14 +123,15 @@ def calibrate(
             Schedules without any come back as they are; with an infinite target the noise is 0 (a run without
             privacy).
         accountant: the one that will report, too.
-        on_progress: called with (solved, all) different schedules; equal ones are solved once.
+        on_progress: called with (solved, all) different schedules, and often while one is solved; equal ones are
+            solved once.
         cache: noises that were solved before; new ones are kept in it.
     Returns:
         The schedules in order, with every noise set.
 
     **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to,
     composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
-    cache is composed again, too, and solved anew if it does not fit.
+    cache is composed again, too, and solved anew if it does not fit; that it is the smallest rests on its entry.
 
     **Privacy** Arithmetic on public facts.
 
@@ -149,18 +150,22 @@ def calibrate(
     solved: dict[ClientSchedule, ClientSchedule] = {}
     for start in range(0, len(different), accountant.together):
         chunk = different[start : start + accountant.together]
+
+        def tell(done: int = len(solved)) -> None:
+            if on_progress is not None:
+                on_progress(done, len(different))
+
         known = {} if cache is None else _still_fitting(chunk, accountant, cache)
         left = [schedule for schedule in chunk if schedule not in known]
         new = {
             schedule: _certified(schedule, noise, accountant)
-            for schedule, noise in zip(left, _smallest_noise(left, accountant), strict=True)
+            for schedule, noise in zip(left, _smallest_noise(left, accountant, tell), strict=True)
         }
         if cache is not None and any(new.values()):
             cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
         for schedule, noise in (known | new).items():
             solved[schedule] = schedule.with_noise(noise)
-            if on_progress is not None:
-                on_progress(len(solved), len(different))
+            tell(len(solved))
     return [solved.get(schedule, schedule) for schedule in schedules]
 
 
@@ -275,7 +280,9 @@ def _certified(schedule: ClientSchedule, noise: float, accountant: Accountant) -
         noise, step = noise * (1 + step), step * 2
 
 
-def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant) -> np.ndarray:
+def _smallest_noise(
+    schedules: Sequence[ClientSchedule], accountant: Accountant, tell: Callable[[], None]
+) -> np.ndarray:
     """Noise multipliers just above the smallest that fit, [clients]; 0 where any fits."""
     target = np.array([schedule.target_epsilon for schedule in schedules])
 
@@ -283,6 +290,7 @@ def _smallest_noise(schedules: Sequence[ClientSchedule], accountant: Accountant)
         """log(epsilon / target): decreasing, nearly linear in the logarithm of the noise."""
         noised = [schedules[i].with_noise(math.exp(x)) for i, x in zip(client, log_noise, strict=True)]
         epsilon = accountant.search([(schedule.events(), schedule.delta) for schedule in noised])
+        tell()
         return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
 
     noise = np.zeros(len(schedules))

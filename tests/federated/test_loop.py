@@ -74,7 +74,7 @@ def test_two_runs_differ_in_noise_only_through_the_key(make_loop):
 
 def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
     planned = make_loop().plan_schedule()
-    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, _: {0: []}[len(plans)])
+    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)])
     assert make_loop().plan_schedule() == planned
 
 

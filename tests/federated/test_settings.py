@@ -7,7 +7,8 @@ import math
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, slow_notice
+from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule
+from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 
 

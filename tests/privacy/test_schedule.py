@@ -234,7 +234,7 @@ def test_order_is_kept_and_equal_clients_are_solved_once():
     a, b = one_phase(1.0, 0.1, 10), one_phase(2.0, 0.1, 10)
     fixed = ClientSchedule(1.0, 1e-4, (Planned("train", GaussianEvent(0.1, 0.5), 100),))
     solved = calibrate([a, b, a, fixed, a], RDP, lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 2), (2, 2)]
+    assert list(dict.fromkeys(seen)) == [(0, 2), (1, 2), (2, 2)], "also while the first is being solved"
     assert solved[0] == solved[2] == solved[4] != solved[1]
     assert solved[3] == fixed  # given noise is left as it is
     assert solved[0].noise_multiplier("train") > solved[1].noise_multiplier("train")
