@@ -273,6 +273,7 @@ def _files(folder: Path) -> list[str]:
     return [
         f"{folder}/result.json: every client's numbers",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
+        f"{folder}/private.json: how many gradients were not finite, for each client alone to see",
         f"python -m dpfl_lightning.evaluate {folder}",
     ]
 
