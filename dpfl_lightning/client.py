@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import lightning as L
 import torch
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models import check_net
-from dpfl_lightning.privacy.clipping import ClippedSum, Params
+from dpfl_lightning.privacy.clipping import Params
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -22,17 +23,19 @@ class LocalTask:
     """What one client does in one round, as its module sees it.
 
     Args:
-        clipped_sum: sums clipped per-record gradients.
+        clipped_sum: sums clipped per-record gradients: a `ClippedSum`, which notes their norms.
         mechanism: bounds, noises and divides the sum; its event is charged before the task exists.
         noise: the generator of this (round, client)'s noise.
         learning_rate: of plain SGD, unless `configure_optimizers` says otherwise.
+        norms: of the gradients so far, as `clipped_sum` notes them; private.
         anchor: `[P]`, or None; the step is pulled to it by `pull * (parameters - anchor)`. Data-free: costs nothing.
     """
 
-    clipped_sum: ClippedSum
+    clipped_sum: Callable[..., Tensor]
     mechanism: Gaussian
     noise: RandomGenerator
     learning_rate: float
+    norms: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     pull: float = 0.0
 

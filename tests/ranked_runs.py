@@ -49,6 +49,15 @@ def one_step_each(folder: Path) -> FederatedLoop:
     return make_loop(folder, population=population, clients=clients, privacy=privacy)
 
 
+def with_broken_records() -> Population:
+    """Some records of every client have no finite gradient."""
+    population = blobs()
+    x = population.x.clone()
+    for rows in population.train_of:
+        x[rows[:3]] = float("nan")
+    return dataclasses.replace(population, x=x)
+
+
 class Median(ServerCallback):
     """Reads every single update."""
 
@@ -152,8 +161,13 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
     "classes": lambda folder: make_loop(folder, GradientsOfClasses()),
     "lost": lambda folder: make_loop(folder, engine=Losing()),
     "lost, deltas": lambda folder: make_loop(folder, Median(), engine=Losing()),
+    "broken records": lambda folder: make_loop(folder, population=with_broken_records()),
     "other net": lambda folder: make_loop(folder, module=ClientModule(small_net(seed=launched().rank))),
 }
+
+
+#: no two runs of it are alike
+SECURE = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, secure=True)
 
 
 def outcome(loop: FederatedLoop) -> dict:
@@ -184,7 +198,8 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserNotice)  # of updates that are lost
     results = {}
-    for name, make in RUNS.items():
+    runs = {**RUNS, "secure": lambda folder: make_loop(folder, privacy=SECURE)}
+    for name, make in runs.items():
         loop = make(folder / name)
         results[name] = outcome(loop) if launched().rank == 0 else loop.run().as_dict()
     if launched().size > 1:

@@ -6,6 +6,7 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import lightning as L
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.aggregate import Received
+from dpfl_lightning.federated.gradient_counts import COUNTED, fates
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
 from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
@@ -63,7 +65,9 @@ class Engine(Protocol):
         """`model` `[P]` with the client's own personal parameters in place."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """What stays with the clients: `personal` parameters, client -> `[p]`; `counts` of gradients, `[N, 3]`."""
+        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
@@ -85,6 +89,7 @@ class SerialEngine:
         self._mask = module.personal_mask.to(module.device)
         self._personal: dict[int, Tensor] = {}
         self.seconds: dict[int, float] = {}
+        self.counts = torch.zeros(population.num_clients, len(COUNTED), dtype=torch.long, device=module.device)
 
     def choose_clipped_sum(self) -> ClippedSum:
         return VmapClippedSum(self.module.sample_loss)
@@ -135,11 +140,12 @@ class SerialEngine:
         return own
 
     def state_dict(self) -> dict[str, Any]:
-        return {"personal": dict(self._personal)}
+        return {"personal": dict(self._personal), "counts": self.counts.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._personal.clear()  # in place: it may be shared
         self._personal.update({client: value.to(self._mask.device) for client, value in state["personal"].items()})
+        self.counts.copy_(state["counts"])
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
@@ -150,6 +156,8 @@ class SerialEngine:
             released = self._class_gradients(task, start, batches, plan.job.num_classes)
         else:
             released = self.change(client, start, self.local_training(task, start, batches))
+        if task.norms:
+            self.counts[client] += fates(torch.cat(task.norms), task.mechanism.clip_norm).sum(dim=0)
         self.seconds[client] = time.perf_counter() - begun
         return released
 
@@ -163,8 +171,10 @@ class SerialEngine:
         stream = self.streams.generator("sampling", plan.round, client, attempt)
         num_records = self.population.num_records[client]
         draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
+        norms: list[Tensor] = []
         task = LocalTask(
-            clipped_sum=self.clipped_sum,
+            clipped_sum=partial(self.clipped_sum, norms=norms),
+            norms=norms,
             mechanism=mechanism,
             noise=self.streams.generator("noise", plan.round, client, attempt),
             learning_rate=plan.learning_rate_of[row],

@@ -24,6 +24,7 @@ from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, regi
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.gradient_counts import notes
 from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
@@ -306,6 +307,7 @@ class FederatedLoop:
         if finished:
             self.snapshot["ended"] = reason  # resumed, it changes nothing: its noise key is gone
         self.folder.save_checkpoint(self.snapshot)
+        self.folder.save_json("private.json", notes(self.snapshot["engine"]["counts"]), private=True)
         if finished and self.state.round not in self.evaluated:
             self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.budgets.guarantees()

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.client import ClientModule, LocalTask
 from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.gradient_counts import fates
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, ServerState
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
@@ -51,7 +52,10 @@ def releases(
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
     group = owner * num_blocks + y if isinstance(plan.job, ClassGradients) else owner
     params = engine.module.unflatten(starts[0])
-    sums = engine.clipped_sum(params, x, y, tasks[0].mechanism.clip_norm, group, len(rows) * num_blocks)
+    clip_norm, norms = tasks[0].mechanism.clip_norm, [torch.empty(0, device=y.device)]
+    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms)
+    clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
+    engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
     return [_release(plan, *own) for own in zip(tasks, starts, sums.split(num_blocks), strict=True)]
 
 

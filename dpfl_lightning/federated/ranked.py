@@ -117,7 +117,7 @@ class RankedEngine:
     matters, equal up to rounding, and `description` names the ranks, so that other ones make another release.)
 
     **Privacy** Records stay where they are. What crosses: the noise key (there is none in secure mode), start models,
-    released updates, noised answers, personal parameters, outputs of evaluation.
+    released updates, noised answers, personal parameters, counts of gradients, outputs of evaluation.
     """
 
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
@@ -152,7 +152,7 @@ class RankedEngine:
         self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
     ) -> ClientUpdates:
         everything = self.inner.state_dict()
-        personal = everything["personal"]
+        personal, counts = everything["personal"], everything["counts"]
         groups, costs = one_step.groups(plan, self.module), self._costs(plan)  # whole groups, or bits would change
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
         rows_of = [sorted(row for group in own for row in groups[group]) for own in groups_of]
@@ -164,7 +164,8 @@ class RankedEngine:
             share = shares[rank]
             assert share is not None  # for mypy: it answered
             received.merge(updates, share.added_to)
-            personal.update(own)
+            personal.update(own["personal"])
+            counts += own["counts"]
             self.seconds.update(seconds)
         self.inner.load_state_dict(everything)
         self._remember(plan)
@@ -248,12 +249,13 @@ class RankedEngine:
         torch.set_num_threads(threads)  # those within an operator decide bits
         return self.inner.workers, fingerprints(self.inner, self.population, self.module.device)
 
-    def _train(self, share: Share) -> tuple[ClientUpdates, dict[int, Tensor], dict[int, float]]:
-        """What arrives from the share's clients, their personal parameters, their seconds."""
-        self.inner.load_state_dict({**self.inner.state_dict(), "personal": share.personal})
+    def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
+        """What arrives from the share's clients, their personal parameters and this round's counts, their seconds."""
+        nothing = torch.zeros_like(self.inner.state_dict()["counts"])
+        self.inner.load_state_dict({"personal": share.personal, "counts": nothing})
         self.inner.seconds.clear()
         updates = self.inner.train(share.plan, ServerState(share.models, ()), share.attempts, share.say)
-        return updates, self.inner.state_dict()["personal"], dict(self.inner.seconds)
+        return updates, self.inner.state_dict(), dict(self.inner.seconds)
 
     def _ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
         return self.inner.ask(query, round, attempts)

@@ -36,7 +36,8 @@ class RunFolder:
         noise_key_was_given: whether it came from a configuration that others may have read.
 
     **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600, is never logged or exported, and
-    is destroyed when the run is finished. `checkpoint.pt` is for the run alone: mode 0600, too.
+    is destroyed when the run is finished. `checkpoint.pt` and `private.json` hold exact counts, which are for each
+    client alone: mode 0600, and never exported, too.
     """
 
     def __init__(self, path: Path) -> None:
@@ -136,11 +137,11 @@ class RunFolder:
                 "What was spent stands in the ledger beside it; start a new run in another --output_dir."
             ) from None
 
-    def save_json(self, name: str, content: object) -> Path:
-        return self.save_text(name, json.dumps(content, indent=2) + "\n")
+    def save_json(self, name: str, content: object, private: bool = False) -> Path:
+        return self.save_text(name, json.dumps(content, indent=2) + "\n", private)
 
-    def save_text(self, name: str, text: str) -> Path:
-        return write_atomically(self.path / name, lambda partial: partial.write_text(text, encoding="utf-8"))
+    def save_text(self, name: str, text: str, private: bool = False) -> Path:
+        return write_atomically(self.path / name, lambda partial: partial.write_text(text, encoding="utf-8"), private)
 
     def save_models(self, module: ClientModule, delivered: Delivered) -> None:
         """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""

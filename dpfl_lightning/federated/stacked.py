@@ -18,6 +18,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.fast import checked_clipped_sum
+from dpfl_lightning.federated.gradient_counts import fates
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum, summing_dtype
@@ -107,9 +108,13 @@ class StackedEngine(SerialEngine):
         draws = [batches.draws for _, _, batches in begun]
         if isinstance(plan.job, ClassGradients):
             sums = stack.clipped_sums(stack.padded(starts), [own[0] for own in draws], plan.job.num_classes)
-            return list(stack.noise.privatise(sums))
-        ends = stack.local_training(starts, draws)
-        return [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
+            changes = list(stack.noise.privatise(sums))
+        else:
+            ends = stack.local_training(starts, draws)
+            changes = [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
+        counts = fates(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
+        self.counts.index_add_(0, torch.tensor(clients, device=counts.device), counts[: len(clients)])
+        return changes
 
     def check(self, sums: StackedSums) -> None:
         """Run a pass on random data, before anything private is touched or charged for."""
@@ -154,6 +159,7 @@ class Stack:
         self.learning_rate = like.new_tensor([task.learning_rate for task in tasks])[:, None]  # [k, 1]
         anchors = [task.anchor for task in tasks if task.anchor is not None]  # all have one, or none has
         self.anchors, self.pull = (torch.stack(anchors) if anchors else None), tasks[0].pull
+        self.norms: list[Tensor] = []  # of the passes so far, [S, B] each
         self.rows_of = torch.cat([population.train_of[client] for client in clients])  # of all clients, end to end
         self.first = np.cumsum([0, *(population.num_records[client] for client in clients)])
 
@@ -182,7 +188,9 @@ class Stack:
         for index in self.passes(draws):
             rows = self.rows_of[index.clamp(min=0)]  # padding takes any record
             x, y = self.population.x[rows], self.population.y[rows]
-            total.add_(self.sums(params, x, y, index >= 0, self.clip_norm, y if num_classes else None, groups))
+            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, y if num_classes else None, groups)
+            total.add_(sums)
+            self.norms.append(norms.clone())  # the next pass may reuse its memory
         return total[: len(draws)].to(theta.dtype)
 
     def passes(self, draws: Sequence[np.ndarray]) -> Tensor:
@@ -215,8 +223,8 @@ def captured(sums: StackedSums, **compiler: Any) -> StackedSums:
     torch._dynamo.config.cache_size_limit = max(SHAPES, torch._dynamo.config.cache_size_limit)
     compiled = torch.compile(sums, fullgraph=True, dynamic=False, **compiler)
 
-    def one_pass(*args: Any) -> Tensor:
-        torch.compiler.cudagraph_mark_step_begin()  # the last pass's sums have been added up: reuse their memory
+    def one_pass(*args: Any) -> tuple[Tensor, Tensor]:
+        torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave was taken: reuse its memory
         return compiled(*args)
 
     return cast(StackedSums, one_pass)

@@ -33,6 +33,8 @@ class ClippedSum(Protocol):
         clip_norm: L2 bound on one record's gradient, > 0; `math.inf` does not clip.
         group: each record's group, `[B]` int64 in [0, num_groups); None puts all records into group 0.
         num_groups: number of rows G, >= 1.
+        norms: if given, the norms of the records' gradients before clipping are appended, chunk by chunk `[b]` in
+            their order, infinite or NaN where they are not finite.
 
     Returns:
         `[G, P]` in the dtype of the parameters; chunks are added in float64 and rounded once. A group without
@@ -43,7 +45,7 @@ class ClippedSum(Protocol):
         whose gradient, or the norm of it, is not finite contributes exactly zero.
 
     Privacy:
-        The sum is private: it must pass a mechanism before anyone reads it.
+        Sum and norms are private: they must pass a mechanism before anyone else reads them.
     """
 
     def __call__(
@@ -54,6 +56,7 @@ class ClippedSum(Protocol):
         clip_norm: float,
         group: Tensor | None = None,
         num_groups: int = 1,
+        norms: list[Tensor] | None = None,
     ) -> Tensor: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
@@ -195,6 +198,7 @@ class VmapClippedSum:
         clip_norm: float,
         group: Tensor | None = None,
         num_groups: int = 1,
+        norms: list[Tensor] | None = None,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
@@ -202,10 +206,12 @@ class VmapClippedSum:
         for rows in chunks_of(len(x), self.chunk):
             by_name = self._grads(params, x[rows], y[rows])
             grads = torch.cat([by_name[name].flatten(1) for name in params], dim=1)
-            norms = torch.linalg.vector_norm(grads, dim=1)
-            grads = torch.where(torch.isfinite(norms)[:, None], grads, 0.0)
+            sizes = torch.linalg.vector_norm(grads, dim=1)
+            if norms is not None:
+                norms.append(sizes)
+            grads = torch.where(torch.isfinite(sizes)[:, None], grads, 0.0)
             groups = None if group is None else group[rows]
-            totals.add(clip_factors(norms, clip_norm), groups, partial(_times, grads))
+            totals.add(clip_factors(sizes, clip_norm), groups, partial(_times, grads))
         return totals.rounded()
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:

@@ -166,6 +166,7 @@ class FastClippedSum:
         clip_norm: float,
         group: Tensor | None = None,
         num_groups: int = 1,
+        norms: list[Tensor] | None = None,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
@@ -176,12 +177,14 @@ class FastClippedSum:
         totals = GroupTotals(params, num_groups)
         for rows in chunks_of(len(x), self.chunk or (CPU_CHUNK if on_cpu else ACCELERATOR_CHUNK)):
             grads = self._gradients(params, x[rows], y[rows])
-            norms = torch.linalg.vector_norm(torch.stack([g.norms() for g in grads.values()]), dim=0)
-            finite = torch.isfinite(norms)
+            sizes = torch.linalg.vector_norm(torch.stack([g.norms() for g in grads.values()]), dim=0)
+            if norms is not None:
+                norms.append(sizes)
+            finite = torch.isfinite(sizes)
             if not on_cpu or not finite.all():  # to ask an accelerator is to wait for it
                 grads = {name: g.only(finite) for name, g in grads.items()}
             groups = None if group is None else group[rows]
-            totals.add(clip_factors(norms, clip_norm), groups, partial(_weighted, params, grads))
+            totals.add(clip_factors(sizes, clip_norm), groups, partial(_weighted, params, grads))
         return totals.rounded()
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:

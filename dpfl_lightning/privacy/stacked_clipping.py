@@ -24,14 +24,15 @@ class StackedSums(Protocol):
         num_groups: number of rows G a client, >= 1.
 
     Returns:
-        `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding.
+        `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
+        before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
         One record changes one row of its own client only, by at most the client's clip norm in L2 (up to rounding).
         Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
 
     Privacy:
-        The sums are private: they must pass a mechanism before anyone reads them.
+        Sums and norms are private: they must pass a mechanism before anyone else reads them.
     """
 
     def __call__(
@@ -43,7 +44,7 @@ class StackedSums(Protocol):
         clip_norm: Tensor,
         group: Tensor | None = None,
         num_groups: int = 1,
-    ) -> Tensor: ...
+    ) -> tuple[Tensor, Tensor]: ...
 
 
 def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
@@ -55,8 +56,10 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))[:, 0, 0]
-    tensor([3.4641, 6.0000])
+    >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
+    >>> clipped[:, 0, 0], norms
+    (tensor([3.4641, 6.0000]), tensor([[10.3923, 10.3923],
+            [10.3923, -1.0000]]))
     """
     gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
 
@@ -68,7 +71,7 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         clip_norm: Tensor,
         group: Tensor | None = None,
         num_groups: int = 1,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=2) for g in grads]), dim=0)
@@ -77,6 +80,7 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         if group is not None:
             factors = factors * (group[:, None] == torch.arange(num_groups, device=group.device)[:, None])
         # 0 x NaN is NaN: what does not count is replaced, not multiplied away
-        return torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)
+        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)
+        return clipped, torch.where(mask, norms, -1.0)
 
     return sums

@@ -275,6 +275,7 @@ def _files(folder: Path) -> list[str]:
         f"{folder}/guarantee.html: what every client is promised, and what not",
         f"{folder}/result.json: every client's numbers",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
+        f"{folder}/private.json: how many gradients were not finite, for each client alone to see",
         f"python -m dpfl_lightning.evaluate {folder}",
     ]
 

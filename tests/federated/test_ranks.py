@@ -137,9 +137,14 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert [one[1:] for one in said] == [("", "")] * 2, "nobody prints"
     ours, theirs = (torch.load(folder / "results.pt", weights_only=True) for folder in (together, alone))
     broken = ours.pop("broken client")
+    secure = [results.pop("secure")["models"] for results in (ours, theirs)]
     for name in ranked_runs.RUNS:
         rounding = {"rtol": 1e-4, "atol": 1e-5} if name == "stacked" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(ours[name], theirs[name], **rounding, msg=lambda text, name=name: f"{name}: {text}")
+    notes = [json.loads((folder / "broken records" / "private.json").read_text()) for folder in (together, alone)]
+    assert notes[0] == notes[1] and all(client["not_finite"] > 0 for client in notes[0]["clients"])
+    assert not torch.equal(*secure) and not (together / "secure" / "noise_key").exists()
+    assert len(read_ledger(together / "secure" / "ledger.jsonl")) == 4 * 3
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
     assert set(ours["personal"]["engine"]["personal"]) == {0, 1, 2, 3}
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]

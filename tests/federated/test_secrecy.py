@@ -71,16 +71,18 @@ def test_nothing_of_a_finished_run_holds_the_key(tmp_path, make_loop):
     result = loop.run()
     key, left = loop.folder.noise_key, {path.name for path in tmp_path.rglob("*")}
     assert result.finished and left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.pt", "mlflow.db"}
+    assert not {"private.json", "checkpoint.pt"} & {path.name for path in (tmp_path / "store").rglob("*")}
     assert key > 2**64 and holders(tmp_path, key) == []
     (loop.output_dir / "left.bin").write_bytes(key.to_bytes(16, "little"))
     (loop.output_dir / "left.txt").write_text(f"{key:032X}")
     assert sorted(holders(tmp_path, key)) == ["left.bin", "left.txt"], "this test can fail"
 
 
-def test_a_checkpoint_is_for_its_owner_alone(make_loop):
+def test_what_is_no_release_is_for_its_owner_alone(make_loop):
     loop = make_loop()
     loop.run()
-    assert loop.folder.checkpoint.stat().st_mode & 0o777 == 0o600
+    for name in ("checkpoint.pt", "private.json", "noise_key"):
+        assert (loop.output_dir / name).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_given_key_is_told_of_after_it_was_destroyed(make_loop):

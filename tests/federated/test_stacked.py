@@ -262,11 +262,13 @@ def test_padding_contributes_exactly_nothing():
     module = ClientModule(small_net())
     sums = stacked_clipped_sums(module.sample_loss)
     params, x, y, mask, clip_norm = a_pass(module)
-    expected = sums(params, x, y, mask, clip_norm)
+    expected, norms = sums(params, x, y, mask, clip_norm)
+    assert torch.equal(norms == -1, ~mask)
     for junk in (0.0, 1e30, math.nan, math.inf):
         padded = torch.where(mask[..., None], x, junk)
-        assert torch.equal(sums(params, padded, torch.where(mask, y, 2), mask, clip_norm), expected)
-    assert torch.equal(sums(params, x, y, mask & False, clip_norm), torch.zeros_like(expected))
+        ours, their_norms = sums(params, padded, torch.where(mask, y, 2), mask, clip_norm)
+        assert torch.equal(ours, expected) and torch.equal(their_norms, norms)
+    assert torch.equal(sums(params, x, y, mask & False, clip_norm)[0], torch.zeros_like(expected))
 
 
 def test_a_record_changes_its_own_client_and_group_only():
@@ -274,9 +276,9 @@ def test_a_record_changes_its_own_client_and_group_only():
     sums = stacked_clipped_sums(module.sample_loss)
     params, x, y, mask, clip_norm = a_pass(module)
     mask[1, 2] = True
-    before = sums(params, x, y, mask, clip_norm, y, 3)
+    before, _ = sums(params, x, y, mask, clip_norm, y, 3)
     x[1, 2] = -100.0 * x[1, 2]
-    after = sums(params, x, y, mask, clip_norm, y, 3)
+    after, _ = sums(params, x, y, mask, clip_norm, y, 3)
     changed = torch.ones(3, 3, dtype=torch.bool)
     changed[1, y[1, 2]] = False
     assert torch.equal(after[changed], before[changed])
@@ -286,7 +288,7 @@ def test_a_record_changes_its_own_client_and_group_only():
 def test_rows_are_the_clipped_sums_of_the_reference():
     module = ClientModule(small_net())
     params, x, y, mask, clip_norm = a_pass(module)
-    rows = stacked_clipped_sums(module.sample_loss)(params, x, y, mask, clip_norm, y, 3)
+    rows, _ = stacked_clipped_sums(module.sample_loss)(params, x, y, mask, clip_norm, y, 3)
     alone = VmapClippedSum(module.sample_loss)
     for s in range(3):
         own, keep = {name: p[s] for name, p in params.items()}, mask[s]
