@@ -83,9 +83,9 @@ class CalibrationCache:
 
 def _keys(accountant: Accountant) -> Callable[[ClientSchedule], str]:
     """The key of a schedule: also of all that decides what this accountant says."""
-    names = ("name", "description", "adjacency_words", "orders")
-    own = [getattr(accountant, name, None) for name in names]
-    common = f"{type(accountant).__qualname__} {own} {_versions()} "
+    plain = str | int | float | tuple  # adjacency, orders, a time limit
+    own = sorted((name, value) for name, value in vars(accountant).items() if isinstance(value, plain))
+    common = f"{accountant.name} {accountant.description} {own} {_versions()} "
     return lambda schedule: _digest(f"{common}{schedule!r}")
 
 

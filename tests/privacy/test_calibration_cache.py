@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning.privacy import calibration_cache, schedule
-from dpfl_lightning.privacy.accountant import Rdp, get_accountant
+from dpfl_lightning.privacy.accountant import Gdp, Prv, Rdp, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
@@ -86,9 +86,10 @@ def test_only_the_same_question_has_the_same_answer(tmp_path, monkeypatch):
     others.append(ClientSchedule(2.0, 1e-4, (*plan.planned, Planned("select", SelectionEvent(0.1), 1))))
     assert [held(one) for one in others] == [None] * len(others)
     assert held(plan, PRV) is None and held(plan, Rdp(orders=(2.0, 3.0))) is None
-    replacing = Rdp()
-    replacing.adjacency_words = "replace one record"
-    assert held(plan, replacing) is None
+    for one in (Rdp(), Gdp(), Prv()):
+        write(tmp_path, plan, 1.5, one)
+        one.adjacency = "replace_one"
+        assert held(plan, one) is None, "with this relation between data sets the same noise costs more"
     monkeypatch.setattr(calibration_cache, "_versions", lambda: "other code or libraries")
     assert held(plan) is None
 

@@ -75,7 +75,7 @@ def test_a_release_without_noise_is_not_covered():
 def test_the_adjacency_is_the_accountants():
     assert guarantee([ROUND], 1e-4, RDP).adjacency == "add or remove one record"
     replacing = Rdp()
-    replacing.adjacency_words = "replace one record"
+    replacing.adjacency, replacing.adjacency_words = "replace_one", "replace one record"
     assert "(replace one record)" in guarantee([ROUND], 1e-4, replacing).words()
 
 
