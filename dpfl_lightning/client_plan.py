@@ -11,13 +11,11 @@ from typing import Any
 from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.notice import slow_notice
-from dpfl_lightning.privacy.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
-
-_ADJACENCIES = ("add_remove", "replace_one")
 
 
 @dataclass(frozen=True)
@@ -217,7 +215,7 @@ def _check_privacy(
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
     usual = f"Usual is below 1 / num_records = {1 / num_records:.2g}."
     require(0 < delta < 1, "delta", "be in (0, 1)", delta, usual)
-    require(adjacency in _ADJACENCIES, "adjacency", f"be one of {', '.join(_ADJACENCIES)}", adjacency)
+    require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
     if delta > 1 / num_records:
         warnings.warn(
             f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "

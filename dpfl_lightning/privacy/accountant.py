@@ -147,7 +147,8 @@ class Rdp:
         order = np.array(self.orders)
         if one.noiseless:
             return np.full(len(order), math.inf)
-        zcdp = sum(count * (epsilon * self.sensitivity) ** 2 / 8 for epsilon, count in one.selection)
+        ranges = [(epsilon * self.sensitivity, count) for epsilon, count in one.selection]
+        zcdp = sum(count * own * own / 8 for own, count in ranges)  # a float's square may be infinite, `**` raises
         laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in one.laplace]
         return sum(laplace, order * zcdp)
 

@@ -99,9 +99,9 @@ def _noise(event: GaussianEvent | LaplaceEvent) -> float:
     if noise is None:
         raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
     require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 is no privacy.")
-    if 1e100 < noise < math.inf:  # its square leaves a double's range: the safe bound of less noise, or none
+    if 1e100 < noise < math.inf:  # its square leaves a double's range: the safe bound of less noise
         noise = 1e100
-    return float(noise) if noise > 1e-100 else 0.0
+    return float(noise) if noise >= 1e-6 else 0.0  # less is lost in the rounding of float32 sums: none
 
 
 def _count(key: str, value: int) -> int:

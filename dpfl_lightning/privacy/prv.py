@@ -53,10 +53,9 @@ def prv_epsilon(releases: Composed, delta: float, adjacency: str, time_limit_s: 
     directions = [_losses(releases, adjacency, added) for added in ((False, True) if both else (False,))]
     tick = _clock(time_limit_s, len(directions) * len(steps))
     try:
-        epsilon = max(
-            _composed(losses, reach, mesh, tick).compute_epsilon(delta, delta_error, eps_error)[2]
-            for losses in directions
-        )
+        with np.errstate(all="ignore"):
+            sums = [_composed(losses, reach, mesh, tick) for losses in directions]
+            epsilon = max(one.compute_epsilon(delta, delta_error, eps_error)[2] for one in sums)
     except (RuntimeError, ValueError, IntegrationWarning, MemoryError) as error:  # Opacus' refusals
         why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise NoPrv(f"PRV failed ({why})") from error
@@ -85,7 +84,7 @@ def _composed(losses: list[tuple[Loss, int]], reach: float, mesh: float, tick: C
     half = next_fast_len(math.ceil(reach / mesh) + 1, real=True) - 1  # of a grid of 2 * half + 2 points
     grid = prv.Domain.create_aligned((0.5 - half) * mesh, (half - 0.5) * mesh, mesh)
     total: Any = None
-    with np.errstate(all="ignore"), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("error", IntegrationWarning)  # a mean that cannot be trusted
         for loss, steps in losses:
             bounded = loss if loss.mean else prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max)

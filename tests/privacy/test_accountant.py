@@ -257,6 +257,8 @@ class TestEvery:
             assert accountant.epsilon(events, 1e-5) == 0.0
         assert accountant.epsilon([self.event, GaussianEvent(1.0, 0.0)], 1e-5) == math.inf
         assert accountant.epsilon([GaussianEvent(1.0, 1e-300)], 1e-5) == math.inf
+        assert accountant.epsilon([GaussianEvent(1.0, 9e-7)], 1e-5) == math.inf  # lost in a float32 sum
+        assert accountant.epsilon([GaussianEvent(1.0, 1e-5)], 1e-5) < math.inf
         assert accountant.epsilon([GaussianEvent(1.0, 0.0)], 0.0) == math.inf  # of a run without privacy
         assert accountant.epsilon([GaussianEvent(1.0, 1e300, 10)], 1e-5) < (0.19 if accountant is MA else 0.01)
         assert accountant.epsilon([Unprotected("clip fractions were shown")], 1e-5) == math.inf
