@@ -13,7 +13,7 @@ from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, Unprotected, repeated
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 
@@ -83,6 +83,7 @@ def client_plans(
     sizes: Sequence[tuple[int, int]],
     sampling: str | None = None,
     caveats: Sequence[str] = (),
+    unprotected: Sequence[str] = (),
 ) -> list[ClientPlan]:
     """The plans of solved schedules.
 
@@ -92,10 +93,11 @@ def client_plans(
         sizes: (num_records, batch_size) of each client.
         sampling: in words, where the sample rates do not say it.
         caveats: what no guarantee covers, in words.
+        unprotected: what the run will show without noise, in words.
     """
+    besides: list[Event] = [*map(Caveat, caveats), *map(Unprotected, unprotected)]
     promises = [
-        guarantee([*own.events(), *map(Caveat, caveats)], own.delta, accountant, sampling, own.releases)
-        for own in schedules
+        guarantee([*own.events(), *besides], own.delta, accountant, sampling, own.releases) for own in schedules
     ]
     lines = [([repeated(line.event, line.count)], own.delta) for own in schedules for line in own.planned]
     alone = iter(accountant.search(lines).tolist())

@@ -94,6 +94,8 @@ class PrivacyOptions:
             noise. null draws a fresh key, which is destroyed when the run is finished.
         secure: noise and sampling from a cryptographic generator, fresh on every attempt, and proof against attacks
             on rounded normals; nothing can draw them again, so a resumed run is not the unbroken one bit for bit.
+        diagnostics: show in every round which fraction of each client's gradients was clipped and how many were not
+            finite. Both are shown without noise: such a run has no guarantee, and says so.
     """
 
     epsilon: PerClientFloat | None = None
@@ -106,6 +108,7 @@ class PrivacyOptions:
     reserve_rounds: int = 0
     noise_key: str | None = None
     secure: bool = False
+    diagnostics: bool = False
 
     def __post_init__(self) -> None:
         advice = "Fresh noise follows no key: leave out one of them."

@@ -105,6 +105,7 @@ def _planned_clients(options: Any) -> list[ClientPlan]:
         [(own.num_records, own.batch_size) for own in loop.settings],
         sampling=SAMPLINGS[loop.info.sampling],
         caveats=loop.population.caveats,
+        unprotected=loop.unprotected,
     )
 
 

@@ -26,6 +26,7 @@ from mlflow.tracking import MlflowClient
 import dpfl_lightning
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.figures import figures, per_client
 from dpfl_lightning.privacy.events import GaussianEvent
@@ -362,6 +363,7 @@ def _frame(view: View) -> dict[str, str]:
         "adjacency": one.adjacency,
         "sampling": one.sampling,
         "noise": view.run.noise,
+        **({"guarantee": one.words()} if one.unprotected else {}),
         "accountant": one.accountant,
         "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
     }
@@ -383,7 +385,15 @@ def _round_values(report: RoundReport) -> dict[str, float | None]:
         **{f"overall/{name}": value for name, value in overall.items()},
         **per_client("per_client_epsilon", report.epsilon_spent),
         **(per_client("per_client_accuracy", accuracies) if measured else {}),
+        **_diagnosed(report.diagnostics),
     }
+
+
+def _diagnosed(shown: Diagnostics | None) -> dict[str, float | None]:
+    if shown is None or all(fraction is None for fraction in shown.clip_fraction):
+        return {}
+    not_finite = per_client("per_client_gradients_not_finite", shown.not_finite)
+    return {**per_client("per_client_clip_fraction", shown.clip_fraction), **not_finite}
 
 
 def _final_values(result: RunResult) -> dict[str, float | None]:

@@ -363,6 +363,7 @@ def test_a_whole_run(capsys, monkeypatch):
         accountant=rdp,
         info=types.SimpleNamespace(sampling="poisson"),
         population=types.SimpleNamespace(caveats=("data sizes are public",)),
+        unprotected=(),
         settings=[types.SimpleNamespace(num_records=100, batch_size=10)] * 2,
     )
     monkeypatch.setattr("dpfl_lightning.federated.setup.planned_clients", lambda options: (loop, schedules))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import secrets
 from collections.abc import Sequence
 
@@ -13,10 +14,12 @@ from torch import Tensor
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.spending import SpentEpsilon
+
+_SHOWN = "shown"  # the purpose under which the ledger holds what is shown without noise
 
 
 class Budgets:
@@ -29,6 +32,7 @@ class Budgets:
             release, for the ledger is shown to others. None: noise is fresh on every attempt, so each is another
             release, and its digest is a random number.
         caveats: travel into every guarantee.
+        unprotected: what is shown of every client without noise: charged at once, so that every epsilon is infinite.
 
     **Guarantees** What is charged is what was planned: another event than the schedule's is refused. Counters are
     integers. A replay (same round, same start, same mechanism, same fingerprint) is not charged twice; any other second
@@ -44,10 +48,13 @@ class Budgets:
         fingerprint: str,
         secret: bytes | None,
         caveats: Sequence[Caveat] = (),
+        unprotected: Sequence[Unprotected] = (),
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
         self._spent = SpentEpsilon(accountant)
+        clients = range(len(schedule.clients))
+        ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for one in unprotected for client in clients])
 
     def charge_round(self, plan: RoundPlan, starts: Sequence[Tensor]) -> tuple[RoundPlan, list[int]]:
         """The plan without the clients that cannot pay, charged and synced, and each one's attempt number.
@@ -84,7 +91,9 @@ class Budgets:
     def spent(self) -> tuple[float, ...]:
         """Live epsilon of each client, rounded up."""
         return tuple(
-            self._spent(own, lambda purpose, client=client: self.ledger.used(client, purpose))  # type: ignore[misc]
+            math.inf
+            if self.ledger.used(client, _SHOWN)
+            else self._spent(own, lambda purpose, client=client: self.ledger.used(client, purpose))  # type: ignore[misc]
             for client, own in enumerate(self.schedule.clients)
         )
 

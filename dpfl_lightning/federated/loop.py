@@ -24,7 +24,7 @@ from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, regi
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.gradient_counts import notes
+from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
 from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
@@ -44,7 +44,7 @@ from dpfl_lightning.federated.state import (
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import Caveat
+from dpfl_lightning.privacy.events import Caveat, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
@@ -111,6 +111,7 @@ class FederatedLoop:
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
         self.rounds, self.seed, self.privacy = rounds, seed, privacy
         self.secure = privacy is not None and privacy.secure
+        self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.evaluate_every = evaluate_every
         self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
@@ -168,8 +169,9 @@ class FederatedLoop:
                 return f"every client has spent its budget after {state.round} rounds"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
+            before = self.snapshot["engine"]["counts"]
             self._remember(state, plan)
-            report = self._report(plan, weights, seconds)
+            report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
         return f"all {self.rounds} rounds are done"
 
@@ -254,6 +256,7 @@ class FederatedLoop:
             fingerprint=repr(fingerprints(self.engine, self.population, self.device)),
             secret=None if key is None else key.to_bytes(16, "big"),
             caveats=self._caveats(),
+            unprotected=[Unprotected(words) for words in self.unprotected],
         )
         return saved
 
@@ -325,7 +328,7 @@ class FederatedLoop:
 
     # -- what is told
 
-    def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
+    def _report(self, plan: RoundPlan, weights: Tensor, seconds: float, before: Tensor) -> RoundReport:
         if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
             self.evaluated = {plan.round: self.evaluate(self.state)}
         scores = self.evaluated.get(plan.round)
@@ -340,6 +343,7 @@ class FederatedLoop:
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
+            diagnostics=Diagnostics.of(self.snapshot["engine"]["counts"] - before) if self.unprotected else None,
         )
 
     def _result(

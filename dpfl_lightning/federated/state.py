@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dpfl_lightning.data import Facts
+from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -238,6 +239,7 @@ class RoundReport:
         records: records processed in the round (expected number: the observed one is private).
         epsilon_spent: length N, live values from the schedule.
         weights: `[K, C]` of `clients`.
+        diagnostics: with `privacy.diagnostics` only, which voids the guarantee.
     """
 
     round: int
@@ -250,6 +252,7 @@ class RoundReport:
     test_accuracy: float | None = None
     test_loss: float | None = None
     client_accuracy: tuple[float | None, ...] | None = None
+    diagnostics: Diagnostics | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.guarantee import shown_epsilon
@@ -65,9 +66,10 @@ class Progress(ServerCallback):
         score = _score(report.test_accuracy, report.test_loss)
         epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets)
         speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
+        gradients = _gradients(report.diagnostics)
         if self._bar is not None:
             self._score = score or self._score  # in a round without evaluation the last one stays
-            words = f"{self._score} {epsilon} {speed.replace('records', 'rec')}".lstrip()
+            words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
         elif report.client_accuracy is not None or report.test_loss is not None:
             width = len(str(report.rounds))
@@ -77,6 +79,7 @@ class Progress(ServerCallback):
                 f"round {report.round:{width}}/{report.rounds}",
                 score,
                 epsilon,
+                gradients,
                 speed,
                 clients if some else "",
             ]
@@ -229,6 +232,8 @@ def _frame(view: View) -> str:
     if not _noised(view):
         return f"Guarantee: {_NO_PRIVACY}"
     one = view.guarantees()[0]
+    if one.unprotected:
+        return f"Guarantee: {one.words()}"
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})
     delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
     unit = f"Guarantee: {one.unit} level, {one.adjacency}"
@@ -249,7 +254,7 @@ def _noised(view: View) -> bool:
 
 
 def _private(result: RunResult) -> bool:
-    return any(client["epsilon_spent"] is not None for client in result.clients)
+    return any(client["noise_multiplier"] for client in result.clients)
 
 
 def _or_inf(epsilon: float | None) -> float:
@@ -266,6 +271,14 @@ def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
     if all(math.isinf(epsilon) for epsilon in spent):
         return "no privacy"
     return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
+
+
+def _gradients(shown: Diagnostics | None) -> str:
+    """The clients' least and largest clip fraction, and all that was not finite."""
+    known = [] if shown is None else [fraction for fraction in shown.clip_fraction if fraction is not None]
+    if shown is None or not known:
+        return ""
+    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(shown.not_finite)} not finite"
 
 
 def _files(folder: Path) -> list[str]:

@@ -107,6 +107,24 @@ def test_class_gradients_are_counted_too(engine, clients, make_loop):
     assert noted(loop) == due and due[1]["not_finite"] > 0
 
 
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
+    """One round of one step with all records: each record's gradient by plain autograd at the start."""
+    privacy = dataclasses.replace(PRIVACY, clip_norm=4.0)
+    loop = make_loop(blobs(), engine=ENGINES[engine](), clients=FULL, privacy=privacy, rounds=1)
+    due = []
+    for client in range(4):
+        x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
+        net, norms = small_net(), []
+        for record, label in zip(x, y, strict=True):
+            net.zero_grad()
+            torch.nn.functional.cross_entropy(net(record[None]), label[None]).backward()
+            norms.append(float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm()))
+        due.append([len(norms), sum(norm > 4.0 for norm in norms), 0])
+    loop.run()
+    assert loop.engine.state_dict()["counts"].tolist() == due and all(0 < clipped < every for every, clipped, _ in due)
+
+
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
 def test_engines_agree_on_what_was_clipped(engine, make_loop):
     counts = []
