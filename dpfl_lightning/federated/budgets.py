@@ -53,8 +53,8 @@ class Budgets:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
         self._spent = SpentEpsilon(accountant)
-        clients = range(len(schedule.clients))
-        ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for one in unprotected for client in clients])
+        for one in unprotected:
+            ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for client in range(len(schedule.clients))])
 
     def charge_round(self, plan: RoundPlan, starts: Sequence[Tensor]) -> tuple[RoundPlan, list[int]]:
         """The plan without the clients that cannot pay, charged and synced, and each one's attempt number.
