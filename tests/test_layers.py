@@ -15,6 +15,7 @@ ALLOWED = {
     "launcher": set(),
     "errors": {"launcher"},
     "registry": {"errors"},
+    "pages": {"errors"},
     "published": set(),
     "per_client": {"errors", "published", "registry"},
     "options": {"errors", "per_client"},
@@ -38,10 +39,11 @@ ALLOWED = {
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
     "watchers": {"errors", "privacy", "federated"},
     "figures": {"federated"},
-    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated"},
+    "auditing": {"errors", "pages", "privacy", "data", "client", "federated"},
+    "benchmark": {"errors", "options", "pages", "privacy", "data", "models", "client", "federated"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench"}
+COMMANDS = {"fit", "evaluate", "plan", "bench", "audit"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},

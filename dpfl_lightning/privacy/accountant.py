@@ -331,13 +331,13 @@ class Gdp:
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         mu = [self._mu(events, delta) for events, delta in queries]
-        return _gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
+        return gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         paid, each, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
         with np.errstate(invalid="ignore"):  # as in Rdp
             mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * each, 0.0))
-        return _gaussian_epsilon(mu, np.full(len(count), delta))
+        return gaussian_epsilon(mu, np.full(len(count), delta))
 
     def _mu(self, events: Sequence[Event], delta: float) -> float:
         releases = composed(events, delta)
@@ -350,8 +350,16 @@ class Gdp:
         return math.sqrt(square)
 
 
-def _gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Smallest epsilon with delta(epsilon; mu) <= delta, by bisection from above, rounded up, [n]."""
+def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
+    """Smallest epsilon with delta(epsilon; mu) <= delta, by bisection from above, rounded up, [n].
+
+    Args:
+        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf has no noise.
+        delta: in (0, 1), [n].
+
+    >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5]))
+    array([4.377179])
+    """
 
     def delta_of(epsilon: np.ndarray) -> np.ndarray:
         minus = np.exp(epsilon + log_ndtr(-safe / 2 - epsilon / safe))  # this form holds at any epsilon
