@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.benchmark.cases import CASES
-from dpfl_lightning.benchmark.report import report, split_page, write_page
+from dpfl_lightning.benchmark.report import PAGE, report, write_page
 from dpfl_lightning.errors import UserError, command, nearest, require
+from dpfl_lightning.pages import split_page
 
 if TYPE_CHECKING:
     import torch
@@ -151,7 +152,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.save:
         require(Path(options.save).parent.is_dir(), "--save", "lie in a folder that exists", options.save)
     if options.page:
-        split_page(Path(options.page))
+        split_page(Path(options.page), PAGE)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ ALLOWED = {
     "folders": set(),
     "notice": set(),
     "registry": {"errors"},
+    "pages": {"errors"},
     "published": set(),
     "per_client": {"errors", "published", "registry"},
     "options": {"errors", "per_client"},
@@ -45,10 +46,11 @@ ALLOWED = {
     "figures": {"federated"},
     "tables": {"privacy"},
     "ledger_report": {"errors", "privacy", "tables"},
-    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated", "strategies"},
+    "auditing": {"errors", "pages", "privacy", "data", "client", "federated"},
+    "benchmark": {"errors", "options", "pages", "privacy", "data", "models", "client", "federated", "strategies"},
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench"}
+COMMANDS = {"fit", "evaluate", "plan", "bench", "audit"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},

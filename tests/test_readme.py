@@ -57,6 +57,8 @@ def test_the_commands_one_after_the_other(workplace):
     assert len(commands) >= 8
     for command in commands:
         short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
+        if ".audit" in command:  # a sound build is refuted once in 10,000 runs
+            short = " --rounds 2 --releases 50 --confidence 0.9999"
         run(command + short, workplace)
     assert (workplace / "runs" / "digits_seeds" / "result.json").is_file()
 

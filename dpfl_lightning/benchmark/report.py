@@ -8,10 +8,10 @@ from statistics import median
 from typing import Any
 
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
-from dpfl_lightning.errors import require
+from dpfl_lightning.pages import fill_page, table
 
-#: the marks of a page
-BEGIN, END = "<!-- bench: written by the command -->", "<!-- /bench -->"
+#: the name of the marks of its page
+PAGE = "bench"
 
 RIVALS = {
     "nonprivate": "plain SGD without privacy",
@@ -33,7 +33,7 @@ def report(results: Mapping[str, Any]) -> str:
     parts = []
     if measured:
         rows = [row for name, found in measured.items() for row in _rows(name, found)]
-        parts += [_table(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
+        parts += [table(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
@@ -59,22 +59,7 @@ def write_page(path: Path, results: Mapping[str, Any]) -> None:
     Raises:
         UserError: there is no such page, or it has no marks.
     """
-    before, after = split_page(path)
-    path.write_text(f"{before}\n{report(results)}\n{after}")
-
-
-def split_page(path: Path) -> tuple[str, str]:
-    """The page down to its first mark, and from its second on.
-
-    Raises:
-        UserError: there is no such page, or it has no marks.
-    """
-    require(path.is_file(), "--page", "be a Markdown file", str(path))
-    before, begin, rest = path.read_text().partition(BEGIN)
-    _, end, after = rest.partition(END)
-    marks = f"hold the marks {BEGIN} and {END}"
-    require(bool(begin and end), "--page", marks, str(path), "The figures go between them.")
-    return before + begin, end + after
+    fill_page(path, PAGE, report(results))
 
 
 def _rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
@@ -96,15 +81,6 @@ def _rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
 
 def _rate(value: float, unit: str) -> str:
     return f"{value:,.{0 if value >= 100 else 1}f} {unit}/s"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with its columns aligned."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )
 
 
 def _work(name: str, found: Mapping[str, Any]) -> str:

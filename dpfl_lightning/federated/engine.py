@@ -231,7 +231,7 @@ class TrainerEngine(SerialEngine):
         device = self.module.device
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # four lines a client and round otherwise
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*num_workers.*|.*does not have many workers.*")
+            warnings.filterwarnings("ignore", message=".*num_workers.*|.*does not have many workers.*|.*LeafSpec.*")
             trainer = L.Trainer(
                 accelerator=device.type,
                 devices=1 if device.index is None else [device.index],

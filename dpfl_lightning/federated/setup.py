@@ -14,7 +14,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.engine import Engine, SerialEngine, TrainerEngine
+from dpfl_lightning.federated.engine import SerialEngine, TrainerEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.loop import FederatedLoop
 from dpfl_lightning.federated.stacked import StackedEngine
@@ -58,6 +58,11 @@ def build_net(options: Options, population: Population) -> nn.Module:
     return models.build(model.pop("name", "cnn_small"), population.input_shape, population.num_classes, **model)
 
 
+def build_engine(name: str, workers: int | None = None) -> SerialEngine:
+    """An engine of `ENGINES`, not set up yet; `workers` is how many clients `fast` trains at once."""
+    return FastEngine(workers) if name == "fast" else ENGINES[name]()
+
+
 def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> FederatedLoop:
     """The loop of a configuration, with `watchers` after its strategies.
 
@@ -65,8 +70,6 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         UserError: whatever in the configuration cannot be built.
     """
     population = build_population(options)
-    own = options.engine
-    engine: Engine = FastEngine(own.workers) if own.name == "fast" else ENGINES[own.name]()
     return FederatedLoop(
         population,
         ClientModule(build_net(options, population)),
@@ -74,7 +77,7 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         clients=options.clients,
         privacy=options.privacy,
         callbacks=[*strategies.build(options.strategies), *watchers],
-        engine=engine,
+        engine=build_engine(options.engine.name, options.engine.workers),
         seed=options.seed,
         output_dir=options.output_dir,
         device=options.engine.device,

@@ -287,6 +287,10 @@ class Gdp:
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """Smallest epsilon with delta(epsilon; mu) <= delta of mu-Gaussian privacy, by bisection, rounded up, [n].
 
+    Args:
+        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf has no noise.
+        delta: in (0, 1), [n].
+
     >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5])).tolist()
     [4.377179]
     """

@@ -1,0 +1,59 @@
+"""`python -m dpfl_lightning.audit`: does a build do what its epsilon says? Real engines, planted records."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dpfl_lightning.config import load
+from dpfl_lightning.errors import UserError, command
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    options, flags = load(
+        argv,
+        _flags,
+        prog="python -m dpfl_lightning.audit",
+        description="Audit a configuration before anyone trains: the real engine and mechanism of some clients on "
+        "made-up records. Status 1 if a claim is refuted.",
+    )
+    from dpfl_lightning.auditing.report import text
+    from dpfl_lightning.auditing.run import audit
+    from dpfl_lightning.federated.settings import slow_notice
+    from dpfl_lightning.federated.setup import build_loop
+
+    clients = _clients(flags.for_clients, options)
+    found = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
+    print(text(found))
+    if flags.json:
+        print(json.dumps(found))
+    return 1 if found["refuted"] else 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    two = "two, the smallest and the largest budget"
+    parser.add_argument("--for_clients", metavar="all|0,3", help=f"which clients to audit ({two})")
+    parser.add_argument("--confidence", type=float, default=0.99, help="that a sound build passes every check (0.99)")
+    parser.add_argument(
+        "--releases", type=int, default=20_000, help="at most so many with a canary and without, of each (20000)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
+
+
+def _clients(words: str | None, options: Any) -> list[int] | None:
+    """The chosen clients; None is the command's own choice."""
+    if words is None:
+        return None
+    if words == "all":
+        return list(range(options.clients.count))
+    try:
+        return list(dict.fromkeys(int(word) for word in words.split(",")))
+    except ValueError:
+        raise UserError(f"`--for_clients` must be all, or numbers such as 0,3, got {words!r}.") from None
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(None))

@@ -1,0 +1,159 @@
+"""Checks of noised releases: how much noise there is, and how well it hides one planted record."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.auditing.findings import Finding, at_least, at_most, finite
+from dpfl_lightning.auditing.rig import NOBODY, Rig
+from dpfl_lightning.auditing.subject import Subject
+from dpfl_lightning.privacy.accountant import gaussian_epsilon
+from dpfl_lightning.privacy.audit import releases_to_tell, shift_interval, std_interval, threshold_epsilon
+from dpfl_lightning.privacy.mechanism import Gaussian
+
+VALUES = 20_000  # noised numbers of each kind: their std is known to 0.5 %
+RATIO = 1.5  # what the white-box canary can tell from the claim, if it is given releases enough
+STEPS = 3000  # local steps that the rounds with and without the canary may take, in all
+
+#: data sets of the rig: the canary with its neighbours, and the batch sizes that must not show in the noise
+BATCHES = ("two", "eight")
+WITHOUT, WITH = "without the canary", "with the canary"
+
+
+def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Finding:
+    """The standard deviation of the noise, over batches of different sizes and a round of empty ones.
+
+    Two releases of one data set differ in their noise alone; a round without records is the sum of its steps' noise.
+    """
+    full = dataclasses.replace(subject.mechanism, sample_rate=1.0)
+    cases = [(name, full, 1, together) for name in (NOBODY, *BATCHES) for together in (False, True)]
+    cases.append((NOBODY, subject.mechanism, subject.main.steps, False))
+    each = max(3, 1 + math.ceil(VALUES / len(start)))
+    found: dict[str, tuple[float, float]] = {}
+    for name, mechanism, steps, together in cases:
+        rate = subject.settings.learning_rate
+        ours = _several(rig, [name], mechanism, steps, rate, start, each, together)[0].double()
+        freedom = (each - 1) * len(start)
+        std = float((ours - ours.mean(dim=0)).square().sum() / freedom) ** 0.5
+        low, high = std_interval(std, freedom, significance / len(cases) / 2)
+        claimed = subject.planned.noise_std(steps, rate)
+        found[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
+    lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
+    return Finding(
+        check="noise",
+        what=f"std over batches of 0, 2 and 8, {each} releases each",
+        measured=f"{lowest:.3f} to {highest:.3f} x planned",
+        claimed="1",
+        refuted=not all(low <= 1 <= high for low, high in found.values()),
+        confidence=1 - significance,
+        figures={"std_over_planned": {name: [finite(end) for end in ends] for name, ends in found.items()}},
+    )
+
+
+def canary(
+    subject: Subject, rig: Rig, start: Tensor, gradients: tuple[Tensor, Tensor], significance: float, most: int
+) -> Finding:
+    """Full-batch releases with and without the canary, projected on where it shows: mu of one step.
+
+    Args:
+        gradients: clipped, of the canary and of its neighbours, `[P]`.
+        most: releases of each kind; by default as many as tell `RATIO` x mu from mu.
+    """
+    mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
+    own, other = gradients
+    wanted = [own - other] if subject.replace_one else [own, own - other]  # a batch's mean moves along the second
+    directions = torch.stack([one / torch.linalg.vector_norm(one).clamp_min(1e-30) for one in wanted])
+    significance_each = significance / len(directions)
+    count = min(most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
+    inside, outside = _scores(subject, rig, mechanism, 1, start, directions, count, together=subject.main.steps == 1)
+    ends = [shift_interval(a, b, significance_each) for a, b in zip(inside.T, outside.T, strict=True)]
+    low, high = max(ends)
+    delta = subject.settings.delta
+    bound, claim = (float(gaussian_epsilon(np.array([max(mu, 0.0)]), np.array([delta]))[0]) for mu in (low, subject.mu))
+    return Finding(
+        check="canary",
+        what=f"one full-batch step, {count} releases with and {count} without",
+        measured=f"mu {low:.3f} to {high:.3f}; epsilon >= {at_least(bound)}",
+        claimed=f"mu {subject.mu:.3f}; epsilon {at_most(claim)}",
+        refuted=low > subject.mu,
+        confidence=1 - significance,
+        figures={
+            "releases": count,
+            "tells_ratio": round(1 + (RATIO - 1) * math.sqrt(needed / count), 3),
+            "canary_over_clip": float(torch.linalg.vector_norm(own)) / subject.planned.clip_norm,
+            "mu_low": finite(low),
+            "mu_high": finite(high),
+            "mu_claimed": subject.mu,
+            "epsilon_low": finite(bound),
+            "epsilon_claimed": claim,
+        },
+    )
+
+
+def one_round(
+    subject: Subject, rig: Rig, start: Tensor, gradients: tuple[Tensor, Tensor], significance: float, most: int
+) -> Finding:
+    """A whole round, its records sampled, with and without the canary: how well a threshold tells them apart."""
+    own, other = gradients
+    direction = (own - other if subject.replace_one else own)[None]
+    count = min(most, max(100, min(1000, STEPS // (2 * subject.main.steps))))
+    inside, outside = _scores(
+        subject, rig, subject.mechanism, subject.main.steps, start, direction, count, together=True
+    )
+    delta = subject.settings.delta
+    bound = threshold_epsilon(inside[:, 0], outside[:, 0], significance, delta)
+    claim = subject.accountant.epsilon([subject.planned.event(subject.main.steps)], delta)
+    return Finding(
+        check="round",
+        what=f"{subject.main.steps} sampled steps, {count} releases with and {count} without",
+        measured=f"epsilon >= {at_least(bound)}",
+        claimed=f"epsilon {at_most(claim)}",
+        refuted=bound > claim,
+        confidence=1 - significance,
+        figures={"releases": count, "epsilon_low": bound, "epsilon_claimed": claim},
+    )
+
+
+def _scores(
+    subject: Subject,
+    rig: Rig,
+    mechanism: Gaussian,
+    steps: int,
+    start: Tensor,
+    directions: Tensor,
+    count: int,
+    together: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Releases with and without the canary on each direction `[d, P]`, two of `[count, d]`: up is "with"."""
+    rate = subject.settings.learning_rate
+    both = _several(rig, [WITH, WITHOUT], mechanism, steps, rate, start, count, together, directions)
+    inside, outside = (-one.double().cpu().numpy() for one in both)
+    return inside, outside
+
+
+def _several(
+    rig: Rig,
+    names: Sequence[str],
+    mechanism: Gaussian,
+    steps: int,
+    learning_rate: float,
+    start: Tensor,
+    count: int,
+    together: bool,
+    directions: Tensor | None = None,
+) -> Tensor:
+    """`count` releases of each data set, `[len(names), count, P]`, or what they are on `directions` `[d, P]`."""
+    parts = []
+    for first in range(0, count, rig.copies):
+        now = min(rig.copies, count - first)
+        every = [name for name in names for _ in range(now)]
+        found = rig.releases(every, mechanism, steps, learning_rate, start, together=together)
+        found = found if directions is None else found @ directions.T
+        parts.append(found.view(len(names), now, -1))
+    return torch.cat(parts, dim=1)

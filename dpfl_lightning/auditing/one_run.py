@@ -1,0 +1,134 @@
+"""Many canaries in one training run: what the whole schedule of a client gives away."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing.rig import NOBODY, Rig
+from dpfl_lightning.auditing.subject import Subject
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.audit import (
+    Curve,
+    curve_of_points,
+    guesses,
+    numbers_of_guesses,
+    one_run_epsilon,
+    one_run_weakness,
+)
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.mechanism import Gaussian
+
+MOST, FEWEST = 400, 20  # canaries
+_NUMBERS = 1 << 26  # of their gradients that are held at once
+DELTAS = np.concatenate([np.logspace(-9, -2, 15), np.linspace(0.02, 0.98, 49)])  # where the claimed curve is evaluated
+USUAL = 0.05  # significance at which audits are compared
+MEMBERS = "included canaries"
+
+
+def number_of_canaries(num_params: int) -> int:
+    """As many as have directions of their own in the net's parameters, within bounds.
+
+    >>> number_of_canaries(650), number_of_canaries(28_938)
+    (162, 400)
+    """
+    return max(FEWEST, min(MOST, num_params // 4, _NUMBERS // num_params))
+
+
+def one_run(
+    subject: Subject,
+    rig: Rig,
+    start: Tensor,
+    canaries: tuple[Tensor, Tensor | None],
+    included: np.ndarray,
+    significance: float,
+) -> list[Finding]:
+    """Train a client through all its rounds on the canaries that a coin included, and guess which they were.
+
+    Args:
+        canaries: rows of the rig's pool, `[m]`, and the rows that stand in for who is left out (None: nobody does).
+        included: `[m]` bool.
+
+    Returns:
+        The bound of the claimed (epsilon, delta), and that of the whole claimed curve; each at half the significance.
+        The curve's is the epsilon that is claimed of so much less noise.
+    """
+    scores = _scores(subject, rig, start, canaries, MEMBERS if included.any() else NOBODY)
+    tallies, m = guesses(scores, included, numbers_of_guesses(len(scores))), len(scores)
+    delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
+    levels = (significance / 2, USUAL)
+    plain = [one_run_epsilon(m, tallies, level, delta) for level in levels]
+    weakness = [one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels]
+    alike = [subject.accountant.epsilon(_weaker(events, one), delta) if one else 0.0 for one in weakness]
+    best, steps = max(tallies, key=lambda one: one[1] / one[0]), sum(event.steps for event in events)
+    figures = {"canaries": m, "tallies": [list(one) for one in tallies], "epsilon_claimed": claim}
+
+    def finding(name: str, what: str, bounds: list[float], refuted: bool, **more: float | None) -> Finding:
+        return Finding(
+            check=name,
+            what=what,
+            measured=f"epsilon >= {at_least(bounds[0])} (at 95 %: {at_least(bounds[1])})",
+            claimed=f"epsilon {at_most(claim)}",
+            refuted=refuted,
+            confidence=1 - levels[0],
+            figures={**figures, "epsilon_low": bounds[0], "epsilon_low_95": bounds[1], **more},
+        )
+
+    counted = f"{m} canaries, {steps} steps; {best[1]} of {best[0]} guesses right"
+    most = 1 / weakness[0] if weakness[0] else None
+    return [
+        finding("one run", counted, plain, plain[0] > claim),
+        finding("one run's curve", "the same guesses, the whole claim", alike, weakness[0] > 1, most_noise=most),
+    ]
+
+
+def _claimed_curve(subject: Subject, events: Sequence[GaussianEvent], weakness: float) -> Curve:
+    """What the events hide at least, if their noise is divided by `weakness` >= 0."""
+    accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # quick: a whole curve
+    queries = [(_weaker(events, max(weakness, 1e-6)), float(delta)) for delta in DELTAS]
+    return curve_of_points(accountant.search(queries), DELTAS)
+
+
+def _weaker(events: Sequence[GaussianEvent], weakness: float) -> list[GaussianEvent]:
+    return [dataclasses.replace(event, noise_multiplier=(event.noise_multiplier or 0.0) / weakness) for event in events]
+
+
+def _scores(
+    subject: Subject, rig: Rig, start: Tensor, canaries: tuple[Tensor, Tensor | None], members: str
+) -> np.ndarray:
+    """`[m]`: how much each canary is in the releases of all rounds, one canary's part taken out of another's."""
+    scores, number, now = np.zeros(len(canaries[0])), 0, start
+    for release in subject.releases:
+        mechanism, steps, rate = release.mechanism, release.steps, subject.settings.learning_rate
+        for _ in range(release.count):
+            number += 1
+            moved = rig.releases([members], mechanism, steps, rate, now, round=number)[0]
+            if not bool(moved.isfinite().all()):  # the server would not take it either
+                continue
+            summed = -moved * mechanism.expected_batch_size / rate  # of all steps: gradients and noise
+            scores += _counts(rig, now, canaries, summed, mechanism, steps)
+            now = now + moved
+    return scores
+
+
+def _counts(
+    rig: Rig, now: Tensor, canaries: tuple[Tensor, Tensor | None], summed: Tensor, mechanism: Gaussian, steps: int
+) -> np.ndarray:
+    """How often each canary is in a sum of noised gradients `[P]`, `[m]`: a ridge regression on their gradients.
+
+    With the prior that a coin and the sampling give, and the planned noise, this is the best linear guess.
+    """
+    own = rig.gradients(now, canaries[0], mechanism.clip_norm)
+    others = torch.zeros_like(own) if canaries[1] is None else rig.gradients(now, canaries[1], mechanism.clip_norm)
+    mean = steps * mechanism.sample_rate / 2  # expected of each, included or not
+    ours, rest = own - others, summed - mean * (own + others).sum(dim=0)
+    prior = mean**2 + mean * (1 - mechanism.sample_rate)
+    noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier) ** 2
+    gram = (ours @ ours.T).double().cpu()
+    gram.diagonal().add_(noise / prior)
+    return torch.linalg.solve(gram, (ours @ rest).double().cpu()).numpy()

@@ -1,0 +1,94 @@
+"""`python tests/audit_mutants.py`: audit the build as it is and with each of the four mutants; write what was found.
+
+Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mutants
+import torch
+from pytest import MonkeyPatch
+
+from dpfl_lightning.auditing.report import claim_words, row
+from dpfl_lightning.auditing.run import audit
+from dpfl_lightning.config import load
+from dpfl_lightning.federated.setup import build_loop
+from dpfl_lightning.pages import fill_page, table
+
+ROOT = Path(__file__).parents[1]
+SOUND = "as it is"
+CASES = {
+    "digits": ["--config", "conf/digits.yaml"],
+    "Fashion-MNIST": [
+        *("--config", "conf/fmnist.yaml", "--rounds", "3", "--model.name", "cnn_tiny"),
+        *("--clients.count", "4", "--clients.batch_size", "64", "--privacy.epsilon", "[1,2,3,4]"),
+    ],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for flag in ("--save", "--load", "--page"):
+        parser.add_argument(flag, type=Path)
+    flags = parser.parse_args(argv)
+    found = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
+    if flags.save:
+        flags.save.write_text(json.dumps(found, indent=1) + "\n")
+    if flags.page:
+        fill_page(flags.page, "audit", report(found))
+    else:
+        print(report(found))
+
+
+def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
+    """Every case by every build; `limits` are further arguments of `audit`."""
+    found: dict[str, Any] = {}
+    for case, argv in cases.items():
+        for name in (SOUND, *mutants.MUTANTS):
+            print(f"{case}: {name}", file=sys.stderr, flush=True)
+            options, _ = load([*argv[:1], str(ROOT / argv[1]), *argv[2:]])
+            with MonkeyPatch.context() as patch:
+                if name != SOUND:
+                    mutants.MUTANTS[name][0](patch)
+                found.setdefault(case, {})[name] = audit(build_loop(options), **limits)
+    return {"cases": found, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
+
+
+def report(found: dict[str, Any]) -> str:
+    """For each case its claims beside the bounds, and what caught each mutant."""
+    parts = [one for case, builds in found["cases"].items() for one in _case(case, found["options"][case], builds)]
+    return "\n\n".join([*parts, f"{found['date']}, torch {found['torch']}."])
+
+
+def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
+    sound = builds[SOUND]
+    head = ("client", "check", "what", "measured", "claimed", "confidence", "verdict")
+    rows = [(str(one["client"]), *row(finding)) for one in sound["clients"] for finding in one["findings"]]
+    first = sound["clients"][0]["client"]
+    caught = [
+        (name, finding["check"], finding["what"], finding["measured"], finding["claimed"])
+        for name, build in builds.items()
+        for finding in build["clients"][0]["findings"]
+        if finding["refuted"]
+    ]
+    told = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
+    return [
+        f"### {case}: `python -m dpfl_lightning.audit {' '.join(argv)}`",
+        "\n".join(f"- {claim_words(one)}" for one in sound["clients"]),
+        f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {told}.",
+        table(head, rows),
+        f"The mutants, and what refutes them (client {first}; the JSON file has the others):",
+        table(("mutant", "check", "what", "measured", "claimed"), caught),
+    ]
+
+
+if __name__ == "__main__":
+    main()

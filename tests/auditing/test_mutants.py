@@ -1,0 +1,126 @@
+"""The audit refutes broken builds, whichever engine runs them, and no sound one."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import mutants
+import pytest
+from conftest import blobs, small_net
+
+from dpfl_lightning.auditing import exact, noisy
+from dpfl_lightning.auditing.run import audit
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import load
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.setup import ENGINES, build_engine, build_loop
+from dpfl_lightning.federated.state import View
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+
+DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
+CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs of a test
+
+EVERYWHERE = [(engine, name) for engine in sorted(ENGINES) for name in mutants.MUTANTS]
+SOMEWHERE = [(engine, name) for engine in ("fast", "stacked") for name in mutants.VARIANTS]
+
+
+@pytest.fixture(autouse=True)
+def few(monkeypatch):
+    """Of everything: a Trainer takes 20 ms for each release."""
+    monkeypatch.setattr(noisy, "VALUES", 1000)
+    monkeypatch.setattr(noisy, "STEPS", 300)
+
+
+def loop_of(engine: str, **privacy) -> FederatedLoop:
+    options = {"epsilon": [2.0, 8.0], "delta": 1e-3, **privacy}
+    return FederatedLoop(
+        blobs(num_clients=2, records=100),
+        ClientModule(small_net()),
+        rounds=2,
+        clients=ClientOptions(count=2, batch_size=20, learning_rate=0.3),
+        privacy=PrivacyOptions(**options),
+        engine=build_engine(engine),
+        device="cpu",
+    )
+
+
+def audited(engine: str, monkeypatch, **privacy) -> dict:
+    """By the sums of this one engine, which the other tests compare with all the others'."""
+    monkeypatch.setattr(exact, "engines", lambda: [engine])
+    return audit(loop_of(engine, **privacy), [0], CONFIDENCE, most_releases=30)
+
+
+@pytest.mark.parametrize("engine, name", EVERYWHERE + SOMEWHERE)
+def test_a_broken_build_is_refuted(engine, name, monkeypatch):
+    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS)[name]
+    mutate(monkeypatch)
+    found = audited(engine, monkeypatch)
+    caught = {finding["check"] for finding in found["clients"][0]["findings"] if finding["refuted"]}
+    assert expected <= caught, found["clients"][0]["findings"]
+    assert {f"client 0: {check}" for check in expected} <= set(found["refuted"])
+
+
+OTHERS = [{"adjacency": "replace_one"}, {"sampling": "shuffle"}, {"epsilon": None, "noise_multiplier": 0.6}]
+
+
+@pytest.mark.parametrize(
+    "engine, privacy", [*((engine, {}) for engine in sorted(ENGINES)), *(("fast", other) for other in OTHERS)], ids=str
+)
+def test_a_sound_build_is_not_refuted(engine, privacy, monkeypatch):
+    found = audited(engine, monkeypatch, **privacy)
+    assert found["refuted"] == [] and not found["not_audited"]
+    checks = [finding["check"] for finding in found["clients"][0]["findings"]]
+    assert checks == ["sensitivity", "sampling", "noise", "canary", "round", "one run", "one run's curve"]
+    by_check = {finding["check"]: finding["figures"] for finding in found["clients"][0]["findings"]}
+    assert 0.99 < by_check["sensitivity"]["most_without_noise"] <= 1 + exact.TOLERANCE, "nothing was clipped"
+    assert by_check["canary"]["canary_over_clip"] == pytest.approx(1, abs=1e-3)
+
+
+def test_half_the_noise_shows_to_the_canary_as_well(monkeypatch):
+    """By the bound alone: with releases enough to tell 1.5 mu, 2 mu is missed once in 10^6."""
+    monkeypatch.setattr(exact, "engines", lambda: [])
+    mutants.half_the_noise(monkeypatch)
+    found = audit(loop_of("fast"), [1], CONFIDENCE)
+    (figures,) = [one["figures"] for one in found["clients"][0]["findings"] if one["check"] == "canary"]
+    assert figures["mu_low"] > figures["mu_claimed"] and figures["epsilon_low"] > figures["epsilon_claimed"]
+    assert figures["tells_ratio"] == 1.5
+
+
+def test_hardly_any_noise_shows_in_one_run(monkeypatch):
+    """162 canaries, nearly all of them guessed; at delta 1e-3 the plain bound needs the usual 95 % to say so."""
+    monkeypatch.setattr(exact, "engines", lambda: [])
+    for _ in range(8):
+        mutants.half_the_noise(monkeypatch)
+    options, _ = load(["--config", str(DIGITS), "--privacy.epsilon", "0.5"])
+    found = audit(build_loop(options), [0], CONFIDENCE, most_releases=30)
+    figures = {one["check"]: one["figures"] for one in found["clients"][0]["findings"]}
+    assert figures["one run"]["epsilon_low_95"] > figures["one run"]["epsilon_claimed"]
+    assert figures["one run's curve"]["most_noise"] < 1
+    assert "client 0: one run's curve" in found["refuted"]
+
+
+def test_what_the_engines_are_told_is_what_the_plan_says(monkeypatch):
+    """A mechanism with less noise than was accounted: the claim comes from the schedule, not from the mechanism."""
+    monkeypatch.setattr(exact, "engines", lambda: [])
+    real = View.mechanism
+
+    def quieter(self, client, purpose="train"):
+        mechanism = real(self, client, purpose)
+        return dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 2)
+
+    monkeypatch.setattr(View, "mechanism", quieter)
+    assert "client 0: noise" in audit(loop_of("fast"), [0], CONFIDENCE, most_releases=30)["refuted"]
+
+
+def test_nothing_private_is_read(monkeypatch):
+    """The clients' records may be anything: what no noise is in stays the same."""
+    figures = []
+    for value in (1.0, float("nan")):
+        loop = loop_of("fast")
+        loop.population = dataclasses.replace(loop.population, x=loop.population.x * value)
+        monkeypatch.setattr(exact, "engines", lambda: ["fast"])
+        found = audit(loop, [0], CONFIDENCE, most_releases=4)
+        figures.append(found["clients"][0]["findings"][0]["figures"]["most_without_noise"])
+        assert found["refuted"] == []
+    assert figures[0] == figures[1]

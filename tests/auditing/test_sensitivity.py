@@ -1,0 +1,105 @@
+"""One planted record moves no engine's sum by more than the clip norm, by whatever layer rule."""
+
+from __future__ import annotations
+
+import mutants
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dpfl_lightning.auditing import exact
+from dpfl_lightning.auditing.records import most_opposed
+from dpfl_lightning.auditing.subject import subjects
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.layer_rules import RULES
+
+ENGINES = ("fast", "serial", "stacked")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it
+
+
+class Tokens(nn.Module):
+    """Whatever comes, as one of seven words a pixel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.out = nn.Embedding(7, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.words(x.nan_to_num().abs().flatten(1).long() % 7).mean(dim=1))
+
+
+NETS = {
+    nn.Linear: lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 3)),
+    nn.Conv2d: lambda: nn.Sequential(
+        *(nn.Conv2d(1, 4, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()),
+        *(nn.Conv2d(4, 3, 3, bias=False), nn.Flatten(), nn.Linear(12, 3)),
+    ),
+    nn.GroupNorm: lambda: nn.Sequential(nn.GroupNorm(1, 1), nn.Conv2d(1, 4, 5), nn.GroupNorm(2, 4), *_last(64)),
+    nn.LayerNorm: lambda: nn.Sequential(nn.LayerNorm((8, 8)), *_last(64)),
+    nn.Embedding: Tokens,
+    "no rule": lambda: nn.Sequential(nn.Conv2d(1, 2, 5), nn.ConvTranspose2d(2, 2, 1), *_last(32)),
+}
+
+
+def _last(features: int) -> tuple[nn.Module, ...]:
+    return nn.Flatten(), nn.Linear(features, 3)
+
+
+def loop_of(net: nn.Module, **privacy) -> FederatedLoop:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(30, 1, 8, 8, generator=generator), torch.randint(3, (30,), generator=generator)
+    options = {"epsilon": 2.0, "delta": 1e-3, "clip_norm": 0.7, **privacy}
+    return FederatedLoop(
+        Population.from_datasets([(x, y)], held_out=0.0, num_classes=3),
+        ClientModule(net),
+        rounds=1,
+        clients=ClientOptions(count=1, batch_size=10),
+        privacy=PrivacyOptions(**options),
+        device="cpu",
+    )
+
+
+def moves(net: nn.Module, engine: str) -> exact.Finding:
+    loop = loop_of(net)
+    ((subject,), _) = subjects(loop, [0])
+    return exact.sensitivity(subject, engine, loop.module, loop.population, seed=0)
+
+
+def test_every_rule_has_a_net():
+    assert set(RULES) <= set(NETS)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("kind", NETS, ids=lambda kind: getattr(kind, "__name__", kind))
+def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monkeypatch):
+    torch.manual_seed(0)
+    net = NETS[kind]()
+    found = moves(net, engine)
+    assert not found.refuted and found.confidence is None
+    for noise in ("without", "with"):
+        assert 0.99 < found.figures[f"most_{noise}_noise"] <= 1 + exact.TOLERANCE, "or nothing had to be clipped"
+    if engine == "fast":
+        assert found.figures["sums"] == (
+            "exact rules but vmap for `1` (ConvTranspose2d)" if kind == "no rule" else "exact rules for all layers"
+        )
+    mutants.no_clipping(monkeypatch)
+    assert moves(net, engine).figures["most_without_noise"] > 1.5
+
+
+def test_a_gradient_that_is_not_finite_is_not_let_through(monkeypatch):
+    """A build that lets a broken record in loses its release: no number, and refuted."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(
+        "dpfl_lightning.privacy.clipping.torch.isfinite", lambda norms: torch.ones_like(norms, dtype=torch.bool)
+    )
+    found = moves(NETS[nn.Linear](), "serial")
+    assert found.refuted and found.figures["most_with_noise"] is None
+
+
+def test_the_canary_and_its_opposite():
+    """Full gradients only for the canary; the opposite is whoever points away most; nothing to choose is no error."""
+    gradients = torch.tensor([[0.0, 0.0], [0.5, 0.0], [0.0, 1.0], [0.6, -0.8], [-0.1, 0.0]])
+    assert most_opposed(gradients) == (2, 3)
+    assert most_opposed(torch.zeros(3, 2))[0] in range(3)

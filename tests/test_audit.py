@@ -1,0 +1,191 @@
+"""The command: what it prints, its status, what it refuses, and what the docs show of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import audit_mutants
+import mutants
+import pytest
+
+from dpfl_lightning.audit import main
+from dpfl_lightning.auditing import exact
+from dpfl_lightning.auditing.subject import subjects
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.pages import fill_page
+from dpfl_lightning.privacy.events import SelectionEvent
+from dpfl_lightning.privacy.schedule import Planned
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ["--config", str(ROOT / "conf" / "digits.yaml")]
+SURE = ["--confidence", "0.9999", "--releases", "30", "--rounds", "2"]  # a sound build: refuted once in 10,000 runs
+
+
+@pytest.fixture
+def one_engine(monkeypatch):
+    """Sums of the others are compared in `tests/auditing`."""
+    monkeypatch.setattr(exact, "engines", lambda: ["fast"])
+
+
+def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
+    assert main([*DIGITS, *SURE, "--for_clients", "0", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])
+    (client,) = found["clients"]
+    assert client["client"] == 0 and found["refuted"] == [] and found["confidence"] == 0.9999
+    assert client["claim"]["steps"] == 18 and 0 < client["claim"]["epsilon"] <= 2
+    assert [one["check"] for one in client["findings"]].count("sensitivity") == 4
+    bounds = {
+        one["check"]: one["figures"]["epsilon_low"] for one in client["findings"] if "epsilon_low" in one["figures"]
+    }
+    assert list(bounds) == ["canary", "round", "one run", "one run's curve"]
+    assert said.out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
+    assert "| sensitivity     | trainer: one record moves a release by" in said.out
+    assert "proves nothing" in said.out and "REFUTED" not in said.out
+
+
+def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine):
+    mutants.half_the_noise(monkeypatch)
+    assert main([*DIGITS, *SURE, "--for_clients", "3"]) == 1
+    out = capsys.readouterr().out
+    assert "REFUTED: client 3: noise" in out and "This build does not do what its epsilon says." in out
+    assert "proves nothing" not in out
+
+
+def test_the_seed_decides_all_but_the_noise(capsys, one_engine):
+    found = []
+    for seed in ("5", "5", "6"):
+        assert main([*DIGITS, *SURE, "--for_clients", "0", "--seed", seed, "--json"]) == 0
+        findings = json.loads(capsys.readouterr().out.splitlines()[-1])["clients"][0]["findings"]
+        found.append({one["check"]: one["figures"] for one in findings})
+    silent = [one["sensitivity"]["most_without_noise"] for one in found]
+    assert silent[0] == silent[1] != silent[2]
+    assert found[0]["canary"]["canary_over_clip"] == found[1]["canary"]["canary_over_clip"]
+    assert found[0]["canary"]["mu_low"] != found[1]["canary"]["mu_low"], "the noise must be fresh"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--privacy", "null"], "`privacy` must be a mechanism to audit, got None."),
+        (["--for_clients", "5"], "`--for_clients` must name clients in 0..4, or all, got 5."),
+        (["--for_clients", "0,-1"], "`--for_clients` must name clients in 0..4, or all, got -1."),
+        (["--for_clients", "first"], "`--for_clients` must be all, or numbers such as 0,3, got 'first'."),
+        (["--confidence", "1"], "`--confidence` must be in (0, 1), got 1.0."),
+        (["--confidence", "high"], "--confidence: invalid float value: 'high'"),
+        (["--releases", "1"], "`--releases` must be at least 2, got 1."),
+        (["--for_client", "all"], "`--for_client` must be a known key or flag. Did you mean `--for_clients`?"),
+        (["--rounds", "0"], "`rounds` must be >= 1, got 0."),
+    ],
+)
+def test_bad_input_is_one_sentence(words, message, capsys):
+    assert main([*DIGITS, *words]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1 and not said.out
+
+
+@pytest.mark.parametrize("noise", [["--privacy.noise_multiplier", "0"], ["--privacy.noise_multiplier", "[0,0,0,0,0]"]])
+def test_where_nothing_is_claimed_nothing_is_refuted(noise, capsys):
+    assert main([*DIGITS, "--privacy.epsilon", "null", *noise, "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "Not audited: client 4: nothing is claimed, for it releases without noise, or nothing." in out
+    assert json.loads(out.splitlines()[-1])["clients"] == []
+
+
+def test_help_is_quick_and_loads_no_torch():
+    code = (
+        "import sys; from dpfl_lightning.audit import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit as end: assert not end.code\n"
+        "assert not {'torch', 'lightning', 'scipy', 'mlflow'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for key in ("--for_clients", "--confidence", "--releases", "--json", "--privacy.epsilon"):
+        assert key in done.stdout
+
+
+# ---- who is audited
+
+
+def test_two_clients_by_themselves_or_those_that_are_named(make_loop):
+    budgets = PrivacyOptions(epsilon=[6.0, 3.0, 9.0, 5.0], delta=1e-3)
+    found, left_out = subjects(make_loop(privacy=budgets), None)
+    assert [one.client for one in found] == [1, 2] and left_out == []
+    assert [one.client for one in subjects(make_loop(privacy=budgets), [3, 0])[0]] == [3, 0]
+    noises = PrivacyOptions(noise_multiplier=[1.0, 0.0, 3.0, 2.0], delta=1e-3)
+    found, left_out = subjects(make_loop(privacy=noises), None)
+    assert [one.client for one in found] == [2, 0] and "client 1: nothing is claimed" in left_out[0]
+
+
+class Asks(ServerCallback):
+    """A strategy that also plans what is not training, and a first round of another kind."""
+
+    def plan_run(self, schedule, view):
+        def more(client, own):
+            event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
+            extra = (Planned("select", SelectionEvent(0.1), 2), Planned("first_round", event, 1))
+            return dataclasses.replace(own, planned=(*own.planned, *extra))
+
+        return schedule.replan(more)
+
+
+def test_what_is_not_training_is_named_and_what_is_is_claimed(make_loop):
+    loop = make_loop(callbacks=[Asks()])
+    ((subject,), left_out) = subjects(loop, [2])
+    assert left_out == ["client 2: 2 releases of select"]
+    assert [(one.purpose, one.count, one.planned.sample_rate) for one in subject.releases][1] == ("first_round", 1, 1.0)
+    assert subject.main.purpose == "train"
+    every = loop.accountant.epsilon(loop.schedule.clients[2].events(), 1e-3)
+    assert 0 < subject.epsilon < every <= loop.settings[2].epsilon
+    assert [event.steps for event in subject.events()] == [subject.main.all_steps, 1]
+
+
+def test_a_replaced_record_counts_twice(make_loop):
+    mus = [
+        subjects(make_loop(privacy=PrivacyOptions(noise_multiplier=2.0, delta=1e-3, adjacency=adjacency)), [0])[0][0].mu
+        for adjacency in ("add_remove", "replace_one")
+    ]
+    assert mus == [0.5, 1.0]
+
+
+# ---- docs
+
+
+def test_the_docs_show_the_saved_figures(tmp_path):
+    page, committed = tmp_path / "page.md", ROOT / "docs" / "audit.md"
+    shutil.copy(committed, page)
+    fill_page(page, "audit", audit_mutants.report(json.loads((ROOT / "docs" / "results" / "audit.json").read_text())))
+    again = "python tests/audit_mutants.py --load docs/results/audit.json --page docs/audit.md"
+    assert page.read_text() == committed.read_text(), f"write the page anew: {again}"
+
+
+def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
+    found = json.loads((ROOT / "docs" / "results" / "audit.json").read_text())
+    assert found["options"] == audit_mutants.CASES
+    for builds in found["cases"].values():
+        assert set(builds) == {audit_mutants.SOUND, *mutants.MUTANTS}
+        assert builds[audit_mutants.SOUND]["refuted"] == []
+        for name, (_, expected) in mutants.MUTANTS.items():
+            for client in builds[name]["clients"]:
+                assert {f"client {client['client']}: {check}" for check in expected} <= set(builds[name]["refuted"])
+
+
+def test_the_script_audits_every_build(one_engine, tmp_path, capsys):
+    case = {"digits": ["--config", "conf/digits.yaml", "--rounds", "1"]}
+    found = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
+    told = audit_mutants.report(found)
+    assert "nothing is refuted" in told
+    for name in mutants.MUTANTS:
+        assert f"| {name}" in told and found["cases"]["digits"][name]["refuted"]
+    saved, page = tmp_path / "audit.json", tmp_path / "page.md"
+    saved.write_text(json.dumps(found))
+    shutil.copy(ROOT / "docs" / "audit.md", page)
+    audit_mutants.main(["--load", str(saved), "--page", str(page)])
+    assert told in page.read_text()
