@@ -19,6 +19,9 @@ from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
 
 
+_TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
+
+
 def told(
     callbacks: Sequence[ServerCallback], view: View, plan: RoundPlan, weights: Tensor
 ) -> dict[str, float | Tensor]:
@@ -45,7 +48,7 @@ def told(
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
     for callback in callbacks:
         for name, value in callback.tell(view).items():
-            if name in values:
+            if name in values or name in _TAKEN:
                 raise RuntimeError(f"{type(callback).__name__} tells {name!r}, which is told already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
                 raise RuntimeError(

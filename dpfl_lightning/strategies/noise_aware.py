@@ -44,14 +44,14 @@ def estimate_by_group(
         options: see there.
         truth: `[C]`, for `oracle`.
     """
-    noise_var, told = torch.zeros(len(groups), dtype=torch.float64), []
+    noise_var, told = torch.zeros(len(groups), dtype=torch.float64), dict[str, list[float]]()
     for rows in _rows_of(groups):
         own = deltas if len(rows) == len(groups) else deltas[rows]
         found = estimate(own, options, None if truth is None else truth[rows])
         noise_var[rows] = found.noise_var
-        told.append(found.diagnostics)
-    worst = {key: (min if key == "converged" else max)(one[key] for one in told) for key in told[0]}
-    return Estimate(noise_var, worst)
+        for key, value in found.diagnostics.items():
+            told.setdefault(key, []).append(value)
+    return Estimate(noise_var, {key: (min if key == "converged" else max)(own) for key, own in told.items()})
 
 
 @dataclass(frozen=True)

@@ -297,6 +297,7 @@ def test_what_strategies_tell_is_reported_and_kept(make_loop):
     [
         ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is told already"),
         ([{"weight": 1.0}], "'weight', which is told already"),
+        ([{"epsilon": torch.zeros(4)}], "'epsilon', which is told already"),
         ([{"mood": torch.ones(3)}], r"'mood' of \(3,\), not one a client"),
     ],
 )

@@ -21,7 +21,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.published import EPSILONS
 from dpfl_lightning.strategies.epsilon_weighted import EpsilonWeighted
-from dpfl_lightning.strategies.noise_aware import NoiseAware, judged_groups
+from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups
 from dpfl_lightning.strategies.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.strategies.noise_weights import weights
 from dpfl_lightning.strategies.robust_pca import PRESETS
@@ -434,6 +434,17 @@ def test_clients_that_were_judged_apart_are_not_mixed_later(make_loop):
     callbacks = [NoiseAware("raw_norm", reestimate_every=2), Regroup(), seen]
     many(make_loop, 18, callbacks, rounds=5).run()
     assert kept(seen) == [True, False, True, False, True]
+
+
+def test_of_several_groups_the_worst_is_told():
+    deltas = torch.cat([some_deltas(9, 200), some_deltas(9, 200, seed=1)])
+    options = EstimatorOptions()
+    apart = estimate_by_group(deltas, (0,) * 9 + (1,) * 9, options)
+    one, two = (estimate(part, options) for part in (deltas[:9], deltas[9:]))
+    torch.testing.assert_close(apart.noise_var, torch.cat([one.noise_var, two.noise_var]))
+    assert apart.diagnostics["iterations"] == max(one.diagnostics["iterations"], two.diagnostics["iterations"])
+    deltas[9:16] = math.nan  # two are left, by their lengths, and have nothing to tell
+    assert estimate_by_group(deltas, (0,) * 9 + (1,) * 9, options).diagnostics == one.diagnostics
 
 
 def test_judged_apart_where_every_model_has_enough():
