@@ -18,7 +18,6 @@ from dpfl_lightning.federated.state import RoundPlan, View
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
 
-
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
 
 
