@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
+from torch import Tensor
 
 from dpfl_lightning.federated.state import RunResult
 
@@ -23,20 +26,37 @@ def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | N
     if len(values) <= MOST_CLIENTS:
         return {f"{name}/{client:02}": value for client, value in enumerate(values)}
     known = [value for value in values if value is not None]
-    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) for how in (min, fmean, max)}
+    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) if known else None for how in (min, fmean, max)}
+
+
+def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]:
+    """The curves of what strategies tell: `strategy/name` for a number, and for what each client has as `per_client`.
+
+    >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
+    {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
+    """
+    curves: dict[str, float | None] = {}
+    for name, value in told.items():
+        if isinstance(value, Tensor):
+            curves |= per_client(f"per_client_{name}", [None if math.isnan(one) else one for one in value.tolist()])
+        else:
+            curves[f"strategy/{name}"] = value
+    return curves
 
 
 def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) -> dict[str, Figure]:
-    """Name -> figure, of those curves that have data.
+    """Name -> figure, of those that have data.
 
     Args:
         history: metric name -> {round: value}, as logged.
-        result: for budgets and final accuracies.
+        result: for budgets, final accuracies, and what strategies told of the last round.
     """
     drawn = {
         "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
         "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
         "accuracy_over_budget": _budget_figure(result),
+        "weights": _weights_figure(result),
+        "noise_estimated": _noise_figure(result),
     }
     for name in ("epsilon_over_rounds", "accuracy_over_budget"):
         if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
@@ -112,6 +132,67 @@ def _budget_figure(result: RunResult) -> Figure | None:
     return figure
 
 
+def _weights_figure(result: RunResult) -> Figure | None:
+    """Of the last round, least noise first; nothing where all weigh the same."""
+    known = _told_of_clients(result, "weight")
+    if not known or max(known.values()) <= 1.001 * min(known.values()):
+        return None
+    order = sorted(known, key=lambda client: (result.clients[client]["noise_std"], client))
+    figure, axes = _axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
+    axes.grid(visible=False, axis="x")
+    if len(order) > MOST_CLIENTS:
+        axes.stairs([known[client] for client in order], fill=True)
+        return figure
+    models = sorted({result.clients[client]["model"] for client in order})
+    for model in models:
+        places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
+        axes.bar(places, [known[order[place]] for place in places], label=f"model {model}")
+    axes.set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8 if len(order) <= 40 else 4)
+    if len(models) > 1:
+        axes.legend()
+    else:
+        equal = axes.axhline(1 / len(order), color="gray", linewidth=1, linestyle="--")
+        axes.legend([equal], ["all weigh the same"])
+    return figure
+
+
+def _noise_figure(result: RunResult) -> Figure | None:
+    """What a strategy took each client's noise for, against what its mechanism says."""
+    estimated = _told_of_clients(result, "estimated_noise_std")
+    true = {client: result.clients[client]["noise_std"] for client in estimated}
+    clients = sorted((one for one in true if estimated[one] > 0 and true[one] > 0), key=true.__getitem__)
+    if not clients:
+        return None
+    figure, axes = _axes("Noise in each client's update: estimated against true", "true", "estimated")
+    figure.set_size_inches(6.5, 6.5)
+    x, y = [true[client] for client in clients], [estimated[client] for client in clients]
+    weights = _told_of_clients(result, "weight")
+    sizes = [20 + 1500 * weights.get(client, 0.0) for client in clients]  # square points
+    axes.scatter(x, y, s=sizes, alpha=0.4, linewidth=0.8, edgecolor="black", zorder=3)
+    ends = [0.75 * min(x + y), 1.35 * max(x + y)]
+    axes.plot(ends, ends, color="gray", linewidth=1, linestyle="--", zorder=1)
+    for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # on both sides, by turns
+        away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
+        how = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
+        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **how)
+    ratios = [one / other for one, other in zip(y, x, strict=True)]
+    words = (
+        "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
+        f"median {median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
+    )
+    axes.annotate(words, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color="dimgray")
+    for which in ("x", "y"):
+        _log_scale(axes, which)
+    axes.set(xlim=ends, ylim=ends)
+    return figure
+
+
+def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:
+    """Client -> what was told of it in the last round."""
+    values = result.told.get(name)
+    return {client: one for client, one in enumerate(values) if one is not None} if isinstance(values, list) else {}
+
+
 def _names(num_clients: int) -> list[str]:
     """The last part of `per_client`'s names."""
     return [name.partition("/")[2] for name in per_client("", [0.0] * num_clients)]
@@ -128,4 +209,7 @@ def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
 def _log_scale(axes: Any, which: str) -> None:
     """With plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
-    getattr(axes, f"{which}axis").set_major_formatter("{x:g}")
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # less than a decade would have one at most
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")

@@ -61,12 +61,15 @@ class ClientOptions:
         batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's.
         local_epochs: passes over the own records in a round, >= 1.
         learning_rate: of local SGD, > 0.
+        reported_epsilon: budgets that clients claim to the server's strategies, > 0, named as privacy.epsilon's;
+            null is the truth. Noise, ledger and guarantees follow the true ones, whatever is claimed.
     """
 
     count: int = 20
     batch_size: PerClientInt = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
+    reported_epsilon: PerClientFloat | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,8 @@ class Options:
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
         strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, minimum_epsilon, pfa; and fedprox (pull); or your own by package.module.Class.
+            epsilon_weighted, minimum_epsilon, noise_aware, pfa; and fedprox (pull); or your own by
+            package.module.Class.
         engine: see EngineOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.
@@ -249,6 +253,7 @@ _PER_CLIENT: dict[str, type[int] | type[float]] = {
     "clients.batch_size": int,
     "clients.local_epochs": int,
     "clients.learning_rate": float,
+    "clients.reported_epsilon": float,
     "privacy.epsilon": float,
     "privacy.delta": float,
     "privacy.clip_norm": float,

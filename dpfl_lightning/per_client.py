@@ -181,9 +181,11 @@ def _budgets(dist: str) -> Callable[..., list]:
 
 _ANYWHERE: dict[str, Callable[..., list]] = {"uniform": _uniform, "choice": _choice, "normal": _normal}
 # Names that make sense for one option only, by the last part of its key.
+_DISTS: dict[str, Callable[..., list]] = {dist: _budgets(dist) for dist in sorted(EPSILONS)}
 _ONLY_FOR: dict[str, dict[str, Callable[..., list]]] = {
     "batch_size": {"published": _published_batch_sizes},
-    "epsilon": {dist: _budgets(dist) for dist in sorted(EPSILONS)},
+    "epsilon": _DISTS,
+    "reported_epsilon": _DISTS,
 }
 
 

@@ -16,6 +16,7 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
     float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
     str: ("a word", lambda value: isinstance(value, str)),
+    int | None: ("a whole number or null", lambda value: value is None or _KINDS[int][1](value)),
     Sequence[int]: (
         "a list of whole numbers",
         lambda value: isinstance(value, Sequence) and all(map(_KINDS[int][1], value)),
@@ -47,7 +48,7 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     """
     require(name in known, f"{key}.name", f"be one of {', '.join(known)}", name, nearest(name, known))
     allowed = dict(list(inspect.signature(known[name]).parameters.items())[len(args) :])
-    kinds = typing.get_type_hints(known[name])
+    kinds = typing.get_type_hints(known[name].__init__ if isinstance(known[name], type) else known[name])
     takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
         must, advice = f"be an option of {name} ({takes})", nearest(option, allowed)

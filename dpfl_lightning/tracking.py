@@ -27,8 +27,9 @@ import dpfl_lightning
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.gradient_counts import Diagnostics
+from dpfl_lightning.federated.report import accuracy_over_clients
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
-from dpfl_lightning.figures import figures, per_client
+from dpfl_lightning.figures import figures, of_strategies, per_client
 from dpfl_lightning.privacy.events import GaussianEvent
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
@@ -376,6 +377,7 @@ def _round_values(report: RoundReport) -> dict[str, float | None]:
     overall = {
         "test_accuracy": report.test_accuracy,
         "test_loss": report.test_loss,
+        **accuracy_over_clients(accuracies),
         "epsilon_max": max(report.epsilon_spent),
         "epsilon_mean": fmean(report.epsilon_spent),
         "records_per_second": report.records / max(report.seconds, 1e-9),
@@ -386,6 +388,7 @@ def _round_values(report: RoundReport) -> dict[str, float | None]:
         **per_client("per_client_epsilon", report.epsilon_spent),
         **(per_client("per_client_accuracy", accuracies) if measured else {}),
         **_diagnosed(report.diagnostics),
+        **of_strategies(report.told),
     }
 
 
@@ -402,6 +405,9 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     return {
         "test_accuracy": result.test_accuracy,
         "test_loss": result.test_loss,
+        "accuracy_mean": result.accuracy_mean,
+        "accuracy_std": result.accuracy_std,
+        "accuracy_worst": result.accuracy_worst,
         "epsilon_max": None if None in spent else max(spent),
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,

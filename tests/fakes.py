@@ -79,6 +79,8 @@ def a_result(view: View, **told) -> RunResult:
             "epsilon_budget": budget if math.isfinite(budget) else None,
             "delta": 1e-3,
             "noise_multiplier": view.schedule.clients[client].planned[0].event.noise_multiplier,
+            "noise_std": 0.01 * (client + 1),
+            "model": 0,
             "batch_size": 10,
             "num_records": view.facts.num_records[client],
             "steps": 100,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from fakes import a_report, a_result, a_view
 
 from dpfl_lightning.errors import UserError
@@ -85,7 +87,9 @@ def test_a_finished_run(store, experiment, folder):
     }
     options["tracking"] = {"uri": "http://me:hunter2@host"}
     view = a_view(folder, options=options)
-    play(Tracking(experiment, uri=store), view, range(1, 11))
+    told = {"weight": [0.7, 0.2, 0.1], "estimated_noise_std": [0.011, 0.02, None]}
+    result = a_result(view, told=told, accuracy_mean=0.501, accuracy_std=0.001 * math.sqrt(2 / 3), accuracy_worst=0.5)
+    play(Tracking(experiment, uri=store), view, range(1, 11), result)
     client, run = only_run(store, experiment)
     assert run.info.status == "FINISHED" and run.info.run_name == "run1"
 
@@ -109,14 +113,18 @@ def test_a_finished_run(store, experiment, folder):
     for client_metric in ("per_client_epsilon/00", "per_client_epsilon/02", "per_client_accuracy/01"):
         assert steps_of(client, run, client_metric) == list(range(1, 11))
     assert run.data.metrics["overall/epsilon_max"] == pytest.approx(3.0)
+    fair = {"accuracy_mean": 0.501, "accuracy_std": 0.001 * math.sqrt(2 / 3), "accuracy_worst": 0.5}
+    for metric, value in fair.items():
+        assert run.data.metrics[f"overall/{metric}"] == pytest.approx(value), "of round 10"
+        assert run.data.metrics[metric] == pytest.approx(value)
     assert run.data.metrics["test_accuracy"] == 0.5 and run.data.metrics["wall_seconds"] == 61.0
 
     runs = {"ledger.jsonl", "ledger.head", "result.json", "guarantees.json", "guarantee.html", "model.pt"}
     top = runs | {"options.yaml", "figures"}
     assert files_of(client, run) == top
     assert json.loads(tags["ledger_head"]) == a_result(view).ledger
-    figure_names = {"accuracy_over_rounds.png", "epsilon_over_rounds.png", "accuracy_over_budget.png"}
-    assert files_of(client, run, "figures") == {f"figures/{name}" for name in figure_names}
+    figure_names = {"accuracy_over_rounds", "epsilon_over_rounds", "accuracy_over_budget", "weights", "noise_estimated"}
+    assert files_of(client, run, "figures") == {f"figures/{name}.png" for name in figure_names}
 
 
 def test_the_noise_key_never_leaves(store, experiment, folder):
@@ -141,7 +149,36 @@ def test_one_write_a_round(store, experiment, folder, monkeypatch):
     for round in (1, 2, 3):
         tracking._send_at = 0.0  # rounds that take long
         tracking.on_round_end(view, a_report(view, round))
-    assert [len(write["metrics"]) for write in writes] == [6 + 3 + 3] * 3
+    assert [len(write["metrics"]) for write in writes] == [9 + 3 + 3] * 3
+
+
+def test_what_strategies_tell_goes_into_the_same_write(store, experiment, folder, monkeypatch):
+    tracking, view = Tracking(experiment, uri=store), a_view(folder)
+    tracking.on_run_start(view)
+    writes = []
+    real = tracking._client.log_batch
+    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
+    told = {"weight": torch.tensor([0.25, math.nan, 0.75]), "effective_clients": 1.6}
+    tracking.on_round_end(view, a_report(view, 1, told=told))
+    assert len(writes) == 1
+    _, run = only_run(store, experiment)
+    assert run.data.metrics["strategy/effective_clients"] == 1.6
+    weights = {name: value for name, value in run.data.metrics.items() if name.startswith("per_client_weight")}
+    assert weights == {"per_client_weight/00": 0.25, "per_client_weight/02": 0.75}, "who was absent has no point"
+
+
+def test_of_many_clients_those_that_were_there_are_summed_up(store, experiment, folder):
+    view = a_view(folder, num_clients=101)
+    weight = torch.full((101,), math.nan)
+    weight[[3, 9]] = torch.tensor([0.25, 0.75])
+    tracking = Tracking(experiment, uri=store)
+    tracking.on_run_start(view)
+    tracking.on_round_end(view, a_report(view, 1, told={"weight": weight}))
+    tracking._send_at = 0.0
+    tracking.on_round_end(view, a_report(view, 2, told={"weight": torch.full((101,), math.nan)}))
+    client, run = only_run(store, experiment)
+    assert run.data.metrics["per_client_weight/min"] == 0.25 and run.data.metrics["per_client_weight/mean"] == 0.5
+    assert steps_of(client, run, "per_client_weight/max") == [1], "nobody was there in round 2"
 
 
 def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, monkeypatch):
@@ -350,7 +387,55 @@ def test_where_runs_are_tracked(monkeypatch, tmp_path):
 def test_clients_with_one_curve_share_its_label():
     history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
     clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
-    result = type("Result", (), {"clients": clients, "guarantee": "(1, 0.1)-differential privacy per record."})
+    result = type(
+        "Result", (), {"clients": clients, "guarantee": "(1, 0.1)-differential privacy per record.", "told": {}}
+    )
     (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
     assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
     assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"
+
+
+def drawn(view, **told):
+    return figures(lambda metric: {}, a_result(view, told=told))
+
+
+def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
+    figure = drawn(a_view(tmp_path), weight=[0.7, None, 0.1], estimated_noise_std=[0.011, 0.02, None])[
+        "noise_estimated"
+    ]
+    axes = figure.axes[0]
+    assert axes.collections[0].get_offsets().tolist() == [[0.01, 0.011], [0.02, 0.02]]
+    heavy, light = axes.collections[0].get_sizes()
+    assert heavy > light and axes.get_xlim() == axes.get_ylim()
+    words = [text.get_text() for text in axes.texts]
+    assert words[:2] == ["00", "01"] and "median 1.05, from 1 to 1.1" in words[2]
+
+
+def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
+    view = a_view(tmp_path)
+    figure = drawn(view, weight=[0.2, 0.7, 0.1])["weights"]
+    assert [round(bar.get_height(), 6) for bar in figure.axes[0].patches] == [0.2, 0.7, 0.1]
+    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["00", "01", "02"]
+    for equal in ([1 / 3] * 3, [None] * 3):
+        assert "weights" not in drawn(view, weight=equal)
+    result = a_result(view, told={"weight": [0.5, 0.2, 1.0]})
+    for own, model in zip(result.clients, (0, 0, 1), strict=True):
+        own["model"] = model
+    (legend,) = [figures(lambda metric: {}, result)["weights"].axes[0].get_legend()]
+    assert [text.get_text() for text in legend.get_texts()] == ["model 0", "model 1"]
+
+
+def test_many_clients_are_drawn_without_their_numbers(tmp_path):
+    view = a_view(tmp_path, num_clients=101)
+    own = [0.01 * (client + 1) for client in range(101)]
+    shown = drawn(view, weight=own, estimated_noise_std=own)
+    assert len(shown["weights"].axes[0].patches) == 1 and len(shown["noise_estimated"].axes[0].texts) == 1
+
+
+def test_an_axis_of_less_than_a_decade_has_numbers(tmp_path):
+    view = a_view(tmp_path)
+    figure = drawn(view, estimated_noise_std=[0.011, 0.02, 0.031])["noise_estimated"]
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_xlim()
+    ticks = [tick for tick in figure.axes[0].xaxis.get_majorticklocs() if low <= tick <= high]
+    assert ticks == pytest.approx([0.01, 0.02])

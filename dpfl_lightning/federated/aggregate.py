@@ -20,8 +20,8 @@ def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpd
     """Every callback's say, multiplied: `[K, C]` in float64, not normalised.
 
     Starts from the one-hot rows of `plan.model_of` (or from a `route` `[K, C]`) and multiplies by every factor
-    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Callbacks that need facts only
-    do not see the deltas.
+    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Only callbacks that `sees` the
+    round's updates are shown them.
     """
     facts_only = dataclasses.replace(updates, deltas=None, total=None)
     num_models, num_clients = len(view.state.models), len(plan.clients)
@@ -29,7 +29,7 @@ def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpd
     product[list(plan.model_of), range(num_clients)] = 1.0
     factors = []
     for callback in callbacks:
-        answer = callback.weigh(updates if callback.needs == "deltas" else facts_only, view)
+        answer = callback.weigh(updates if callback.sees(plan, view) else facts_only, view)
         if answer is not None and callback.role == "route":
             product = answer.to("cpu", torch.float64)
         elif answer is not None:
@@ -48,8 +48,8 @@ def normalised(say: Tensor) -> Tensor:
 
 
 def say_beforehand(callbacks: Sequence[ServerCallback], plan: RoundPlan, view: View) -> Tensor | None:
-    """`say` before anybody has trained, for updates that are streamed; None if a callback reads single ones."""
-    if any(cb.needs == "deltas" or type(cb).combine is not ServerCallback.combine for cb in callbacks):
+    """`say` before anybody has trained, for updates that are streamed; None if a callback sees single ones."""
+    if any(cb.sees(plan, view) or type(cb).combine is not ServerCallback.combine for cb in callbacks):
         return None
     return say(callbacks, plan, ClientUpdates.announced(plan), view)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -29,13 +29,15 @@ class ServerCallback:
     hooks are refused at registration, so a misspelt hook is heard; name helpers with a leading underscore.
 
     Attributes:
-        needs: "facts", or "deltas" if `weigh` must read the updates.
+        needs: "facts", or "deltas" if single updates must be read: in every round, unless `sees` says in which.
         role: of `weigh`: "base" (exactly one in a run), "correction" or "mask" (multiplied in), or "route" (`[K, C]`,
             replaces `model_of` in the aggregation).
+        caveats: what every guarantee of a run with it must say, in words.
     """
 
     needs: Literal["facts", "deltas"] = "facts"
     role: Literal["base", "correction", "mask", "route"] = "correction"
+    caveats: tuple[str, ...] = ()
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""
@@ -44,6 +46,13 @@ class ServerCallback:
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
         return plan
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        """Whether this round's single updates must be kept and shown; they are streamed if nobody sees them.
+
+        Asked when it is settled who takes part, and again when it is known whose updates arrived.
+        """
+        return self.needs == "deltas"
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         """Factors >= 0, `[C]` or `[K, C]`; None is no say."""
@@ -60,6 +69,13 @@ class ServerCallback:
     def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """After the step: re-cluster, warm start; K may change."""
         return state
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        """Values of the round that has just ended, to be charted: numbers, and `[N]` with NaN for absent clients.
+
+        **Privacy** A callback has released and public values only: so has what it tells.
+        """
+        return {}
 
     def deliver(self, state: ServerState, view: View) -> Delivered | None:
         """The models to evaluate and export instead of the server's."""

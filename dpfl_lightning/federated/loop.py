@@ -29,9 +29,15 @@ from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
 from dpfl_lightning.federated.ranks import LostRank, Ranks
-from dpfl_lightning.federated.report import client_rows, summary
+from dpfl_lightning.federated.report import accuracy_over_clients, client_rows, for_json, summary, told
 from dpfl_lightning.federated.run_folder import RunFolder, fingerprints
-from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule, solved
+from dpfl_lightning.federated.settings import (
+    accountant_of,
+    client_settings,
+    default_schedule,
+    reported_epsilons,
+    solved,
+)
 from dpfl_lightning.federated.state import (
     Delivered,
     RoundPlan,
@@ -120,11 +126,13 @@ class FederatedLoop:
         # round -> what was made for it, of the latest such round only
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
-        self.settings = client_settings(population.num_records, clients or ClientOptions(), privacy, seed)
+        self.told: dict[str, float | Tensor] = {}  # of the last round
+        clients = clients or ClientOptions()
+        self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
         self.facts = population.facts(
             batch_size=tuple(own.batch_size for own in self.settings),
-            reported_epsilon=tuple(own.epsilon for own in self.settings),
+            reported_epsilon=reported_epsilons(clients, self.settings, seed),
         )
 
     # -- the run
@@ -170,6 +178,7 @@ class FederatedLoop:
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
+            self.told = told(self.callbacks, self.view(state), plan, weights)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -274,7 +283,7 @@ class FederatedLoop:
                 callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
-        self.training_seconds = saved["training_seconds"]
+        self.training_seconds, self.told = saved["training_seconds"], saved["told"]
         self.saved_at, self.snapshot = time.perf_counter(), saved
         self.info = self._measured_info(first_round=state.round + 1)
         return state
@@ -294,6 +303,7 @@ class FederatedLoop:
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
+            "told": self.told,
             "ended": None,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
@@ -344,6 +354,7 @@ class FederatedLoop:
             test_loss=None if scores is None else scores.test.loss,
             client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
             diagnostics=Diagnostics.of(self.snapshot["engine"]["counts"] - before) if self.unprotected else None,
+            told=self.told,
         )
 
     def _result(
@@ -365,6 +376,8 @@ class FederatedLoop:
             clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
+            told=for_json(self.told),
+            **accuracy_over_clients([] if scores is None else [one.accuracy for one in scores.clients]),
         )
 
     def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
@@ -392,7 +405,8 @@ class FederatedLoop:
     def _caveats(self) -> list[Caveat]:
         given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
         words = [given] if self.folder.noise_key_was_given else []
-        return [Caveat(one) for one in (*words, *self.population.caveats)]
+        of_strategies = [one for callback in self.callbacks for one in callback.caveats]
+        return [Caveat(one) for one in (*words, *self.population.caveats, *of_strategies)]
 
     def _ledger_header(self) -> Header:
         return Header(

@@ -1,15 +1,84 @@
-"""What a run says of its clients at the end."""
+"""What a run says of its clients and its strategies, after a round and at the end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dpfl_lightning.federated.budgets import Budgets
+from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.evaluation import Evaluation
 from dpfl_lightning.federated.settings import ClientSettings
+from dpfl_lightning.federated.state import RoundPlan, View
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
+from dpfl_lightning.privacy.mechanism import Gaussian
+
+_TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
+
+
+def told(
+    callbacks: Sequence[ServerCallback], view: View, plan: RoundPlan, weights: Tensor
+) -> dict[str, float | Tensor]:
+    """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
+
+    Args:
+        view: after the round.
+        plan: of the C clients whose updates arrived.
+        weights: `[K, C]`.
+
+    Returns:
+        Name -> number, or `[N]` float64 with NaN for absent clients. Of the round itself: `weight` (in the model that a
+        client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all).
+
+    **Privacy** Released and public values only.
+    """
+    num_clients = view.facts.num_clients
+    own = torch.full((num_clients,), math.nan, dtype=torch.float64)
+    own[list(plan.clients)] = weights.double().amax(dim=0)
+    squares = weights.square().sum(dim=1)
+    values: dict[str, float | Tensor] = {"weight": own}
+    if bool(squares.any()):
+        values["largest_weight"] = float(weights.max())
+        values["effective_clients"] = float((1 / squares[squares > 0]).sum())
+    for callback in callbacks:
+        for name, value in callback.tell(view).items():
+            if name in values or name in _TAKEN:
+                raise RuntimeError(f"{type(callback).__name__} tells {name!r}, which is told already: rename it")
+            if isinstance(value, Tensor) and value.shape != (num_clients,):
+                raise RuntimeError(
+                    f"{type(callback).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
+                )
+            values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
+    return values
+
+
+def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
+    """The same with lists, and None where there is no number: JSON has neither infinity nor NaN.
+
+    >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
+    {'converged': 1.0, 'weight': [0.5, None]}
+    """
+    return {
+        name: [_finite(one) for one in value.tolist()] if isinstance(value, Tensor) else _finite(value)
+        for name, value in told.items()
+    }
+
+
+def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float]:
+    """How well and how equally clients are served: mean, population standard deviation, worst; nothing if unknown.
+
+    >>> accuracy_over_clients([0.5, None, 0.75])
+    {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5}
+    """
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return {}
+    return {"accuracy_mean": fmean(known), "accuracy_std": pstdev(known), "accuracy_worst": min(known)}
 
 
 def client_rows(
@@ -27,6 +96,7 @@ def client_rows(
             "epsilon_budget": _finite(own.epsilon),
             "delta": own.delta,
             "noise_multiplier": budgets.noise_multiplier(client),
+            "noise_std": _noise_std(own, budgets, client),
             "batch_size": own.batch_size,
             "num_records": own.num_records,
             "releases": budgets.releases(client),
@@ -51,6 +121,13 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
-def _finite(epsilon: float) -> float | None:
+def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
+    """Of one update of the client's most frequent release, per parameter."""
+    event, noise = budgets.schedule.clients[client].main, budgets.noise_multiplier(client)
+    mechanism = Gaussian(own.clip_norm, noise, event.sample_rate, event.sample_rate * own.num_records)
+    return mechanism.noise_std(event.steps, own.learning_rate)
+
+
+def _finite(value: float) -> float | None:
     """JSON has no infinity: None is "no bound"."""
-    return epsilon if math.isfinite(epsilon) else None
+    return value if math.isfinite(value) else None

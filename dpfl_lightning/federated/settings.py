@@ -83,6 +83,13 @@ def client_settings(
     return settings
 
 
+def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings], seed: int) -> tuple[float, ...]:
+    """What each client claims its budget to be: the truth, unless `clients.reported_epsilon` says otherwise."""
+    if clients.reported_epsilon is None:
+        return tuple(own.epsilon for own in settings)
+    return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
+
+
 def _check(settings: Sequence[ClientSettings], private: bool) -> None:
     """What `resolve` cannot see: values against the client's own number of records."""
     for client, own in enumerate(settings):

@@ -117,10 +117,11 @@ class ClientUpdates:
         clients: length C.
         steps: local steps behind each release.
         noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
-        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks with
-            `needs = "facts"`, and where updates were streamed.
-        total: their weighted sum instead, if nobody reads single updates.
+        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks that do not see
+            them in this round, and where updates were streamed.
+        total: their weighted sum instead, if nobody sees single updates.
         lost: clients whose release was not finite; in none of the above.
+        model_of: row of the server's models each client started from.
     """
 
     clients: tuple[int, ...]
@@ -129,19 +130,20 @@ class ClientUpdates:
     deltas: Tensor | None = None
     total: WeightedSum | None = field(default=None, repr=False)
     lost: tuple[int, ...] = ()
+    model_of: tuple[int, ...] = ()
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
         """What is known of a plan's updates before they come."""
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
         noise_std = tuple(mechanism.noise_std(steps, rate) for mechanism, steps, rate in rows)
-        return cls(plan.clients, plan.steps, noise_std)
+        return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of)
 
     @property
     def released(self) -> Tensor:
-        """`deltas`, for who declared `needs = "deltas"`."""
+        """`deltas`, for who sees them."""
         if self.deltas is None:
-            raise RuntimeError('this callback reads updates: set `needs = "deltas"` on it')
+            raise RuntimeError('this callback reads updates: set `needs = "deltas"` on it, or let `sees` say when')
         return self.deltas
 
 
@@ -240,6 +242,7 @@ class RoundReport:
         epsilon_spent: length N, live values from the schedule.
         weights: `[K, C]` of `clients`.
         diagnostics: with `privacy.diagnostics` only, which voids the guarantee.
+        told: what strategies told of the round, see `report.told`: numbers, and `[N]` with NaN for absent clients.
     """
 
     round: int
@@ -253,6 +256,7 @@ class RoundReport:
     test_loss: float | None = None
     client_accuracy: tuple[float | None, ...] | None = None
     diagnostics: Diagnostics | None = None
+    told: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -268,7 +272,12 @@ class RunResult:
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, batch_size, num_records, releases, steps, accuracy in [0, 1].
+            noise_multiplier, noise_std (of each parameter in one round's update), batch_size,
+            num_records, releases, steps, accuracy in [0, 1].
+        accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.
+        accuracy_std: over clients (population standard deviation): how unequally the model serves them.
+        accuracy_worst: of the client it serves worst.
+        told: what strategies told of the last round, ready for JSON: numbers, and lists of one value a client.
     """
 
     output_dir: str
@@ -284,6 +293,10 @@ class RunResult:
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None
+    accuracy_mean: float | None = None
+    accuracy_std: float | None = None
+    accuracy_worst: float | None = None
+    told: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -58,6 +58,8 @@ class Gaussian:
 
     def noise_std(self, steps: int, learning_rate: float) -> float:
         """Per-coordinate standard deviation of the noise in `steps` plain SGD steps (their feedback neglected)."""
+        if self.noise_multiplier == 0:  # also where the clip norm is infinite
+            return 0.0
         return learning_rate * self.clip_norm * self.noise_multiplier / self.expected_batch_size * steps**0.5
 
 

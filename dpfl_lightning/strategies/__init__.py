@@ -16,6 +16,7 @@ STRATEGIES = {
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
+    "noise_aware": ("noise_aware", "NoiseAware"),
     "pfa": ("pfa", "Pfa"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
     "uniform": ("uniform", "Uniform"),

@@ -25,7 +25,7 @@ def in_company(name):
 def some_updates(order):
     deltas = torch.randn(4, 83, generator=torch.Generator().manual_seed(0))
     order = list(order)
-    return ClientUpdates(tuple(order), deltas[order], (3,) * 4, (0.1,) * 4)
+    return ClientUpdates(tuple(order), steps=(3,) * 4, noise_std=(0.1,) * 4, deltas=deltas[order], model_of=(0,) * 4)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -117,6 +117,7 @@ def test_epsilon_weights_need_budgets(make_loop):
         ({"size_wieghted": {}}, "Did you mean `size_weighted`"),
         ({"fedprox": {"pul": 1}}, r"strategies\.fedprox\.pul.*Did you mean `pull`"),
         ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
+        ({"fedprox": {"pull": "much"}}, r"strategies\.fedprox\.pull.* a number, got 'much'"),
         ({"no.such.Strategy": {}}, "importable"),
         ({"collections.OrderedDict": {}}, "ServerCallback"),
     ],

@@ -144,8 +144,8 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop.run()
 
     def one_round(before, after, last):
-        verbs = [("stop", before), ("plan_round", before), ("TRAIN", after)]
-        verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "state_dict", "deliver")]
+        verbs = [("stop", before), ("plan_round", before), ("sees", after), ("TRAIN", after), ("sees", after)]
+        verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "tell", "state_dict", "deliver")]
         return [*verbs, ("on_round_end", after)]
 
     expected = [
@@ -244,6 +244,93 @@ def test_updates_are_streamed_unless_somebody_reads_them(make_loop):
     streamed, kept = watched(), watched(callbacks=[ReadsUpdates()])
     assert [updates.deltas is None for updates in seen] == [True, True, False, False]
     assert torch.equal(streamed, kept)
+
+
+class Sees(ServerCallback):
+    """Reads single updates in even rounds; client 1 is absent in round 3."""
+
+    def plan_round(self, plan, view):
+        return plan.only(lambda client: client != 1 or view.round != 3)
+
+    def sees(self, plan, view):
+        return plan.round % 2 == 0
+
+    def weigh(self, updates, view):
+        self.seen = [*getattr(self, "seen", []), updates.deltas is not None]
+
+
+def test_a_strategy_says_in_which_rounds_it_sees_updates(make_loop):
+    own = Sees()
+    make_loop(callbacks=[own], rounds=4).run()
+    assert own.seen == [False, True, False, True]
+
+
+class Tells(ServerCallback):
+    def __init__(self, told):
+        self._told = told
+
+    def tell(self, view):
+        return self._told
+
+
+def test_what_strategies_tell_is_reported_and_kept(make_loop):
+    reports = []
+    of_clients = torch.tensor([1.0, 2.0, float("nan"), 4.0])
+    callbacks = [Sees(), Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)]
+    loop = make_loop(callbacks=callbacks, rounds=3)
+    result = loop.run()
+    sizes = torch.tensor(loop.population.num_records, dtype=torch.float64)
+    torch.testing.assert_close(reports[0].told["weight"], sizes / sizes.sum())
+    told = reports[2].told
+    assert told["weight"].isnan().tolist() == [False, True, False, False] and told["mood"] == 3.0
+    own = told["weight"][[0, 2, 3]]
+    assert told["largest_weight"] == float(own.max())
+    assert told["effective_clients"] == pytest.approx(float(1 / own.square().sum()))
+    assert result.told["height"] == [1.0, 2.0, None, 4.0] and result.told["weight"][1] is None
+    assert json.loads((loop.output_dir / "result.json").read_text())["told"] == result.told
+    again = make_loop(callbacks=[Sees()], rounds=3, output_dir=loop.output_dir)
+    assert again.run(resume=True).told == result.told
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is told already"),
+        ([{"weight": 1.0}], "'weight', which is told already"),
+        ([{"epsilon": torch.zeros(4)}], "'epsilon', which is told already"),
+        ([{"mood": torch.ones(3)}], r"'mood' of \(3,\), not one a client"),
+    ],
+)
+def test_what_cannot_be_told(told, words, make_loop):
+    with pytest.raises(RuntimeError, match=words):
+        make_loop(callbacks=[Tells(one) for one in told], rounds=1).run()
+
+
+def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
+    own = type("Odd", (ServerCallback,), {"caveats": ("a toy",)})()
+    loop = make_loop(callbacks=[own], rounds=1)
+    result = loop.run()
+    assert "Caveat: a toy." in result.guarantee
+    assert all(one.caveats[-1] == "a toy" for one in loop.budgets.guarantees())
+
+
+def test_how_unequally_clients_are_served(make_loop):
+    loop = make_loop(rounds=2)
+    result = loop.run()
+    accuracies = torch.tensor([client["accuracy"] for client in result.clients], dtype=torch.float64)
+    assert result.accuracy_mean == pytest.approx(float(accuracies.mean()))
+    assert result.accuracy_std == pytest.approx(float(accuracies.std(correction=0)))
+    assert result.accuracy_worst == float(accuracies.min())
+    assert json.loads((loop.output_dir / "result.json").read_text())["accuracy_worst"] == result.accuracy_worst
+
+
+def test_noise_of_an_update_is_that_of_its_mechanism(make_loop):
+    loop = make_loop(rounds=1)
+    result = loop.run()
+    plan = loop.view(loop.state).plan()
+    stds = [m.noise_std(steps, 0.3) for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)]
+    assert [client["noise_std"] for client in result.clients] == pytest.approx(stds)
+    assert all(client["noise_std"] == 0 for client in make_loop(privacy=None, rounds=1).run().clients)
 
 
 @pytest.mark.parametrize(

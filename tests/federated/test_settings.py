@@ -7,7 +7,12 @@ import math
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.settings import accountant_of, client_settings, default_schedule
+from dpfl_lightning.federated.settings import (
+    accountant_of,
+    client_settings,
+    default_schedule,
+    reported_epsilons,
+)
 from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 
@@ -25,6 +30,23 @@ def test_each_client_has_its_own():
 def test_without_privacy_nothing_is_clipped_or_noised():
     (own,) = client_settings((50,), ClientOptions(batch_size=50), None, seed=0)
     assert (own.noise_multiplier, own.clip_norm, own.epsilon, own.sample_rate) == (0.0, math.inf, math.inf, 1.0)
+
+
+def test_claims_are_the_truth_unless_they_are_said_to_be_false():
+    privacy = PrivacyOptions(epsilon=[1.0, 4.0])
+
+    def claimed(value):
+        clients = ClientOptions(count=2, reported_epsilon=value)
+        settings = client_settings((95, 300), clients, privacy, seed=0)
+        assert [own.epsilon for own in settings] == [1.0, 4.0]
+        return reported_epsilons(clients, settings, seed=0)
+
+    assert claimed(None) == (1.0, 4.0) and claimed([9, 4]) == (9.0, 4.0) and claimed(3.0) == (3.0, 3.0)
+    spread = {"name": "dist7", "source": "sampled"}
+    assert all(0.2 <= claim <= 1.0 for claim in claimed(spread))
+    for wrong in ([1.0], [0.0, 1.0], "high"):
+        with pytest.raises(UserError, match=r"`clients\.reported_epsilon` must"):
+            claimed(wrong)
 
 
 def test_neither_budget_nor_noise_is_refused():

@@ -460,6 +460,18 @@ def test_one_record_moves_one_row_by_at_most_the_clip_norm(clip_norm, scale):
         assert moved.sum() - moved[LABELS[-1]] <= 1e-9 * clip_norm
 
 
+@pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0])
+def test_a_clipped_gradient_has_its_direction_and_at_most_the_clip_norm(engine, net, quantile):
+    params, each = params_of(net), torch.arange(7)
+    free = engine(net)(params, IMAGES.double(), LABELS, math.inf, each, 7)
+    norms = free.norm(dim=1)
+    clip_norm = float(norms.quantile(quantile)) * (0.9 if quantile == 0 else 1.1 if quantile == 1 else 1.0)
+    clipped = engine(net)(params, IMAGES.double(), LABELS, clip_norm, each, 7)
+    assert int((norms > clip_norm).sum()) == {0.0: 7, 0.5: 3, 1.0: 0}[quantile]
+    torch.testing.assert_close(clipped, free * (clip_norm / norms).clamp_max(1)[:, None], rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(clipped.norm(dim=1), norms.clamp_max(clip_norm), rtol=1e-6, atol=0)
+
+
 def test_groups_split_the_sum(engine, net):
     params = params_of(net)
     group = torch.tensor([4, 0, 4, 1, 1, 0, 4])

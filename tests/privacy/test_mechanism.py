@@ -21,6 +21,7 @@ def rng(seed=0):
 def test_the_divisor_is_the_expected_batch_size():
     mechanism = Gaussian(math.inf, 0.0, 0.1, 25.0)
     assert torch.equal(mechanism.privatise(torch.full((1, 3), 50.0), rng()), torch.full((1, 3), 2.0))
+    assert mechanism.noise_std(steps=4, learning_rate=0.5) == 0, "no noise, though nothing is clipped"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

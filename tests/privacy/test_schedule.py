@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -9,11 +10,13 @@ import time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import paper_noise_multipliers
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count, affordable_counts, calibrate
+from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 
@@ -45,6 +48,40 @@ def test_noise_aware_table(epsilon, small_batch, large_batch):
     """Last column of the noise-aware paper's table; its sparse orders are up to 0.5 % above ours."""
     assert solve(one_phase(epsilon, 16 / 2400, 30000)) == pytest.approx(small_batch, rel=5e-3)
     assert solve(one_phase(epsilon, 128 / 2400, 3750)) == pytest.approx(large_batch, rel=5e-3)
+
+
+def test_noise_grows_with_the_rate_and_falls_with_epsilon_and_delta():
+    """2,400 records, 200 rounds of one epoch: twice the rate asks for a little less than sqrt(2) times the noise."""
+    rates = [0.005 * 2**k for k in range(6)]
+
+    def noise(rate, epsilon=1.0, delta=1e-4):
+        return solve(one_phase(epsilon, rate, round(200 / rate), delta))
+
+    for epsilon in (0.5, 1.0, 2.0, 5.0):
+        column = [noise(rate, epsilon) for rate in rates]
+        ratios = [more / less for less, more in itertools.pairwise(column)]
+        assert all(1 < ratio < 1.45 for ratio in ratios) and (epsilon > 2 or min(ratios) > 1.3)
+    by_epsilon = [noise(0.02, epsilon) for epsilon in (0.3, 1.0, 3.0)]
+    by_delta = [noise(0.02, delta=delta) for delta in (1e-6, 1e-5, 1e-4)]
+    assert by_epsilon == sorted(by_epsilon, reverse=True) and by_delta == sorted(by_delta, reverse=True)
+    assert len({*by_epsilon, *by_delta}) == 5
+
+
+def test_noise_of_the_published_lists_keeps_their_budgets_and_the_papers_does_not():
+    """Real rates and steps: the paper's noise, of steps not rounded up and two decimals, overspends some budgets."""
+    judge, batches = get_accountant("paper_ma"), BATCH_SIZES[20]
+    steps = [200 * math.ceil(2400 / batch) for batch in batches]
+    plans = zip(EPSILONS["dist1"][20], batches, steps, strict=True)
+    ours = calibrate([one_phase(epsilon, batch / 2400, count) for epsilon, batch, count in plans], judge)
+    theirs = paper_noise_multipliers(EPSILONS["dist1"][20], batches, 2400)
+
+    def overspends(noise):
+        rows = zip(EPSILONS["dist1"][20], batches, noise, steps, strict=True)
+        spent = [(epsilon, judge.epsilon([GaussianEvent(b / 2400, z, t)], 1e-4)) for epsilon, b, z, t in rows]
+        return sum(found > epsilon + 1e-6 for epsilon, found in spent)
+
+    assert overspends([own.noise_multiplier("train") for own in ours]) == 0
+    assert overspends(theirs.tolist()) > 5
 
 
 @pytest.mark.parametrize(

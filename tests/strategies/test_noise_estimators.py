@@ -251,6 +251,10 @@ def test_variance_of_a_batch_of_clipped_gradients(sample_rate):
     assert batches.var(axis=0).sum() == pytest.approx(expected, rel=0.03)
     other = clipped_sampling_var(3.0, 40, mean_norm, None if sample_rate else 0.1) + 50 * (3 * 0.5 / 40) ** 2
     assert batches.var(axis=0).sum() != pytest.approx(other, rel=0.03), "the two forms could not be told apart"
+    lengths = ((counts @ gradients) ** 2).sum(axis=1).mean()  # Eq. 12: b c^2 + b (b - 1) G^2 of independent draws
+    paired = 40 * 39 if sample_rate is None else 40 * 40
+    alone = 40 * 9 * (1 if sample_rate is None else 0.9)
+    assert lengths == pytest.approx(alone + paired * mean_norm**2, rel=0.03)
 
 
 @pytest.mark.parametrize("curvature", [0.0, 2.0])

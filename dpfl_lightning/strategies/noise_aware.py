@@ -1,0 +1,229 @@
+"""Robust-HDP: weights by how noisy each update is, judged by the updates themselves."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, View
+from dpfl_lightning.strategies.noise_estimators import Estimate, EstimatorOptions, estimate
+from dpfl_lightning.strategies.noise_weights import weights
+from dpfl_lightning.strategies.robust_pca import PRESETS
+
+_KEY = "strategies.noise_aware"
+_ENOUGH = 8  # clients of one model that can be judged among themselves
+_FEW = 3.0  # clients that count, below which the user is told
+_UNLIKE = ("dirichlet", "shards")  # partitions that give clients data of different kinds
+
+
+def judged_groups(model_of: Sequence[int]) -> tuple[int, ...]:
+    """Which clients are judged together, `[C]`: those of one model if every model has 8, else all.
+
+    >>> judged_groups([0] * 8 + [1] * 7) == (0,) * 15, judged_groups([0] * 8 + [1] * 8) == (0,) * 8 + (1,) * 8
+    (True, True)
+    """
+    return tuple(model_of) if min(Counter(model_of).values()) >= _ENOUGH else (0,) * len(model_of)
+
+
+def estimate_by_group(
+    deltas: Tensor, groups: Sequence[int], options: EstimatorOptions, truth: Tensor | None = None
+) -> Estimate:
+    """`estimate` of each group by itself; of the diagnostics the worst.
+
+    Args:
+        deltas: `[C, P]`, released.
+        groups: `[C]`.
+        options: see there.
+        truth: `[C]`, for `oracle`.
+    """
+    noise_var, told = torch.zeros(len(groups), dtype=torch.float64), dict[str, list[float]]()
+    for rows in _rows_of(groups):
+        own = deltas if len(rows) == len(groups) else deltas[rows]
+        found = estimate(own, options, None if truth is None else truth[rows])
+        noise_var[rows] = found.noise_var
+        for key, value in found.diagnostics.items():
+            told.setdefault(key, []).append(value)
+    return Estimate(noise_var, {key: (min if key == "converged" else max)(own) for key, own in told.items()})
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The last estimate: `[N]` each.
+
+    Args:
+        round: it was made in.
+        noise_var: float64, of one parameter; NaN: the client was not in it.
+        steps: int64, behind the update; 0: the client was not in it.
+        group: int64, that the client was judged in.
+    """
+
+    round: int
+    noise_var: Tensor
+    steps: Tensor
+    group: Tensor
+
+    TENSORS: ClassVar = ("noise_var", "steps", "group")
+
+
+class NoiseAware(ServerCallback):
+    """Robust-HDP: `w_i ~ 1 / v_i`, or `w_i ~ steps_i / v_i`, with v the estimated noise variances of the updates.
+
+    For clients whose budgets or batch sizes differ and whose data are alike. With equal noise size_weighted is as
+    good; with data of different kinds beside different batch sizes the few quietest clients decide what is learned.
+
+    Args:
+        estimator: `rpca` (robust PCA, the paper's), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle`: the true
+            variances, for simulations.
+        objective: `max_snr`, the best ratio of signal to noise if every local step brings as much signal; or
+            `min_variance`, the least noise, which starves clients of many small steps (the paper's).
+        reestimate_every: rounds from one estimate to the next, >= 1; 0 or `first_round` keeps the first one.
+        floor: a variance counts as at least this share of the median, >= 0.
+        max_weight: no client weighs more, in (0, 1]; the only bound on a client that sends next to nothing, 0.5 is a
+            safe one. Exact if no other strategy has a say.
+        rows: `rpca`: parameters of one block; null takes all at once.
+        blocks: `rpca`: blocks to average over; null takes all.
+        row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, the paper's).
+        preset: `rpca`: `fast`, `candes` or `release` (the paper's code).
+        rank: `hetero_pca`: directions that clients share, >= 1.
+
+    A round that lies between two estimates keeps no single update. It must hold only clients that were in the last
+    one, after as many local steps and judged together; else the whole round is estimated anew, for the scales of two
+    estimates may differ. Clients of different models are judged apart where every model has 8 of them.
+
+    Reads no claim about budgets, batches or noise, `oracle` apart; `max_snr` counts local steps, which follow from
+    announced numbers of records. Robust to false claims, not to false updates.
+
+    **Privacy** Post-processing of released updates: charges nothing.
+
+    Raises:
+        UserError: an unknown name, or a number out of range.
+
+    Reference: Malekmohammadi et al. (2024), Algorithm 1 (every round) and its code (the first round only). `max_snr`,
+    floor, cap and the other estimators are not in the paper.
+
+    >>> updates = ClientUpdates((0, 1), (10, 10), noise_std=(), deltas=torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
+    >>> estimate_by_group(updates.released, judged_groups([0, 0]), EstimatorOptions()).noise_var
+    tensor([1., 4.], dtype=torch.float64)
+    """
+
+    role = "base"
+    needs = "deltas"
+
+    def __init__(
+        self,
+        estimator: str = "rpca",
+        objective: str = "max_snr",
+        reestimate_every: int | str = 1,
+        floor: float = 1e-6,
+        max_weight: float = 1.0,
+        rows: int | None = 200_000,
+        blocks: int | None = 1,
+        row_choice: str = "random",
+        preset: str = "fast",
+        rank: int = 1,
+    ) -> None:
+        every = 0 if reestimate_every == "first_round" else reestimate_every
+        number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
+        require(number, f"{_KEY}.reestimate_every", "be a number of rounds or `first_round`", reestimate_every)
+        must = f"be one of {', '.join(PRESETS)}"
+        require(preset in PRESETS, f"{_KEY}.preset", must, preset, nearest(preset, PRESETS))
+        self._every, self._rule = int(every), {"objective": objective, "floor": floor, "max_weight": max_weight}
+        try:
+            self._options = EstimatorOptions(estimator, PRESETS[preset], rows, blocks, row_choice, rank)
+            weights(torch.ones(1), [1], **self._rule)  # type: ignore[arg-type]
+        except UserError as error:  # their keys are those of this strategy
+            raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
+        if estimator == "oracle":
+            self.caveats = (
+                "a simulation: strategy noise_aware (oracle) weighs by true noise, which a server could only believe",
+            )
+        self._known: _Known | None = None
+        self._diagnostics: Mapping[str, float] = {}
+        self._warned = False
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        partition = view.run.options.get("data", {}).get("partition", {}).get("name")
+        if partition in _UNLIKE and len(set(view.facts.batch_size)) > 1:
+            warnings.warn(
+                f"strategy noise_aware: data differ between clients (partition {partition}) and so do batch sizes: the "
+                "few clients with the largest batches will decide what is learned. Equal batch sizes are better here.",
+                UserNotice,
+                stacklevel=2,
+            )
+        return schedule
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        known = self._known
+        if known is None or (self._every and view.round >= known.round + self._every):
+            return True
+        if known.steps[list(plan.clients)].tolist() != list(plan.steps):
+            return True
+        groups = [known.group[[plan.clients[row] for row in rows]] for rows in _rows_of(plan.model_of)]
+        return any(len(group.unique()) > 1 for group in groups)
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
+        model_of = updates.model_of or (0,) * len(updates.clients)
+        if updates.deltas is not None or self._known is None:
+            self._known = self._estimated(updates, model_of, view)
+        noise_var = self._known.noise_var[list(updates.clients)]
+        share = torch.zeros_like(noise_var)
+        for rows in _rows_of(model_of):
+            steps = [updates.steps[row] for row in rows]
+            share[rows] = weights(noise_var[rows], steps, **self._rule)  # type: ignore[arg-type]
+            self._warn_of_few(share[rows], [updates.clients[row] for row in rows])
+        return share
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        if self._known is None:
+            return {}
+        age = view.state.round - self._known.round
+        told = {f"{self._options.name}_{key}": value for key, value in self._diagnostics.items() if age == 0}
+        return {"estimated_noise_std": self._known.noise_var.sqrt(), "rounds_since_estimate": age, **told}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._known is None else vars(self._known).copy()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._known = _Known(state["round"], *(state[key].cpu() for key in _Known.TENSORS)) if state else None
+
+    def _estimated(self, updates: ClientUpdates, model_of: Sequence[int], view: View) -> _Known:
+        deltas, clients, count = updates.released.flatten(1), list(updates.clients), view.facts.num_clients
+        width, groups, truth = deltas.shape[1], judged_groups(model_of), None
+        if self._options.name == "oracle":
+            truth = width * torch.tensor(updates.noise_std, dtype=torch.float64) ** 2
+        found = estimate_by_group(deltas, groups, self._options, truth)
+        noise_var = torch.full((count,), torch.nan, dtype=torch.float64)
+        steps, group = torch.zeros(2, count, dtype=torch.long)
+        noise_var[clients] = found.noise_var / width
+        steps[clients], group[clients] = torch.tensor(updates.steps), torch.tensor(groups)
+        self._diagnostics = found.diagnostics
+        return _Known(view.round, noise_var, steps, group)
+
+    def _warn_of_few(self, share: Tensor, clients: Sequence[int]) -> None:
+        effective = float(share.sum() ** 2 / share.square().sum().clamp_min(1e-300))
+        if self._warned or len(clients) <= _FEW or effective >= _FEW:
+            return
+        self._warned = True
+        heaviest = int(share.argmax())
+        warnings.warn(
+            f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {clients[heaviest]} has "
+            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. max_weight bounds it.",
+            UserNotice,
+            stacklevel=2,
+        )
+
+
+def _rows_of(groups: Sequence[int]) -> Iterator[list[int]]:
+    """The rows of each group."""
+    rows: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        rows.setdefault(group, []).append(row)
+    yield from rows.values()
