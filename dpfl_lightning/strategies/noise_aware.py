@@ -106,8 +106,8 @@ class NoiseAware(ServerCallback):
     Raises:
         UserError: an unknown name, or a number out of range.
 
-    Reference: Malekmohammadi et al. (2024), Algorithm 1 (every round) and its code (the first round only). `max_snr`,
-    floor, cap and the other estimators are not in the paper.
+    Reference: Malekmohammadi et al. (2024), Algorithm 1: `objective: min_variance, row_choice: head`; its code has also
+    `reestimate_every: first_round, preset: release`. `max_snr`, floor, cap and other estimators are not in the paper.
 
     >>> updates = ClientUpdates((0, 1), (10, 10), noise_std=(), deltas=torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     >>> estimate_by_group(updates.released, judged_groups([0, 0]), EstimatorOptions()).noise_var

@@ -19,7 +19,7 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.published import EPSILONS
+from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.strategies.epsilon_weighted import EpsilonWeighted
 from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups
 from dpfl_lightning.strategies.noise_estimators import EstimatorOptions, estimate
@@ -416,24 +416,24 @@ def test_in_clusters_weights_are_those_of_each_cluster_by_itself(count, make_loo
 
 
 class Regroup(TwoClusters):
-    """In round 3 client 0 changes its cluster."""
+    """In round 4 client 0 changes its cluster."""
 
     def plan_round(self, plan, view):
         plan = super().plan_round(plan, view)
-        moved = view.round >= 3
-        return dataclasses.replace(plan, model_of=(int(moved), *plan.model_of[1:]))
+        return dataclasses.replace(plan, model_of=(int(view.round >= 4), *plan.model_of[1:]))
 
 
-def test_clients_that_were_judged_apart_are_not_mixed_later(make_loop):
+@pytest.mark.parametrize(
+    ("every", "estimated"),
+    [
+        (0, [True, False, False, False, False]),  # all together in round 1: variances of one estimate serve any cluster
+        (2, [True, False, True, True, False]),  # apart in round 3: client 0 has no variance beside its new company
+    ],
+)
+def test_clients_that_were_judged_apart_are_not_mixed_later(every, estimated, make_loop):
     seen = Seen()
-    callbacks = [NoiseAware("raw_norm", reestimate_every=0), Regroup(), seen]
-    many(make_loop, 18, callbacks, rounds=4).run()
-    # 1: all together. 2: variances of one estimate serve both clusters. 3: still of that one.
-    assert kept(seen) == [True, False, False, False]
-    seen = Seen()
-    callbacks = [NoiseAware("raw_norm", reestimate_every=2), Regroup(), seen]
-    many(make_loop, 18, callbacks, rounds=5).run()
-    assert kept(seen) == [True, False, True, False, True]
+    many(make_loop, 18, [NoiseAware("raw_norm", reestimate_every=every), Regroup(), seen], rounds=5).run()
+    assert kept(seen) == estimated
 
 
 def test_of_several_groups_the_worst_is_told():
@@ -450,6 +450,31 @@ def test_of_several_groups_the_worst_is_told():
 def test_judged_apart_where_every_model_has_enough():
     assert judged_groups((0,) * 9) == (0,) * 9 and judged_groups((3,) * 9) == (3,) * 9
     assert judged_groups((0, 1) * 8) == (0, 1) * 8 and judged_groups((0, 1) * 7) == (0,) * 14
+
+
+# ---- why the default
+
+
+@pytest.mark.parametrize(
+    ("dist", "ratios"),
+    [
+        ("dist1", {"equal": 6759, "min_variance": 7492, "weiavg": 9247, "max_snr": 11729}),
+        ("dist7", {"equal": 464, "weiavg": 878, "min_variance": 971, "max_snr": 1320}),
+    ],
+)
+def test_signal_to_noise_of_the_published_lists(dist, ratios):
+    """In formulas, without training: `(sum w_i E_i)^2 / sum w_i^2 v_i`, each of E_i steps bringing as much signal."""
+    steps = [math.ceil(2400 / batch) for batch in BATCH_SIZES[20]]
+    noise_var, signal = true_noise_var(dist, 1.0, num_params=1), torch.tensor(steps, dtype=torch.float64)
+    share = {
+        "equal": torch.ones(20, dtype=torch.float64),
+        "weiavg": torch.tensor(EPSILONS[dist][20], dtype=torch.float64),
+        "min_variance": weights(noise_var),
+        "max_snr": weights(noise_var, steps, "max_snr"),
+    }
+    found = {name: float((w * signal).sum() ** 2 / (w**2 * noise_var).sum()) for name, w in share.items()}
+    assert found == pytest.approx(ratios, rel=0.01)
+    assert sorted(found, key=found.__getitem__) == list(ratios)
 
 
 # ---- false claims
