@@ -39,14 +39,25 @@ ALLOWED = {
         "strategies",
     },
     "strategies": {"errors", "registry", "privacy", "data", "federated"},
-    "watchers": {"errors", "privacy", "federated"},
+    "watchers": {"errors", "privacy", "federated", "tables"},
     "figures": {"federated"},
     "tables": {"privacy"},
     "ledger_report": {"errors", "privacy", "tables"},
-    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated", "strategies"},
+    "benchmark": {"errors", "options", "privacy", "data", "models", "client", "federated", "strategies", "tables"},
+    "reproduction": {
+        "errors",
+        "config",
+        "options",
+        "published",
+        "privacy",
+        "data",
+        "federated",
+        "strategies",
+        "tables",
+    },
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench"}
+COMMANDS = {"fit", "evaluate", "plan", "bench", "reproduce"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
