@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
 
+#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
+FREE = ("engine", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
+
 
 def load(
     argv: Sequence[str] | None = None,
@@ -69,7 +72,7 @@ def load(
     >>> options.rounds, options.privacy.epsilon, flags.dry
     (5, 2.0, True)
     """
-    overrides, others = _split(sys.argv[1:] if argv is None else argv)
+    overrides, others = split(sys.argv[1:] if argv is None else argv)
     flags = _parse_flags(others, extra, prog, description)
     chosen = config_of(flags) if config_of else None
     twice = bool(flags.config and chosen)
@@ -78,8 +81,8 @@ def load(
     source = _Source()
     if path:
         source.put_all(_read_yaml(path), path, f"in {path}")
-    for key, value in overrides:
-        source.put(key, value, "on the command line")
+    for key, text in overrides:
+        source.put(key, _value(key, text), "on the command line")
     options = source.options()
     if flags.print_config:
         print(to_yaml(options), end="")
@@ -97,6 +100,19 @@ def options_file(folder: str, key: str) -> str:
     if not path.is_file():
         raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/.")
     return str(path)
+
+
+def changed(options: Options, folder: str) -> tuple[str, Any, Any] | None:
+    """The first key in which `options` are not those of the run in `folder`, its value there and here; or None.
+
+    Those of `FREE` may differ.
+
+    Raises:
+        UserError: it is not the folder of a run.
+    """
+    begun, now = to_dict(load(["--config", options_file(folder, "--resume")])[0]), to_dict(options)
+    different = (key for key in begun if begun[key] != now[key] and key not in FREE)
+    return next(((key, begun[key], now[key]) for key in different), None)
 
 
 def from_mapping(raw: Mapping[str, Any]) -> Options:
@@ -227,11 +243,8 @@ def _typed(values: Mapping[str, Any]) -> Options:
         raise _wrong_type(found[1], values[found[1]]) from None
     for key, value in values.items():  # jsonargparse reads a text as YAML once more: a folder "#" would become null
         section, _, name = key.rpartition(".")
-        if (
-            key in all_keys()
-            and isinstance(value, str)
-            and str in (all_keys()[key].hint, *get_args(all_keys()[key].hint))
-        ):
+        hint = all_keys()[key].hint if key in all_keys() else None
+        if isinstance(value, str) and (hint is str or _may_be_text(hint)):
             (typed[section] if section else typed)[name] = value
     sections = {name: None if name in null else kind(**typed[name]) for name, kind in SECTIONS.items()}
     return Options(**(typed | sections))
@@ -300,8 +313,15 @@ def _parse_yaml(text: str, where: str) -> Any:
 # ---- command line
 
 
-def _split(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Overrides of keys of `Options`, and the other arguments."""
+def split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Overrides of keys of `Options` as (key, text), and the other arguments.
+
+    Raises:
+        UserError: a key without a value.
+
+    >>> split(["--rounds", "5", "--resume", "runs/x", "--privacy.epsilon=2"])
+    ([('rounds', '5'), ('privacy.epsilon', '2')], ['--resume', 'runs/x'])
+    """
     overrides, others = [], []
     words = iter(argv)
     for word in words:
@@ -312,16 +332,21 @@ def _split(argv: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
         if not equals:
             text = next(words, "--")
         require(bool(equals) or not text.startswith("--"), f"--{key}", "be followed by a value", None)
-        overrides.append((key, _value(key, text)))
+        overrides.append((key, text))
     return overrides, others
 
 
 def _value(key: str, text: str) -> Any:
     """The text of an override as YAML; for a key that holds text, the text itself."""
     hint = all_keys()[key].hint if key in all_keys() else None
-    if hint is not str and get_origin(hint) is not Literal and str not in get_args(hint):
+    if not (hint is str or get_origin(hint) is Literal or _may_be_text(hint)):
         return _parse_yaml(text, f"--{key}")
     return None if text == "null" and types.NoneType in get_args(hint) else text
+
+
+def _may_be_text(hint: Any) -> bool:
+    """Whether it is a union with text; a mapping from text is none."""
+    return isinstance(hint, types.UnionType) and str in get_args(hint)
 
 
 class _CommandParser(argparse.ArgumentParser):

@@ -5,14 +5,19 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
 
 from dpfl_lightning.federated.state import RunResult
+
+if TYPE_CHECKING:
+    from dpfl_lightning.reproduction.experiment import Panel
 
 MOST_CLIENTS = 100  # more than this are shown as min, mean and max
 
@@ -74,6 +79,45 @@ def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
     axes.set_ylim(0, 1.25 * max(peak_mib.values()))
     _log_scale(axes, "x")
     return figure
+
+
+def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
+    """Panels side by side."""
+    figure = Figure(figsize=(max(7.5, 5.0 * len(panels)), 4.8), dpi=120, layout="constrained")
+    figure.suptitle(textwrap.fill(title, 60 * len(panels)), fontsize=10)
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(1, len(panels), place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        _quiet(axes)
+        (_bars if panel.kind == "bars" else _lines)(axes, panel)
+        for which in panel.log:
+            _log_scale(axes, which)
+        if len(panel.series) > 1:
+            axes.legend(fontsize=7)
+    return figure
+
+
+def _lines(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
+        x, y, *band = zip(*points, strict=True)
+        axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
+        if band:
+            low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
+            axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    names = list(dict.fromkeys(point[0] for points in panel.series.values() for point in points))
+    width = 0.8 / len(panel.series)
+    for number, (name, points) in enumerate(panel.series.items()):
+        places = [names.index(point[0]) + (number + 0.5) * width - 0.4 for point in points]
+        axes.bar(places, [point[1] for point in points], width, label=name)
+    axes.set_xticks(range(len(names)), [str(name) for name in names], fontsize=7 if len(names) > 12 else None)
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """The same bytes for the same figure."""
+    with rc_context({"svg.hashsalt": "dpfl_lightning", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
 
 
 def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
@@ -201,9 +245,13 @@ def _names(num_clients: int) -> list[str]:
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+    _quiet(axes)
+    return figure, axes
+
+
+def _quiet(axes: Any) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
 
 
 def _log_scale(axes: Any, which: str) -> None:

@@ -11,17 +11,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import load, options_file
+from dpfl_lightning.config import changed, load, options_file
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import Options, to_dict
+from dpfl_lightning.options import Options
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.callback import ServerCallback
     from dpfl_lightning.federated.state import RunResult
-
-#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
-_FREE = ("engine", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
 
 
 @command
@@ -46,17 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fit(options: Options, resume: bool = False) -> RunResult:
+def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallback] = ()) -> RunResult:
     """One run with progress on the terminal and, unless `tracking` is None, in MLflow.
 
     Of several ranks that a launcher started all come here; rank 0 alone tells and writes.
+
+    Args:
+        options: of the run.
+        resume: go on with the run in `options.output_dir`.
+        watchers: told of its rounds beside these two.
 
     Raises:
         UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
     """
     from dpfl_lightning.federated.setup import build_loop
 
-    return build_loop(options, _watchers(options) if launched().rank == 0 else []).run(resume)
+    return build_loop(options, [*watchers, *_watchers(options)] if launched().rank == 0 else []).run(resume)
 
 
 def _watchers(options: Options) -> list[ServerCallback]:
@@ -137,11 +139,16 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its last complete round")
     parser.add_argument(
-        "--seeds", metavar="N,N,...", type=_seeds, help="repeat the run for these seeds and report mean and spread"
+        "--seeds", metavar="N,N,...", type=seed_list, help="repeat the run for these seeds and report mean and spread"
     )
 
 
-def _seeds(text: str) -> list[int]:
+def seed_list(text: str) -> list[int]:
+    """The value of `--seeds`.
+
+    >>> seed_list("0,1,2")
+    [0, 1, 2]
+    """
     try:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
@@ -152,12 +159,9 @@ def _seeds(text: str) -> list[int]:
 
 def _check_unchanged(options: Options, folder: str) -> None:
     """A resumed run is the same run: what decides its releases must be what it began with."""
-    begun, now = to_dict(load(["--config", options_file(folder, "--resume")])[0]), to_dict(options)
-    for key in begun:
-        same = begun[key] == now[key] or key in _FREE
-        require(
-            same, key, f"stay what the run in {folder} began with ({begun[key]!r})", now[key], "Start a new run for it."
-        )
+    if (difference := changed(options, folder)) is not None:
+        key, begun, now = difference
+        require(False, key, f"stay what the run in {folder} began with ({begun!r})", now, "Start a new run for it.")
 
 
 if __name__ == "__main__":

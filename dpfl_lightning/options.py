@@ -155,11 +155,13 @@ class TrackingOptions:
         experiment: name of the MLflow experiment.
         run_name: name of the run; null takes the name of the output folder.
         uri: MLflow server or store; null takes MLFLOW_TRACKING_URI, else an SQLite file.
+        tags: further tags of the run, {name: text}.
     """
 
     experiment: str = "dpfl_lightning"
     run_name: str | None = None
     uri: str | None = None
+    tags: dict = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

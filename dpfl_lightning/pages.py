@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from dpfl_lightning.errors import require
@@ -31,18 +30,3 @@ def split_page(path: Path, name: str) -> tuple[str, str]:
     marks = f"hold the marks {opening} and {closing}"
     require(bool(begin and end), "--page", marks, str(path), "The figures go between them.")
     return before + begin, end + after
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with its columns aligned: it reads well as it is.
-
-    >>> print(table(["a", "b"], [["1", "twelve"]]))
-    | a | b      |
-    | - | ------ |
-    | 1 | twelve |
-    """
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )

@@ -1,7 +1,8 @@
-"""How tables and epsilons are shown in a terminal."""
+"""How tables, epsilons and times are shown."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dpfl_lightning.privacy.accountant import rounded_up
@@ -26,3 +27,35 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are aligned, so that it reads well as it is.
+
+    >>> print(markdown(["a", "b"], [["1", "long"]]))
+    | a | b    |
+    | - | ---- |
+    | 1 | long |
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
+    )
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people.
+
+    >>> duration(7.2), duration(200), duration(7500), duration(math.nan)
+    ('7 s', '3 min 20 s', '2 h 05 min', 'unknown')
+    """
+    if not math.isfinite(seconds):
+        return "unknown"
+    if 0 < seconds < 1:
+        return "under 1 s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes == 0:
+        return f"{rest} s"
+    hours, minutes_rest = divmod(minutes, 60)
+    return f"{hours} h {minutes_rest:02} min" if hours else f"{minutes} min {rest:02} s"

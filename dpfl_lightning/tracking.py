@@ -54,6 +54,7 @@ class Tracking(ServerCallback):
         experiment: name of the MLflow experiment; made if missing.
         run_name: name of the run; None is the name of the output folder.
         uri: see `store_uri`.
+        tags: of the run, beside those that say what its epsilons mean, which they cannot replace.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
     guarantee covers. Never the noise key, never a checkpoint.
@@ -62,9 +63,15 @@ class Tracking(ServerCallback):
         UserError: the store cannot be reached or written, or the experiment was deleted.
     """
 
-    def __init__(self, experiment: str, run_name: str | None = None, uri: str | None = None) -> None:
+    def __init__(
+        self,
+        experiment: str,
+        run_name: str | None = None,
+        uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
         self.uri = store_uri(uri)
-        self._run_name = run_name
+        self._run_name, self._own_tags = run_name, dict(tags or {})
         with _patience(seconds=10), _reported(self.uri):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # a database that is away: its ten tries take 100 s
@@ -130,6 +137,7 @@ class Tracking(ServerCallback):
     def _begin_run(self, view: View) -> None:
         folder = view.run.output_dir.resolve()
         tags = {
+            **self._own_tags,
             **_frame(view),
             "output_dir": str(folder),
             "status": "running",
@@ -219,6 +227,24 @@ class Tracking(ServerCallback):
                 stacklevel=2,
             )
         return failed is None
+
+
+def log_report(
+    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
+) -> None:
+    """A table, and a matplotlib figure if there is one, as a finished run of their own.
+
+    Raises:
+        UserError: the store cannot be reached or written.
+    """
+    uri = store_uri(uri)
+    with _patience(), _reported(uri):
+        client = MlflowClient(uri)
+        run = client.create_run(_experiment(client, uri, experiment), run_name=name, tags=dict(tags))
+        client.log_text(run.info.run_id, text, "table.md")
+        if figure is not None:
+            client.log_figure(run.info.run_id, figure, "figure.png")
+        client.set_terminated(run.info.run_id, "FINISHED")
 
 
 # ---- where

@@ -21,7 +21,8 @@ from dpfl_lightning.auditing.report import claim_words, row
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.config import load
 from dpfl_lightning.federated.setup import build_loop
-from dpfl_lightning.pages import fill_page, table
+from dpfl_lightning.pages import fill_page
+from dpfl_lightning.tables import markdown
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"
@@ -84,9 +85,9 @@ def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
         f"### {case}: `python -m dpfl_lightning.audit {' '.join(argv)}`",
         "\n".join(f"- {claim_words(one)}" for one in sound["clients"]),
         f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {told}.",
-        table(head, rows),
+        markdown(head, rows),
         f"The mutants, and what refutes them (client {first}; the JSON file has the others):",
-        table(("mutant", "check", "what", "measured", "claimed"), caught),
+        markdown(("mutant", "check", "what", "measured", "claimed"), caught),
     ]
 
 

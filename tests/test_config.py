@@ -115,6 +115,13 @@ def test_options_of_names() -> None:
     assert options.data.partition == {"name": "iid", "a": {"b": [1]}}
 
 
+def test_a_mapping_can_be_given_whole() -> None:
+    assert options_of("--strategies", "{pfa: {variant: hdpfl}}").strategies == {"pfa": {"variant": "hdpfl"}}
+    assert options_of("--tracking.tags", "{row: a}").tracking == TrackingOptions(tags={"row": "a"})
+    with pytest.raises(UserError, match=r"`strategies` must be a mapping, got 'pfa'. Write {pfa: {}}."):
+        options_of("--strategies", "pfa")
+
+
 def test_strategies_of_a_file_replace_the_default(tmp_path: Path) -> None:
     path = written(tmp_path, "strategies:\n  uniform:\n  fedprox: {pull: 1}\n")
     options = options_of("--config", path, "--strategies.uniform.x", "y")

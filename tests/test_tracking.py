@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from fakes import a_report, a_result, a_view
+from matplotlib.figure import Figure
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import register
 from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.tracking import MlflowClient, Tracking, how_to_open, store_uri
+from dpfl_lightning.tracking import MlflowClient, Tracking, how_to_open, log_report, store_uri
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -125,6 +126,24 @@ def test_a_finished_run(store, experiment, folder):
     assert json.loads(tags["ledger_head"]) == a_result(view).ledger
     figure_names = {"accuracy_over_rounds", "epsilon_over_rounds", "accuracy_over_budget", "weights", "noise_estimated"}
     assert files_of(client, run, "figures") == {f"figures/{name}.png" for name in figure_names}
+
+
+def test_own_tags_stand_beside_ours_and_never_replace_them(store, experiment, folder):
+    tags = {"row": "weiavg", "seed": 0, "guarantee": "forged", "unit": "forged", "output_dir": "forged"}
+    play(Tracking(experiment, uri=store, tags=tags), a_view(folder), [1])
+    found = only_run(store, experiment)[1].data.tags
+    assert (found["row"], found["seed"]) == ("weiavg", "0")
+    assert not [name for name, value in found.items() if value == "forged"]
+
+
+def test_a_report_is_a_finished_run_with_its_figure(store, experiment):
+    figure = Figure()
+    figure.add_subplot().plot([1, 2])
+    log_report(experiment, "table 1", {"scale": "small"}, "| a |", figure, store)
+    client, run = only_run(store, experiment)
+    assert run.info.status == "FINISHED" and run.info.run_name == "table 1" and run.data.tags["scale"] == "small"
+    assert files_of(client, run) == {"table.md", "figure.png"}
+    assert (Path(run.info.artifact_uri.removeprefix("file://")) / "table.md").read_text() == "| a |"
 
 
 def test_the_noise_key_never_leaves(store, experiment, folder):

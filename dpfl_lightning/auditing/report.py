@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_lightning.auditing.findings import at_most
-from dpfl_lightning.pages import table
+from dpfl_lightning.tables import markdown
 
 HEAD = ("check", "what", "measured", "claimed", "confidence", "verdict")
 
@@ -27,7 +27,8 @@ MEANING = {
 def text(found: Mapping[str, Any]) -> str:
     """The findings of every client as a table, the verdict, and how to read it."""
     parts = [
-        f"{claim_words(one)}\n{table(HEAD, [row(finding) for finding in one['findings']])}" for one in found["clients"]
+        f"{claim_words(one)}\n{markdown(HEAD, [row(finding) for finding in one['findings']])}"
+        for one in found["clients"]
     ]
     checks = dict.fromkeys(finding["check"] for one in found["clients"] for finding in one["findings"])
     if found["refuted"]:

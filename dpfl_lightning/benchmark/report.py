@@ -8,7 +8,8 @@ from statistics import median
 from typing import Any
 
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
-from dpfl_lightning.pages import fill_page, table
+from dpfl_lightning.pages import fill_page
+from dpfl_lightning.tables import markdown
 
 #: the name of the marks of its page
 PAGE = "bench"
@@ -33,7 +34,7 @@ def report(results: Mapping[str, Any]) -> str:
     parts = []
     if measured:
         rows = [row for name, found in measured.items() for row in _rows(name, found)]
-        parts += [table(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
+        parts += [markdown(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]

@@ -42,6 +42,10 @@ REPLACE = "It is truncated or corrupt: delete it and fetch it again."
 TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for its next bytes
 
 
+class DataMissing(UserError):
+    """A data set that is neither on this machine nor can be fetched; whole runs depend on it, so it can be caught."""
+
+
 @dataclass(frozen=True)
 class Dataset:
     """One public data set in memory.
@@ -80,7 +84,8 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
         The training and test records; IDX and CIFAR files keep their official split.
 
     Raises:
-        UserError: unknown name; a file that is missing, truncated or corrupt; nothing found and nothing fetched.
+        UserError: unknown name; a file that is missing, truncated or corrupt; as `DataMissing`: nothing found and
+            nothing fetched.
 
     Privacy:
         The constants come from the literature, not from the records: nothing is charged for them.
@@ -403,7 +408,7 @@ def _find(name: str, source: Source, folder: Path | None, download: bool) -> Pat
     if download and _fetch(name, source, cache, tried):
         return cache
     install = f"`apt-get install {source.package.name}`, or " if source.package else ""
-    raise UserError(
+    raise DataMissing(
         f"`data.name` must be a data set that is on this machine or can be fetched, got {name!r}. Tried:\n"
         + "".join(f"  {line}\n" for line in tried)
         + ("" if download else "  the network: not allowed (download=False)\n")

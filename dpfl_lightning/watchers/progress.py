@@ -21,6 +21,7 @@ from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.guarantee import shown_epsilon
 from dpfl_lightning.privacy.schedule import ClientSchedule
+from dpfl_lightning.tables import duration
 
 _MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
 _NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
@@ -295,20 +296,3 @@ def _files(folder: Path) -> list[str]:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people.
-
-    >>> duration(7.2), duration(200), duration(7500), duration(math.nan)
-    ('7 s', '3 min 20 s', '2 h 05 min', 'unknown')
-    """
-    if not math.isfinite(seconds):
-        return "unknown"
-    if 0 < seconds < 1:
-        return "under 1 s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes == 0:
-        return f"{rest} s"
-    hours, minutes_rest = divmod(minutes, 60)
-    return f"{hours} h {minutes_rest:02} min" if hours else f"{minutes} min {rest:02} s"

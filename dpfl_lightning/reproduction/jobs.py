@@ -1,0 +1,68 @@
+"""Several cells at once: each is a process of this command of its own, with its share of the cores."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from dpfl_lightning.reproduction.cells import Cell, path_of, read
+from dpfl_lightning.reproduction.run import Work, duration, headline, only, options_of, seconds_of
+
+
+def fitting(cells: Sequence[Cell], work: Work) -> int:
+    """How many runs leave no core without work: one run's clients are trained side by side, but no more than these."""
+    import torch
+
+    from dpfl_lightning.federated.fast import cores
+
+    if not cells:
+        return 1
+    options = [options_of(cell, work) for cell in cells]
+    on_gpu = torch.cuda.is_available() and any(one.engine.device != "cpu" for one in options)
+    return 1 if on_gpu else max(1, min(len(cells), cores() // max(one.clients.count for one in options)))
+
+
+def make_at_once(cells: Sequence[Cell], work: Work, jobs: int) -> list[str]:
+    """As `make`, `jobs` trained cells at the same time; what each says goes into a log beside its run.
+
+    Ctrl-C reaches every process, which ends as it would alone.
+    """
+    from dpfl_lightning.federated.fast import cores
+
+    share = ["--engine.workers", str(max(1, cores() // jobs))]
+    work.say(f"{len(cells)} cells, {jobs} at once: about {duration(seconds_of(cells, work.results) / jobs)}")
+    failed = []
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(_process, cell, work, share): cell for cell in cells}
+        try:
+            for number, done in enumerate(as_completed(running), start=1):
+                cell, problem = running[done], done.result()
+                if problem:
+                    failed.append(f"{cell}: {problem}")
+                    work.say(f"not made ({number} of {len(cells)}): {failed[-1]}")
+                else:
+                    held = read(path_of(work.results, cell))
+                    work.say(f"{number} of {len(cells)}, {cell}: {headline(held)}in {duration(held['seconds'])}")
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return failed
+
+
+def _process(cell: Cell, work: Work, share: Sequence[str]) -> str:
+    """Make one cell; returns why it could not be made, or nothing."""
+    log = work.runs / cell.place.with_name(f"{cell.place.name}.log")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    flags = ["--results", str(work.results), "--runs", str(work.runs), "--jobs", "1", "--no_table"]
+    command = [sys.executable, "-m", "dpfl_lightning.reproduce", *only(cell), *flags, *["--again"] * work.again]
+    with open(log, "w") as file:
+        done = subprocess.run([*command, *share, *work.free], stdout=file, stderr=subprocess.STDOUT)
+    return "" if done.returncode == 0 else f"{_last_line(log)} (all of it in {log})"
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "the process said nothing"

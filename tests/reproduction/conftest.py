@@ -1,0 +1,21 @@
+from __future__ import annotations
+
+import pytest
+from fake_experiments import fake
+
+from dpfl_lightning.reproduction.experiment import Column, Row
+from dpfl_lightning.reproduction.registry import experiments
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The fake, and another that shows its cells under other names."""
+    borrower = fake(
+        name="fake.table2",
+        rows={"best": Row("best", "accuracy_best", "ours", "fake.table1")},
+        columns={"x": Column("X", cell="b")},
+        cells={},
+    )
+    for one in (fake(), borrower):
+        monkeypatch.setitem(experiments(), one.name, one)
+    return borrower
