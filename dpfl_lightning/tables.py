@@ -29,6 +29,21 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells)
 
 
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns are aligned, so that it reads well as it is.
+
+    >>> print(markdown(["a", "b"], [["1", "long"]]))
+    | a | b    |
+    | - | ---- |
+    | 1 | long |
+    """
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [head, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
+    )
+
+
 def duration(seconds: float) -> str:
     """Seconds for people.
 

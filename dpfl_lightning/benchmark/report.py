@@ -9,6 +9,7 @@ from typing import Any
 
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
 from dpfl_lightning.errors import require
+from dpfl_lightning.tables import markdown
 
 #: the marks of a page
 BEGIN, END = "<!-- bench: written by the command -->", "<!-- /bench -->"
@@ -33,7 +34,7 @@ def report(results: Mapping[str, Any]) -> str:
     parts = []
     if measured:
         rows = [row for name, found in measured.items() for row in _rows(name, found)]
-        parts += [_table(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
+        parts += [markdown(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
@@ -96,15 +97,6 @@ def _rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
 
 def _rate(value: float, unit: str) -> str:
     return f"{value:,.{0 if value >= 100 else 1}f} {unit}/s"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown with its columns aligned."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )
 
 
 def _work(name: str, found: Mapping[str, Any]) -> str:

@@ -10,11 +10,11 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.pages import table
 from dpfl_lightning.reproduction.cells import Departures, finished, missing_files, variant, wanted
 from dpfl_lightning.reproduction.experiment import Experiment, Found, Tolerance
 from dpfl_lightning.reproduction.registry import find
 from dpfl_lightning.reproduction.run import seconds_of
+from dpfl_lightning.tables import markdown
 
 #: the marks of a page: what stands between them is written by the command
 _BLOCK = re.compile(r"(<!-- reproduce (\S+)(?: (\S+))? -->\n).*?(<!-- /reproduce -->)", re.DOTALL)
@@ -97,7 +97,7 @@ def _table(experiment: Experiment, told: Sequence[Number]) -> str:
             lines.append(["the paper's", *(_shown(one.paper, min(experiment.decimals, 2)) for one in own)])
         if any(one.difference is not None for one in own):
             lines.append(["difference", *(_difference(one, experiment) for one in own)])
-    return table(["", *(column.title for column in experiment.columns.values())], lines)
+    return markdown(["", *(column.title for column in experiment.columns.values())], lines)
 
 
 def _ours(one: Number, decimals: int) -> str:
@@ -187,7 +187,7 @@ def listing(experiments: Sequence[Experiment], results: Path) -> str:
         made = ", ".join(f"{scale} {len(counts[scale]) - len(left[scale])} of {len(counts[scale])}" for scale in counts)
         minutes = ", ".join(f"{scale} {_minutes(seconds_of(left[scale], results))}" for scale in counts)
         rows.append([one.name, made, minutes, one.title])
-    return table(["name", "cells made", "minutes left", "what"], rows)
+    return markdown(["name", "cells made", "minutes left", "what"], rows)
 
 
 def _minutes(seconds: float) -> str:
