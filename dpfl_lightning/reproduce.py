@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dpfl_lightning.config import FREE, load, split
 from dpfl_lightning.errors import UserError, command, require
@@ -19,8 +20,11 @@ from dpfl_lightning.options import nearest_key
 from dpfl_lightning.reproduction.cells import RESULTS, Cell, Departures, finished, missing_files, wanted
 from dpfl_lightning.reproduction.experiment import Computation, Experiment
 from dpfl_lightning.reproduction.registry import experiments, find
-from dpfl_lightning.reproduction.report import as_dict, figure_paths, listing, page, report
+from dpfl_lightning.reproduction.report import as_dict, figure_path, listing, page, report
 from dpfl_lightning.reproduction.run import EXPERIMENT, Work, make, without_data
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 #: keys that decide how a run is executed and told, not its numbers; `--seeds` and the run's own folder stand for two
 _FREE_KEYS = (*FREE, "data.folder", "data.download")
@@ -98,7 +102,7 @@ def _tell(
         print(json.dumps(told[0] if len(told) == 1 else told))
 
 
-def _draw(experiment: Experiment, scale: str, results: Path, departures: Departures):
+def _draw(experiment: Experiment, scale: str, results: Path, departures: Departures) -> Figure | None:
     """The figure of what is made, also kept as a file; None where there is nothing to draw."""
     if experiment.draw is None:
         return None
@@ -108,13 +112,15 @@ def _draw(experiment: Experiment, scale: str, results: Path, departures: Departu
     from dpfl_lightning.figures import panels_figure, save_svg
 
     figure = panels_figure(experiment.title, [panel for panel in panels if panel.series])
-    for path in figure_paths(experiment, scale, results, departures):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        save_svg(figure, path)
+    path = figure_path(experiment, scale, results, departures)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_svg(figure, path)
     return figure
 
 
-def _track(experiment: Experiment, scale: str, text: str, figure, departures: Departures, free: Sequence[str]) -> None:
+def _track(
+    experiment: Experiment, scale: str, text: str, figure: Figure | None, departures: Departures, free: Sequence[str]
+) -> None:
     """Table and figure as a run of their own beside those of the cells."""
     cell = Cell(experiment.name, "", "", scale, None, departures)
     words = ["--privacy", "null", "--tracking.experiment", EXPERIMENT, *free]

@@ -93,7 +93,7 @@ def test_seeds_and_keys_make_cells_of_their_own(capsys, places, tmp_path):
     made = sorted(path.name for path in folder.iterdir())
     assert made == ["epsilon4_uniform_seed1.json", "epsilon4_uniform_seed2.json"]
     held = read(folder / made[0])
-    assert held["command"].endswith("--seed 1 --clients.learning_rate=0.1")
+    assert held["command"].endswith("--seed=1 --clients.learning_rate=0.1")
     assert "tracking" not in held["command"] and "device" not in held["command"]
 
 

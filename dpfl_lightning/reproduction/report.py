@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.reproduction.cells import Departures, finished, missing_files, variant, wanted
-from dpfl_lightning.reproduction.experiment import Experiment, Found
+from dpfl_lightning.reproduction.experiment import Experiment, Found, Tolerance
 from dpfl_lightning.reproduction.registry import find
 from dpfl_lightning.reproduction.run import seconds_of
 from dpfl_lightning.tables import markdown
@@ -52,7 +52,9 @@ def _number(experiment: Experiment, row: str, column: str, found: Found) -> Numb
     return Number(row, column, ours, std, len(values), paper, held_to.difference(ours, paper), within)
 
 
-def report(experiment: Experiment, scale: str, results: Path, departures: Departures = (), beside: Path | None = None):
+def report(
+    experiment: Experiment, scale: str, results: Path, departures: Departures = (), beside: Path | None = None
+) -> str:
     """The table in words, as Markdown: ours, the paper's, the difference, what is outside the tolerance, notes.
 
     Args:
@@ -65,21 +67,20 @@ def report(experiment: Experiment, scale: str, results: Path, departures: Depart
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
     if experiment.shown and any(one.ours is not None for one in told):
         parts += [_table(experiment, told), _verdict(experiment, told)]
-    there = [path for path in figure_paths(experiment, scale, results, departures) if path.is_file()]
-    for path in there:
-        parts.append(f"Figure: {path}" if beside is None else f"![{experiment.name}]({_from(beside, path)})")
-    left = missing_files(wanted(experiment, scale, None, departures), results)
+    picture = figure_path(experiment, scale, results, departures)
+    if picture.is_file():
+        parts.append(f"Figure: {picture}" if beside is None else f"![{experiment.name}]({_from(beside, picture)})")
+    cells = wanted(experiment, scale, None, departures)
+    left = missing_files(cells, results)
     if left:
-        total = len(wanted(experiment, scale, None, departures))
-        parts.append(f"{total - len(left)} of {total} cells are made.")
+        parts.append(f"{len(cells) - len(left)} of {len(cells)} cells are made.")
     parts += experiment.notes
     return "\n\n".join(filter(None, parts))
 
 
-def figure_paths(experiment: Experiment, scale: str, results: Path, departures: Departures = ()) -> list[Path]:
-    """Where its figure is kept, if it is one."""
-    folder = results / experiment.name / variant(scale, departures)
-    return [folder / "figure.svg"] if experiment.draw is not None else []
+def figure_path(experiment: Experiment, scale: str, results: Path, departures: Departures = ()) -> Path:
+    """Where its figure is kept."""
+    return results / experiment.name / variant(scale, departures) / "figure.svg"
 
 
 def _from(page: Path, path: Path) -> str:
@@ -140,7 +141,7 @@ def _verdict(experiment: Experiment, told: Sequence[Number]) -> str:
     return " ".join([*sentences, *_leaders(experiment, told)])
 
 
-def _special(own: Any, relative: bool) -> str:
+def _special(own: Tolerance, relative: bool) -> str:
     if own.within is None:
         return "not compared"
     return f"within {own.within:.0%}" if relative else f"within {own.within:g}"

@@ -124,8 +124,8 @@ def words_of(cell: Cell) -> list[str]:
     """The arguments of `fit` that a person would type for it."""
     training = how(cell)
     assert isinstance(training, Training)
-    seed = [] if not cell.seed else ["--seed", str(cell.seed)]
-    return [*training.words(cell.row, cell.column, cell.scale), *seed, *_set_otherwise(cell)]
+    seed = f"--seed={cell.seed}"
+    return [*training.words(cell.row, cell.column, cell.scale), seed, *_set_otherwise(cell)]
 
 
 def _set_otherwise(cell: Cell) -> list[str]:
