@@ -13,7 +13,9 @@ from oracle import lower_bound
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import ADJACENCIES, get_accountant
+from dpfl_lightning.privacy.composition import composed
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.prv import prv_epsilon
 from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, laplace_rdp, sampled_gaussian_rdp
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 
@@ -178,6 +180,19 @@ def test_prv_gives_selections_their_randomised_response_or_rdp_whichever_is_less
     few = [GaussianEvent(0.02, 1.1, 2000), SelectionEvent(0.15, 1)]
     value, how = get_accountant("prv").bound(few, 1e-5)
     assert how.startswith("PRV") and value < epsilon("rdp", few)
+
+
+@pytest.mark.parametrize(("own", "count", "delta"), [(0.15, 20, 1e-4), (0.5, 3, 1e-5)])
+def test_prv_of_selections_is_that_of_any_choice_with_their_epsilon(own, count, delta):
+    pld = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
+    from dp_accounting.pld.common import DifferentialPrivacyParameters
+
+    pure = pld.from_privacy_parameters(DifferentialPrivacyParameters(own, 0)).self_compose(count)
+    both = pure.compose(pld.from_gaussian_mechanism(1.0, sampling_prob=0.01).self_compose(500))
+    train = GaussianEvent(0.01, 1.0, 500)
+    for events, tight in (([], pure), ([train], both)):
+        found, _ = prv_epsilon(composed([SelectionEvent(own, count), *events], delta), delta, "add_remove", 20.0)
+        assert 0 <= found - tight.get_epsilon_for_delta(delta) <= 0.02
 
 
 def test_what_has_noise_of_another_kind_is_refused_by_gdp():
