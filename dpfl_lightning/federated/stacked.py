@@ -117,13 +117,13 @@ class StackedEngine(SerialEngine):
         return changes
 
     def check(self, sums: StackedSums) -> None:
-        """Run a pass on random data, before anything private is touched or charged for."""
-        x, y = synthetic_batch(self.population, records=1, device=self.module.device)
-        params = vmap(self.module.unflatten)(self.module.flat[None])
-        mask, clip_norm = torch.ones(1, 1, dtype=torch.bool, device=x.device), self.module.flat.new_ones(1)
+        """Run a pass of 2 clients with 3 records on random data, before anything private is touched or charged for."""
+        x, y = synthetic_batch(self.population, records=3, device=self.module.device)
+        params = vmap(self.module.unflatten)(torch.stack([self.module.flat] * 2))
+        mask, clip_norm = torch.ones(2, 3, dtype=torch.bool, device=x.device), self.module.flat.new_ones(2)
         try:
             with torch.no_grad():
-                sums(params, x[None], y[None], mask, clip_norm)
+                sums(params, torch.stack([x] * 2), torch.stack([y] * 2), mask, clip_norm)
         except Exception as error:  # a user's forward may raise anything when it is traced
             reason = str(error).strip().split("\n")[0] or type(error).__name__
             raise UserError(

@@ -341,6 +341,13 @@ def test_a_net_that_is_not_one_graph_is_refused_in_one_sentence():
         engine.check(captured(stacked_clipped_sums(engine.module.sample_loss), backend="eager"))
 
 
+def test_a_layer_that_cannot_be_stacked_is_refused_before_anybody_pays():
+    """One client with one record alone would pass: PReLU fails on several of both."""
+    net = nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 3))
+    with pytest.raises(UserError, match=r"`engine\.name` must be fast or serial for a model .* got 'stacked'"):
+        set_up(StackedEngine(), RAGGED, module=ClientModule(net))
+
+
 def test_the_plan_says_what_runs(make_loop):
     loop = make_loop(engine=StackedEngine(), rounds=1)
     loop.run()
