@@ -11,7 +11,7 @@ from typing import Any
 from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.notice import slow_notice
-from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, get_accountant
+from dpfl_lightning.privacy.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, Unprotected, repeated
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
@@ -70,7 +70,7 @@ class ClientPlan:
                     "purpose": line.purpose,
                     "count": line.count,
                     "event": asdict(line.event),
-                    "epsilon_alone": alone if math.isfinite(alone) else None,
+                    "epsilon_alone": finite_or_none(alone),
                 }
                 for line, alone in lines
             ],
@@ -163,7 +163,7 @@ def plan(
     (2.589, ['1.41', '1.31'])
     """
     _check_sizes(num_records, batch_size, rounds, local_epochs, steps, participations)
-    _check_privacy(epsilon, noise_multiplier, delta, num_records, adjacency)
+    _check_privacy(epsilon, noise_multiplier, delta, num_records)
     takes_part = rounds if participations is None else participations
     solvable = takes_part > 1 or first_round_noise_multiplier is None or epsilon is None
     _check_first_round(first_round, first_round_noise_multiplier, solvable, steps, local_epochs)
@@ -203,9 +203,7 @@ def _check_sizes(
     require(in_range, "participations", f"be in 1..{rounds} (rounds)", participations)
 
 
-def _check_privacy(
-    epsilon: float | None, noise_multiplier: float | None, delta: float, num_records: int, adjacency: str
-) -> None:
+def _check_privacy(epsilon: float | None, noise_multiplier: float | None, delta: float, num_records: int) -> None:
     if (epsilon is None) == (noise_multiplier is None):
         must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
         raise UserError(
@@ -217,7 +215,6 @@ def _check_privacy(
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
     usual = f"Usual is below 1 / num_records = {1 / num_records:.2g}."
     require(0 < delta < 1, "delta", "be in (0, 1)", delta, usual)
-    require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
     if delta > 1 / num_records:
         warnings.warn(
             f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger_file import Charge, Header, Verified, head_file, verify
@@ -62,8 +62,8 @@ class Account:
         return {
             "releases": self.releases,
             "steps": self.steps,
-            "epsilon": _finite(self.epsilon),
-            "epsilon_budget": _finite(self.budget),
+            "epsilon": finite_or_none(self.epsilon),
+            "epsilon_budget": finite_or_none(self.budget),
             "delta": self.delta,
         }
 
@@ -189,10 +189,6 @@ def _promise(events: list[Event], delta: float, epsilon: float, judge: Accountan
 
 def _steps(event: Event) -> int:
     return event.steps if isinstance(event, GaussianEvent | LaplaceEvent) else 0
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:

@@ -15,6 +15,7 @@ import jsonargparse
 
 from dpfl_lightning.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.errors import UserError, command, nearest
+from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.tables import columns as _columns
 from dpfl_lightning.tables import epsilon as _epsilon
@@ -104,17 +105,16 @@ def _planned_clients(options: Any) -> list[ClientPlan]:
         loop.accountant,
         [(own.num_records, own.batch_size) for own in loop.settings],
         sampling=SAMPLINGS[loop.info.sampling],
-        caveats=loop.population.caveats,
+        caveats=loop.caveats,
         unprotected=loop.unprotected,
     )
 
 
 def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
-    budget = own.schedule.target_epsilon
     return {
         "client": client,
         **own.as_dict(),
-        "epsilon_budget": budget if math.isfinite(budget) else None,
+        "epsilon_budget": finite_or_none(own.schedule.target_epsilon),
         "num_records": own.num_records,
         "batch_size": own.batch_size,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 
 from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
@@ -104,3 +105,15 @@ def a_result(view: View, **told) -> RunResult:
         "test_loss": 1.5,
     }
     return RunResult(**{**usual, **told})
+
+
+def two_phases(schedule: RunSchedule, selections: int) -> RunSchedule:
+    """Of the plain schedule: one full batch instead of the first round, and so many selections."""
+
+    def change(client: int, own: ClientSchedule) -> ClientSchedule:
+        (train,) = own.planned
+        first = Planned("first", GaussianEvent(1.0, 5.0, steps=1), 1)
+        rest = dataclasses.replace(train, count=train.count - 1)
+        return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), selections)))
+
+    return schedule.replan(change)

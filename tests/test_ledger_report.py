@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import subprocess
@@ -11,6 +10,7 @@ import time
 
 import pytest
 from conftest import FIXED_KEY
+from fakes import two_phases
 
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import SelectModel
@@ -20,7 +20,6 @@ from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.ledger_file import Header, head_file
-from dpfl_lightning.privacy.schedule import Planned
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
@@ -53,13 +52,7 @@ class Asks(ServerCallback):
     """Rounds of two kinds, a selection by the even clients, and what was told live."""
 
     def plan_run(self, schedule, view):
-        def change(client, own):
-            (train,) = own.planned
-            first = Planned("first", GaussianEvent(1.0, 5.0, steps=1), 1)
-            rest = dataclasses.replace(train, count=train.count - 1)
-            return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), 2)))
-
-        return schedule.replan(change)
+        return two_phases(schedule, selections=2)
 
     def plan_round(self, plan, view):
         if view.round == 1:

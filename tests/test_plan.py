@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 
@@ -362,7 +363,7 @@ def test_a_whole_run(capsys, monkeypatch):
     loop = types.SimpleNamespace(
         accountant=rdp,
         info=types.SimpleNamespace(sampling="poisson"),
-        population=types.SimpleNamespace(caveats=("data sizes are public",)),
+        caveats=("data sizes are public",),
         unprotected=(),
         settings=[types.SimpleNamespace(num_records=100, batch_size=10)] * 2,
     )
@@ -388,3 +389,10 @@ def test_a_whole_run(capsys, monkeypatch):
 
 def test_columns_line_up():
     assert command._columns([["a", "bc"], [10, 2]]) == " a  bc\n10   2"
+
+
+def test_a_plan_says_what_the_runs_guarantee_would(capsys):
+    oracle = "{noise_aware: {estimator: oracle}}"
+    conf = Path(__file__).parents[1] / "conf" / "digits.yaml"
+    assert main(["--config", str(conf), "--strategies", oracle]) == 0
+    assert "Caveat: a simulation: strategy noise_aware (oracle)" in capsys.readouterr().out

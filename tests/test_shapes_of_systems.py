@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from conftest import FIXED_KEY, small_net
+from fakes import two_phases
 from torch import nn
 
 from dpfl_lightning.client import ClientModule
@@ -16,7 +17,6 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.federated.state import ClassGradients, Delivered
 from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.schedule import Planned
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
@@ -100,13 +100,7 @@ class TwoPhases(ServerCallback):
     """R-DPCFL in outline: a full-batch first round, then sampled rounds, and a charged selection."""
 
     def plan_run(self, schedule, view):
-        def change(client, own):
-            (train,) = own.planned
-            first = Planned("first", GaussianEvent(1.0, 5.0, steps=1), 1)
-            rest = dataclasses.replace(train, count=train.count - 1)
-            return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), 1)))
-
-        return schedule.replan(change)
+        return two_phases(schedule, selections=1)
 
     def plan_round(self, plan, view):
         if view.round == 1:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing.findings import Finding, finite
+from dpfl_lightning.auditing.findings import Finding
 from dpfl_lightning.auditing.records import made_up, most_opposed
 from dpfl_lightning.auditing.rig import NOBODY, OneNoise, Rig
 from dpfl_lightning.auditing.subject import Subject
@@ -18,6 +18,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.setup import ENGINES, build_engine
 from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining
+from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.audit import rate_interval
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams, new_noise_key
@@ -66,7 +67,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
             "engine": engine,
             "sums": getattr(rig.engine, "description", ""),
             "data_sets": len(pairs),
-            **{f"most_{words.replace(' ', '_')}": finite(value) for words, value in ratios.items()},
+            **{f"most_{words.replace(' ', '_')}": finite_or_none(value) for words, value in ratios.items()},
         },
     )
 

@@ -33,11 +33,6 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def finite(value: float) -> float | None:
-    """JSON has no infinity."""
-    return value if math.isfinite(value) else None
-
-
 def at_least(value: float) -> str:
     """A lower bound as it is shown: rounded down.
 

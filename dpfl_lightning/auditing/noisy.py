@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most, finite
+from dpfl_lightning.auditing.findings import Finding, at_least, at_most
 from dpfl_lightning.auditing.rig import NOBODY, Rig
 from dpfl_lightning.auditing.subject import Subject
-from dpfl_lightning.privacy.accountant import gaussian_epsilon
+from dpfl_lightning.privacy.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.audit import releases_to_tell, shift_interval, std_interval, threshold_epsilon
 from dpfl_lightning.privacy.mechanism import Gaussian
 
@@ -52,7 +52,7 @@ def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Fin
         claimed="1",
         refuted=not all(low <= 1 <= high for low, high in found.values()),
         confidence=1 - significance,
-        figures={"std_over_planned": {name: [finite(end) for end in ends] for name, ends in found.items()}},
+        figures={"std_over_planned": {name: [finite_or_none(end) for end in ends] for name, ends in found.items()}},
     )
 
 
@@ -87,10 +87,10 @@ def canary(
             "releases": count,
             "tells_ratio": round(1 + (RATIO - 1) * math.sqrt(needed / count), 3),
             "canary_over_clip": float(torch.linalg.vector_norm(own)) / subject.planned.clip_norm,
-            "mu_low": finite(low),
-            "mu_high": finite(high),
+            "mu_low": finite_or_none(low),
+            "mu_high": finite_or_none(high),
             "mu_claimed": subject.mu,
-            "epsilon_low": finite(bound),
+            "epsilon_low": finite_or_none(bound),
             "epsilon_claimed": claim,
         },
     )

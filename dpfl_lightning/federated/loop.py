@@ -117,6 +117,8 @@ class FederatedLoop:
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
         self.rounds, self.seed, self.privacy = rounds, seed, privacy
         self.secure = privacy is not None and privacy.secure
+        of_strategies = [one for callback in self.callbacks for one in callback.caveats]
+        self.caveats = (*population.caveats, *of_strategies)
         self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.evaluate_every = evaluate_every
         self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
@@ -405,13 +407,12 @@ class FederatedLoop:
     def _caveats(self) -> list[Caveat]:
         given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
         words = [given] if self.folder.noise_key_was_given else []
-        of_strategies = [one for callback in self.callbacks for one in callback.caveats]
-        return [Caveat(one) for one in (*words, *self.population.caveats, *of_strategies)]
+        return [Caveat(one) for one in (*words, *self.caveats)]
 
     def _ledger_header(self) -> Header:
         return Header(
             accountant=self.accountant.name,
-            adjacency="add_remove" if self.privacy is None else self.privacy.adjacency,
+            adjacency=self.accountant.adjacency,
             sampling=self.sampling,
             delta=tuple(own.delta for own in self.schedule.clients),
             epsilon=tuple(own.epsilon for own in self.settings),

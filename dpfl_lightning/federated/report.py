@@ -15,6 +15,7 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.evaluation import Evaluation
 from dpfl_lightning.federated.settings import ClientSettings
 from dpfl_lightning.federated.state import RoundPlan, View
+from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
 
@@ -64,7 +65,7 @@ def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float
     {'converged': 1.0, 'weight': [0.5, None]}
     """
     return {
-        name: [_finite(one) for one in value.tolist()] if isinstance(value, Tensor) else _finite(value)
+        name: [finite_or_none(one) for one in value.tolist()] if isinstance(value, Tensor) else finite_or_none(value)
         for name, value in told.items()
     }
 
@@ -92,8 +93,8 @@ def client_rows(
     return tuple(
         {
             "client": client,
-            "epsilon_spent": _finite(guarantees[client].epsilon),
-            "epsilon_budget": _finite(own.epsilon),
+            "epsilon_spent": finite_or_none(guarantees[client].epsilon),
+            "epsilon_budget": finite_or_none(own.epsilon),
             "delta": own.delta,
             "noise_multiplier": budgets.noise_multiplier(client),
             "noise_std": _noise_std(own, budgets, client),
@@ -126,8 +127,3 @@ def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
     event, noise = budgets.schedule.clients[client].main, budgets.noise_multiplier(client)
     mechanism = Gaussian(own.clip_norm, noise, event.sample_rate, event.sample_rate * own.num_records)
     return mechanism.noise_std(event.steps, own.learning_rate)
-
-
-def _finite(value: float) -> float | None:
-    """JSON has no infinity: None is "no bound"."""
-    return value if math.isfinite(value) else None

@@ -69,6 +69,11 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
 
 
+def finite_or_none(value: float) -> float | None:
+    """For JSON, which has no infinity: None is "no bound"."""
+    return value if math.isfinite(value) else None
+
+
 class Rdp:
     """Renyi accountant: epsilon = min over orders of the converted sum of RDP; composes every kind of event.
 
@@ -254,7 +259,7 @@ class Gdp:
     together = 128
 
     def __init__(self, adjacency: str = "add_remove") -> None:
-        self.adjacency = adjacency
+        self.adjacency, self.sensitivity = adjacency, _sensitivity(adjacency)
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
         return self.bound(events, delta)[0]
@@ -281,7 +286,7 @@ class Gdp:
         require(only_full, "accountant", f"be rdp or prv for {found}", self.name, way_out)
         if releases.noiseless:
             return math.inf
-        return _sensitivity(self.adjacency) * math.sqrt(sum(steps / noise**2 for _, noise, steps in releases.gaussian))
+        return self.sensitivity * math.sqrt(sum(steps / noise**2 for _, noise, steps in releases.gaussian))
 
 
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, rounded_up
+from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, finite_or_none, rounded_up
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 
 #: what no epsilon of this program covers, whatever a run does
@@ -67,9 +67,8 @@ class Guarantee:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
-        finite = self.epsilon if math.isfinite(self.epsilon) else None
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-        return {**fields, "epsilon": finite, "words": self.words()}
+        return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
 
 def guarantee(

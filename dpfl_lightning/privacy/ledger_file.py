@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 
 VERSION = 1
@@ -172,7 +173,7 @@ def header_line(header: Header) -> bytes:
         "sampling": header.sampling,
         "clients": len(header.delta),
         "delta": _one_or_all(header.delta),
-        "epsilon": _one_or_all([own if math.isfinite(own) else None for own in header.epsilon]),
+        "epsilon": _one_or_all([finite_or_none(own) for own in header.epsilon]),
         "caveats": header.caveats,
     }
     return _sealed(json.dumps(fields).encode()[:-1], _NO_CHAIN)
