@@ -43,6 +43,10 @@ class ServerCallback:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""
         return schedule
 
+    def initialise(self, state: ServerState, view: View) -> ServerState:
+        """The models that the run begins with, and who has which; K may change. Not asked again on resume."""
+        return state
+
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
         return plan

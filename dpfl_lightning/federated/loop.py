@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
@@ -75,6 +75,7 @@ class FederatedLoop:
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         checkpoint_seconds: at most this much work is lost by a kill, >= 0.
         options: the resolved configuration, for the record.
+        new_net: builds the module's net anew from a seed, for strategies that begin with several different models.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
     its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit, unless
@@ -103,6 +104,7 @@ class FederatedLoop:
         evaluate_every: int = 1,
         checkpoint_seconds: float = 10.0,
         options: Mapping[str, Any] | None = None,
+        new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
         require(rounds >= 1, "rounds", "be >= 1", rounds)
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
@@ -123,7 +125,7 @@ class FederatedLoop:
         self.evaluate_every = evaluate_every
         self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
-        self.options = dict(options or {})
+        self.options, self.new_net = dict(options or {}), new_net
         self.sampling = "poisson" if privacy is None else privacy.sampling
         # round -> what was made for it, of the latest such round only
         self.evaluated: dict[int, Evaluation] = {}
@@ -236,14 +238,14 @@ class FederatedLoop:
             seed=self.seed,
             guarantees=lambda: self.budgets.guarantees(),
             ask=self._ask,
+            new_model=self._new_model,
         )
 
     def plan_schedule(self) -> RunSchedule:
         """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
         self.info = self._info(first_round=1)
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
-        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
-        self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
+        self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(self._one_model()))
         self.schedule = solved(self.schedule, self.accountant)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule
@@ -272,11 +274,16 @@ class FederatedLoop:
         return saved
 
     def _begin(self) -> ServerState:
-        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.started, self.records, self.training_seconds, self.saved_at = time.perf_counter(), 0, 0.0, -math.inf
         self.info = self._measured_info(first_round=1)
+        state = self._one_model()
+        state = fold(self.callbacks, "initialise", state, self.view(state))
         self._remember(state, None)
         return state
+
+    def _one_model(self) -> ServerState:
+        """The net's parameters, for everybody."""
+        return ServerState(self.module.flat[None], (0,) * self.population.num_clients)
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
@@ -423,6 +430,16 @@ class FederatedLoop:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
         return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
+
+    def _new_model(self, seed: int) -> Tensor:
+        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several different models."
+        require(self.new_net is not None, "new_net", "be a function", self.new_net, way_out)
+        assert self.new_net is not None  # for mypy
+        with torch.random.fork_rng(devices=[]):
+            model = ClientModule(self.new_net(seed)).flat.to(self.device)
+        alike = len(model) == self.module.num_params
+        require(alike, "new_net", f"build a net of {self.module.num_params} parameters", len(model))
+        return model
 
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)

@@ -22,6 +22,17 @@ from dpfl_lightning.privacy.mechanism import Gaussian
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
 
 
+def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
+    """`values` `[C]` of a round's `clients` `[C]` among all, `[N]` float64: NaN for absent clients.
+
+    >>> of_all((2, 0), [7, 8], 3)
+    tensor([8., nan, 7.], dtype=torch.float64)
+    """
+    spread = torch.full((num_clients,), math.nan, dtype=torch.float64)
+    spread[list(clients)] = torch.as_tensor(values, dtype=torch.float64)
+    return spread
+
+
 def told(
     callbacks: Sequence[ServerCallback], view: View, plan: RoundPlan, weights: Tensor
 ) -> dict[str, float | Tensor]:
@@ -39,10 +50,8 @@ def told(
     **Privacy** Released and public values only.
     """
     num_clients = view.facts.num_clients
-    own = torch.full((num_clients,), math.nan, dtype=torch.float64)
-    own[list(plan.clients)] = weights.double().amax(dim=0)
     squares = weights.square().sum(dim=1)
-    values: dict[str, float | Tensor] = {"weight": own}
+    values: dict[str, float | Tensor] = {"weight": of_all(plan.clients, weights.amax(dim=0), num_clients)}
     if bool(squares.any()):
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())

@@ -194,7 +194,8 @@ class RunInfo:
 class View:
     """What a callback may see: public facts and released values; never data, never the loop.
 
-    `ask(query)` charges the ledger first and returns noised answers.
+    `ask(query)` charges the ledger first and returns noised answers; `new_model(seed)` gives the parameters `[P]` that
+    the net is initialised with from that public seed.
     """
 
     round: int
@@ -207,6 +208,7 @@ class View:
     seed: int
     guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
     ask: Callable[[Query], Answers] = field(repr=False)
+    new_model: Callable[[int], Tensor] = field(repr=False)
 
     def mechanism(self, client: int, purpose: str = "train") -> Gaussian:
         """The client's calibrated mechanism for a purpose of its schedule."""

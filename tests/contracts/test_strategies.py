@@ -7,7 +7,7 @@ import io
 
 import pytest
 import torch
-from conftest import FIXED_KEY
+from conftest import FIXED_KEY, blobs
 
 from dpfl_lightning import strategies
 from dpfl_lightning.errors import UserError
@@ -16,6 +16,13 @@ from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
+
+
+@pytest.fixture
+def make_loop(make_loop):
+    """Clients with true groups, for strategies that are told them."""
+    population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))
+    return lambda **options: make_loop(population, **options)
 
 
 def in_company(name):
