@@ -16,6 +16,7 @@ from dpfl_lightning.federated.state import (
     RunResult,
     RunSchedule,
     ServerState,
+    Sketch,
     View,
 )
 
@@ -80,6 +81,13 @@ class ServerCallback:
         **Privacy** A callback has released and public values only: so has what it tells.
         """
         return {}
+
+    def sketch(self, view: View) -> Sketch | None:
+        """The clients as points of a plane, asked once, when all rounds are done. Two answers are an error.
+
+        **Privacy** Drawn from released and public values only.
+        """
+        return None
 
     def deliver(self, state: ServerState, view: View) -> Delivered | None:
         """The models to evaluate and export instead of the server's."""

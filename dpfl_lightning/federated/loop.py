@@ -25,6 +25,7 @@ from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
+from dpfl_lightning.federated.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
@@ -131,6 +132,7 @@ class FederatedLoop:
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
+        self.asked = 0  # numbers sent within the round's queries
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
@@ -175,14 +177,14 @@ class FederatedLoop:
         while state.round < self.rounds:
             if reason := one_of(self.callbacks, "stop", self.view(state)):
                 return reason
-            begun = time.perf_counter()
+            begun, self.asked = time.perf_counter(), 0
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} rounds"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
-            self.told = told(self.callbacks, self.view(state), plan, weights)
+            self.told = told(self.callbacks, self.view(state), plan, weights, self.asked, self.told)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -370,7 +372,8 @@ class FederatedLoop:
         self, reason: str, finished: bool, guarantees: Sequence[Guarantee], model_of: Sequence[int]
     ) -> RunResult:
         seconds = max(self.snapshot["seconds"], 1e-9)
-        scores = self.evaluated.get(self.state.round)
+        scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
+        accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -382,11 +385,13 @@ class FederatedLoop:
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, groups),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             told=for_json(self.told),
-            **accuracy_over_clients([] if scores is None else [one.accuracy for one in scores.clients]),
+            sketch=one_of(self.callbacks, "sketch", self.view(self.state)) if finished else None,
+            accuracy_of_groups=accuracy_of_groups(accuracies, groups),
+            **accuracy_over_clients(accuracies),
         )
 
     def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
@@ -429,6 +434,7 @@ class FederatedLoop:
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
+        self.asked += len(clients) * sum(one.numel() for one in vars(query).values() if isinstance(one, Tensor))
         return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
 
     def _new_model(self, seed: int) -> Tensor:
