@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.data import Population
+from dpfl_lightning.data import Facts, Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import SerialEngine, TrainerEngine
@@ -32,20 +33,22 @@ ENGINES: dict[str, type[SerialEngine]] = {
 def build_population(options: Options) -> Population:
     """The clients of a configuration, from the data set it names."""
     own = options.data
-    partition = dict(own.partition)
+    partition, groups = dict(own.partition), dict(own.groups or {})
     return Population.partitioned(
         data.load(own.name, own.folder, own.download),
         num_clients=options.clients.count,
         partition=(partition.pop("name", "iid"), partition),
         records_per_client=own.records_per_client,
         held_out_per_client=own.held_out_per_client,
+        test_per_client=own.test_per_client,
         public_records=own.public_records,
         use_public=own.use_public,
+        groups=None if own.groups is None else (groups.pop("name", ""), groups),
         seed=options.seed,
     )
 
 
-def build_net(options: Options, population: Population) -> nn.Module:
+def build_net(options: Options, population: Population | Facts) -> nn.Module:
     """A model by name, or a user's own by `class_path`, initialised from `seed`."""
     torch.manual_seed(options.seed)
     model = dict(options.model)
@@ -70,9 +73,10 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         UserError: whatever in the configuration cannot be built.
     """
     population = build_population(options)
+    facts = population.facts()  # not the records: they may move to another device
     return FederatedLoop(
         population,
-        ClientModule(build_net(options, population)),
+        ClientModule(build_net(options, facts)),
         rounds=options.rounds,
         clients=options.clients,
         privacy=options.privacy,
@@ -84,6 +88,7 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         evaluate_every=options.evaluation.every,
         checkpoint_seconds=options.checkpoint_seconds,
         options=to_dict(options),
+        new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )
 
 
