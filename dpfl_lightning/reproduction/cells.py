@@ -82,10 +82,11 @@ def wanted(experiment: Experiment, scale: str, seeds: Sequence[int] | None, depa
     for column in experiment.columns:
         for row in experiment.rows:
             cell = source(experiment, row, column, scale, departures)
+            other = experiment.rows[row].beside
             for seed in (None,) if _computed(experiment, cell) else seeds:
                 cells[cell._replace(seed=seed)] = None
-    if experiment.beside is not None:
-        cells |= {_beside(experiment, experiment.beside, cell): None for cell in list(cells)}
+                if other is not None:
+                    cells[_beside(experiment, other, cell._replace(seed=seed))] = None
     return list(cells)
 
 
@@ -107,16 +108,16 @@ def finished(results: Path, experiment: Experiment, scale: str, departures: Depa
             cell = source(experiment, row, column, scale, departures)
             seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
             cells = [cell._replace(seed=seed) for seed in seeds]
-            held = [_held(results, experiment, one) for one in cells if path_of(results, one).is_file()]
+            held = [_held(results, experiment, row, one) for one in cells if path_of(results, one).is_file()]
             if held:
                 found[row, column] = held
     return found
 
 
-def _held(results: Path, experiment: Experiment, cell: Cell) -> dict[str, Any]:
+def _held(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
     """A finished cell, with the values that follow from the one beside it if that is finished, too."""
     own = read(path_of(results, cell))
-    if (other := experiment.beside) is None:
+    if (other := experiment.rows[row].beside) is None:
         return own
     path = path_of(results, _beside(experiment, other, cell))
     return {**own, "values": {**own["values"], **other.values(own, read(path))}} if path.is_file() else own

@@ -52,6 +52,23 @@ class Computation:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A second cell that a row's numbers need, such as a reference: of the same scale, seed and departures.
+
+    Args:
+        experiment: whose cell it is.
+        row: of cells.
+        column: of cells.
+        values: `values(own, beside)` -> further values of the row's cell, from what both files hold.
+    """
+
+    experiment: str
+    row: str
+    column: str
+    values: Callable[[Mapping[str, Any], Mapping[str, Any]], Values]
+
+
+@dataclass(frozen=True)
 class Row:
     """A line of numbers, all read off one kind of cell.
 
@@ -60,12 +77,14 @@ class Row:
         value: which of the cell's values it shows.
         cell: whose cells they are; None is the row's own. Rows that read different values of the same cells share it.
         experiment: that has these cells; None is the row's own.
+        beside: the other cell that each of them is read together with.
     """
 
     title: str
     value: str = "accuracy"
     cell: str | None = None
     experiment: str | None = None
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -75,23 +94,6 @@ class Column:
     title: str
     cell: str | None = None
     experiment: str | None = None
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A second cell that the numbers of a table need, such as a reference: of the same scale, seed and departures.
-
-    Args:
-        experiment: whose cell it is.
-        row: of cells.
-        column: of cells.
-        values: `values(own, beside)` -> further values of the table's cell, from what both files hold.
-    """
-
-    experiment: str
-    row: str
-    column: str
-    values: Callable[[Mapping[str, Any], Mapping[str, Any]], Values]
 
 
 class Tolerance(NamedTuple):
@@ -174,7 +176,6 @@ class Experiment:
         decimals: of the numbers that are shown.
         shown: whether it is a table; a figure without numbers of its own is not.
         draw: the figure's panels from the cells found; None is no figure.
-        beside: the other cell that each of its cells is read together with.
         notes: what a reader must know, one sentence each.
     """
 
@@ -192,7 +193,6 @@ class Experiment:
     decimals: int = 2
     shown: bool = True
     draw: Callable[[Found], Sequence[Panel]] | None = None
-    beside: Beside | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

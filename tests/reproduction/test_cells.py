@@ -64,9 +64,8 @@ def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeyp
     def values(own, other):
         return {"behind": other["values"]["accuracy"] - own["values"]["accuracy"]}
 
-    table = fake(
-        name="fake.table2", rows={"ours": Row("ours", "behind")}, beside=Beside("fake.table1", "ours", "a", values)
-    )
+    beside = Beside("fake.table1", "ours", "a", values)
+    table = fake(name="fake.table2", rows={"ours": Row("ours", "behind", beside=beside)})
     monkeypatch.setitem(experiments(), "fake.table2", table)
     reference, departures = CELL._replace(departures=(("rounds", "9"),)), (("rounds", "9"),)
     cells = wanted(table, "small", [0, 1], departures)

@@ -87,7 +87,8 @@ def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
     Returns:
         Noise multipliers: `free` (choices are not paid for, as the papers have it), `joint` (20 choices composed with
         training), `subtracted` (their epsilon is taken off the budget, as later published code has it), `every_round`
-        (100 choices, composed). And epsilons of the choices alone: `alone`, `alone_every_round`.
+        (100 choices, composed); `joint_increase` and `subtracted_increase` over `free`, in per cent. And epsilons of
+        the choices alone: `alone`, `alone_every_round`.
     """
     event = SelectionEvent(SHARE * epsilon)
     alone = epsilon_alone(event, SELECTIONS, accountant)
@@ -95,10 +96,14 @@ def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
         name: noise_multiplier(epsilon, selections=count, selection_epsilon=event.epsilon, accountant=accountant)
         for name, count in (("joint", SELECTIONS), ("every_round", ROUNDS // 2))
     }
+    free = noise_multiplier(epsilon, accountant=accountant)
+    subtracted = noise_multiplier(epsilon - alone, accountant=accountant)
     return {
-        "free": noise_multiplier(epsilon, accountant=accountant),
+        "free": free,
         **joint,
-        "subtracted": noise_multiplier(epsilon - alone, accountant=accountant),
+        "subtracted": subtracted,
+        "joint_increase": 100 * (joint["joint"] / free - 1),
+        "subtracted_increase": 100 * (subtracted / free - 1),
         "alone": alone,
         "alone_every_round": epsilon_alone(event, ROUNDS // 2, accountant),
     }

@@ -103,7 +103,7 @@ TABLE7: Numbers = {  # CIFAR10, covariate shift: average test accuracy
     "oracle_majority":     (41.07, 36.95, 36.47, 31.12, 30.41),
     "oracle_minority":     (37.84, 34.49, 33.07, 29.63, 27.38),
 }
-TABLE8: Numbers = {  # "paper_f_loss" at epsilon 2 is printed 0.68, probably for 0.068; CIFAR10, covariate shift: fairness
+TABLE8: Numbers = {  # CIFAR10, covariate shift: fairness; F_loss 0.68 is probably a misprint of 0.068
     "dpfedavg_f_acc":      (9.31, 9.32, 9.81, 9.13, 9.11),
     "dpfedavg_f_loss":     (0.16, 0.14, 0.12, 0.08, 0.07),
     "dpfedavg_worst":      (31.65, 28.81, 28.45, 24.79, 24.65),

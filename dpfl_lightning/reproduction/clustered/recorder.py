@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+from sklearn.metrics import silhouette_score
 from torch import Tensor
 
 from dpfl_lightning.federated.group_metrics import MATCHES, accuracy_of_groups, clustering, true_groups
@@ -21,8 +22,9 @@ class GroupRecorder(Recorder):
 
     Values beside the usual, in per cent: `accuracy_majority`, `accuracy_minority`, `accuracy_<group>`,
     `clustering_accuracy` and `minority_recall` of the last round; `adjusted_rand_index`; `clusters_perfect`, 1 or 0;
-    `models_down` and `models_up`, sent to and from a client on average; and every number that strategies tell. `curves`:
-    name -> {round: value} of groups (per cent) and of `clustering_accuracy`; `clients`: also loss, true_group and model.
+    `models_down` and `models_up`, sent to and from a client on average; and every number that strategies tell.
+    `curves`: name -> {round: value} of groups and of `clustering_accuracy`, in per cent. `clients` have also loss,
+    true_group and model.
     """
 
     def __init__(self) -> None:
@@ -78,9 +80,9 @@ def matches(told: Mapping[str, float]) -> dict[str, float]:
 class FirstRound(GroupRecorder):
     """Ends the run after its first round: what clusters that round alone shows, of a strategy that has a picture.
 
-    Values beside the usual: `num_clusters`, `separation`, `confident` (1 or 0), and how these clusters match. `points`:
-    each client's update along the two directions in which updates differ most, in units of the largest distance from
-    their mean, `true_group` in `clients`.
+    Values beside the usual: `num_clusters`, `separation`, `confident` (1 or 0), and how these clusters match;
+    `silhouette` of the true groups in `points`, each client's update along the two directions in which updates differ
+    most, in units of the largest distance from their mean.
     """
 
     needs = "deltas"
@@ -102,6 +104,8 @@ class FirstRound(GroupRecorder):
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         values, sketch, groups = super()._values(view, result), result.sketch, true_groups(view.facts)
+        if groups and self._points:
+            values["silhouette"] = float(silhouette_score(self._points, groups))
         if sketch is None:
             return values
         found = {"num_clusters": float(sketch.num_clusters), "confident": float(sketch.confident)}
