@@ -81,8 +81,8 @@ def _ablation_words(row: str, column: str, scale: str) -> list[str]:
 ABLATIONS = Experiment(
     name="clustered.ablations",
     title="Parts of the method, and other ways to serve groups, Fashion-MNIST",
-    shows=_ON_OWN + "; clients in the right cluster in the last round, %",
-    rows=_rows({name: title for name, (title, _) in _CLUSTERED.items()}, _SHOWN),
+    shows=_ON_OWN + "; clients in the right cluster in the last round, %; models sent to a client in the whole run",
+    rows=_rows({name: title for name, (title, _) in _CLUSTERED.items()}, _SHOWN | {"models sent": "models_down"}),
     columns={
         f"{shift}_eps{epsilon}": Column(f"{title}, epsilon {epsilon}")
         for shift, title in _SHIFTS.items()
