@@ -20,8 +20,9 @@ class Ifca(TellsGroups):
     """f-CDPFL: the server has M models; a client trains the one of lowest loss; the base rule works within each group.
 
     For clients of several kinds in known number. Which models the first choices meet decides much: from distinct random
-    models clients may crowd into few of them. Goes beside a base rule. A client that has not chosen yet, because it was
-    absent or cannot pay, has a model drawn from the public seed; a model that nobody trains stays as it is.
+    models clients may crowd into few of them. Goes beside a base rule, and after a strategy that lets clients sit out,
+    or who sits out is asked, too. A client that has not chosen yet has a model drawn from the public seed, as many
+    clients each; a model that nobody trains stays as it is.
 
     Args:
         num_clusters: M, >= 1; 1 is the base rule alone.
@@ -63,12 +64,13 @@ class Ifca(TellsGroups):
         return self._choice.plan_run(schedule, view, schedule.rounds + 1 - first if self._num_clusters > 1 else 0)
 
     def initialise(self, state: ServerState, view: View) -> ServerState:
-        count, own = self._num_clusters, state.models[:1]
-        models = own.repeat(count, 1)
+        count, first = self._num_clusters, state.models[0]
+        of_models, of_clients = np.random.SeedSequence(view.seed).spawn(2)
+        models = [first] * count
         if self._init == "distinct":
-            models = torch.cat([own, *(view.new_model(seed)[None] for seed in _seeds(view.seed, count - 1))])
-        drawn = np.random.default_rng(_root(view.seed, 1)).integers(count, size=view.facts.num_clients)
-        return dataclasses.replace(state, models=models, model_of=tuple(drawn.tolist()))
+            models[1:] = [view.new_model(seed) for seed in of_models.generate_state(count)[1:].tolist()]
+        drawn = np.random.default_rng(of_clients).permutation(view.facts.num_clients) % count
+        return dataclasses.replace(state, models=torch.stack(models), model_of=tuple(drawn.tolist()))
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         chosen = self._choice.choose(plan, view, view.state.models)
@@ -87,12 +89,3 @@ class Ifca(TellsGroups):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._choice.load_state_dict(state)
-
-
-def _root(seed: int, purpose: int) -> np.random.SeedSequence:
-    """Of initial models (0) and first assignments (1)."""
-    return np.random.SeedSequence([seed, 1_960_000 + purpose])
-
-
-def _seeds(seed: int, count: int) -> list[int]:
-    return _root(seed, 0).generate_state(max(count, 1)).tolist()[:count]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import cast
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.group_metrics import true_groups
 from dpfl_lightning.federated.state import ClientUpdates, RunSchedule, ServerState, View
 from dpfl_lightning.strategies.memberships import TellsGroups
 
@@ -42,10 +42,10 @@ class OracleClusters(TellsGroups):
 
 def _groups(view: View) -> tuple[int, ...]:
     """[N] true group of each client."""
-    truth = view.facts.truth or {}
-    if "groups" not in truth:
+    groups = true_groups(view.facts)
+    if groups is None:
         raise UserError(
-            "`data.groups` must be given for strategy oracle_clusters, which is told them, got none. "
-            "For example {name: rotation, count: 4}; to find groups use another strategy."
+            "`data.groups` must be given for strategy oracle_clusters, which is told the true groups, got none. "
+            "For example {name: rotation, count: 4}. To find groups use another strategy."
         )
-    return cast("tuple[int, ...]", truth["groups"])
+    return groups

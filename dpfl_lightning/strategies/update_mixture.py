@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
 
 from dpfl_lightning.strategies.null_separation import MOST_GROUPS
 from dpfl_lightning.strategies.update_geometry import Updates, centred_gram, least, overlap
@@ -17,6 +18,7 @@ from dpfl_lightning.strategies.update_groups import GroupOptions, find_groups
 
 _COLUMNS = 1 << 13  # that are converted to float64 at once
 _SMALL = 1e-6  # tolerance of EM, and what it adds to variances
+_ROUNDING = 1e-6  # of updates in float32, with room to spare: noise, where there is no other
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,11 @@ def robust_mixture(
     >>> found.responsibilities.argmax(dim=1).tolist(), found.confident
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
-    noise, sampling = np.asarray(noise_std, dtype=float), np.asarray(sampling_std, dtype=float)
-    updates = Updates(centred_gram(deltas), noise, deltas.shape[1], sampling)
+    moved = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))  # personal ones have no noise
+    lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
+    rounding = _ROUNDING * lengths / math.sqrt(max(moved, 1))
+    noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
+    updates = Updates(centred_gram(deltas), noise, moved, np.asarray(sampling_std, dtype=float))
     groups = find_groups(updates, options)
     told = {"separation_threshold": groups.threshold}
     if len(groups.members) > 1:
