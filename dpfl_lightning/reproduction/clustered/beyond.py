@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from dpfl_lightning.reproduction.clustered.accuracy import ACCURACIES, group_recorder
-from dpfl_lightning.reproduction.clustered.settings import LABEL_SHIFT, METHODS, RATES, TUNING_ROUNDS, words
+from dpfl_lightning.reproduction.clustered.settings import (
+    LABEL_SHIFT,
+    METHODS,
+    RATES,
+    TUNING_ROUNDS,
+    learning_rate,
+    words,
+)
 from dpfl_lightning.reproduction.experiment import Column, Experiment, Row, Training
 
 _MINUTES = {"small": 9.0}
@@ -35,7 +42,7 @@ def _tuning_words(row: str, column: str, scale: str) -> list[str]:
 TUNING = Experiment(
     name="clustered.tuning",
     title="Learning rates, Fashion-MNIST, turned images, on public records alone",
-    shows="mean accuracy of the clients, %: each draws from 10,000 public records, and is scored on draws of 2,000 others",
+    shows="mean accuracy of the clients, %, who draw from 10,000 public records, scored on draws of 2,000 others",
     rows=_TUNING_ROWS,
     columns={column: Column(f"epsilon {column[3:]}") for column in ("eps5", "eps2")},
     cells=dict.fromkeys(_TUNING_ROWS, Training(_tuning_words, group_recorder)),
@@ -105,7 +112,10 @@ _BATCHED = {name: METHODS[name][0] for name in ("dpfedavg", "ours", "oracle")}
 
 
 def _batch_words(row: str, column: str, scale: str) -> list[str]:
-    return words("fashion_mnist", row, "eps5", scale, {"clients.batch_size": column.removeprefix("b")})
+    size = column.removeprefix("b")
+    rate = learning_rate("fashion_mnist", row, "eps5", scale) * int(size) / 32
+    changed = {"clients.batch_size": size, "clients.learning_rate": f"{rate:.4g}"}
+    return words("fashion_mnist", row, "eps5", scale, changed)
 
 
 BATCH_SIZES = Experiment(
@@ -117,7 +127,7 @@ BATCH_SIZES = Experiment(
     cells=dict.fromkeys(_BATCHED, Training(_batch_words, group_recorder)),
     scales=_SMALL,
     minutes=_MINUTES,
-    notes=("One local epoch a round at any batch size, and one learning rate: a larger batch takes fewer steps.",),
+    notes=("One local epoch a round at any batch size; the learning rate grows with it, as steps become fewer.",),
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from dpfl_lightning.reproduction.experiment import Column
@@ -43,6 +44,8 @@ DATA: dict[str, dict[str, str]] = {
 CLIENTS = {"clients.count": "21", "clients.batch_size": "32", "data.test_per_client": "1666"}
 _OVERLAPPING = {"data.partition.name": "overlapping"}
 
+_RECORDS = {False: {"small": 2285, "paper": 8000}, True: {"small": 1904, "paper": 6600}}  # CIFAR-10 or not
+
 #: the grid of `clustered.tuning` that all methods share, for images of one channel and so many rounds
 RATES, TUNING_ROUNDS = ("0.05", "0.1", "0.2", "0.4"), 30
 #: method -> column of `clustered.tuning` -> the learning rate that did best there
@@ -52,27 +55,33 @@ _NEAREST = {"eps10": "eps5", "eps4": "eps5", "eps3": "eps2"}
 _UNTIL_CHOSEN, _OF_CIFAR10 = 0.1, 5e-4
 
 
-def learning_rate(data: str, row: str, column: str, rounds: int) -> str:
-    """Of CIFAR-10 the revised paper's, else what public records chose for the method; for so many rounds.
+def learning_rate(data: str, row: str, column: str, scale: str) -> float:
+    """Of CIFAR-10 the revised paper's, else what public records chose for the method; for the run's number of steps.
 
-    The noise of T rounds has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
+    The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
     whole run depends on T.
     """
     if data.startswith("cifar10"):
-        return f"{_OF_CIFAR10 * ROUNDS['paper'] / rounds:.4g}"
+        return _OF_CIFAR10 * _steps(data, "paper") / _steps(data, scale)
     chosen = CHOSEN.get(row, {}).get(_NEAREST.get(column, column), _UNTIL_CHOSEN)
-    return f"{chosen * TUNING_ROUNDS / rounds:.4g}"
+    return chosen * TUNING_ROUNDS / ROUNDS["small"] * _steps(data, "small") / _steps(data, scale)
+
+
+def _steps(data: str, scale: str) -> int:
+    """Local steps of a whole run, at batch 32."""
+    return ROUNDS[scale] * math.ceil(_records(data, scale) / 32)
+
+
+def _records(data: str, scale: str) -> int:
+    """Training records of a client."""
+    return _RECORDS[data.startswith("cifar10")][scale]
 
 
 def population(data: str, scale: str) -> dict[str, str]:
     """Options of the clients and their records, net and clip norm."""
-    cifar10 = data.startswith("cifar10")
-    if scale == "paper":
-        dealt = {"data.records_per_client": "6600" if cifar10 else "8000", **_OVERLAPPING}
-    else:
-        each, public = ("1904", "10000") if cifar10 else ("2285", "12000")
-        dealt = {"data.records_per_client": each, "data.public_records": public}
-    return {**DATA[data], **CLIENTS, **dealt}
+    public = "10000" if data.startswith("cifar10") else "12000"
+    dealt = _OVERLAPPING if scale == "paper" else {"data.public_records": public}
+    return {**DATA[data], **CLIENTS, "data.records_per_client": str(_records(data, scale)), **dealt}
 
 
 def words(data: str, row: str, column: str, scale: str, changed: Mapping[str, str] | None = None) -> list[str]:
@@ -90,7 +99,7 @@ def words(data: str, row: str, column: str, scale: str, changed: Mapping[str, st
         **rounds(scale),
         "privacy.epsilon": column.removeprefix("eps"),
         "strategies": METHODS[row][1],
-        "clients.learning_rate": learning_rate(data, row, column, ROUNDS[scale]),
+        "clients.learning_rate": f"{learning_rate(data, row, column, scale):.4g}",
     }
     return as_words({**options, **(changed or {})})
 
