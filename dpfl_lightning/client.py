@@ -17,6 +17,8 @@ from dpfl_lightning.privacy.clipping import Params
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 
+FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
+
 
 @dataclass(frozen=True)
 class LocalTask:

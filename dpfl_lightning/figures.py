@@ -14,12 +14,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
 
-from dpfl_lightning.federated.state import RunResult
+from dpfl_lightning.federated.group_metrics import smallest
+from dpfl_lightning.federated.state import RunResult, Sketch
 
 if TYPE_CHECKING:
     from dpfl_lightning.reproduction.experiment import Panel
 
 MOST_CLIENTS = 100  # more than this are shown as min, mean and max
+_MARKERS = "osD^vP*X<>hp"
 
 
 def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
@@ -58,10 +60,12 @@ def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) ->
     """
     drawn = {
         "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
+        "accuracy_of_groups": _groups_figure(history, result),
         "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
         "accuracy_over_budget": _budget_figure(result),
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
+        "clients": None if result.sketch is None else _clients_figure(result.sketch, result),
     }
     for name in ("epsilon_over_rounds", "accuracy_over_budget"):
         if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
@@ -88,7 +92,7 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(1, len(panels), place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
         _quiet(axes)
-        (_bars if panel.kind == "bars" else _lines)(axes, panel)
+        {"bars": _bars, "points": _points}.get(panel.kind, _lines)(axes, panel)
         for which in panel.log:
             _log_scale(axes, which)
         if len(panel.series) > 1:
@@ -103,6 +107,11 @@ def _lines(axes: Any, panel: Panel) -> None:
         if band:
             low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
             axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
+
+
+def _points(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
+        axes.scatter(*zip(*points, strict=True), s=30, alpha=0.7, linewidth=0, label=name)
 
 
 def _bars(axes: Any, panel: Panel) -> None:
@@ -139,6 +148,24 @@ def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients:
         label="test set",
     )
     axes.legend()
+    return figure
+
+
+def _groups_figure(history: Callable[[str], Mapping[int, float]], result: RunResult) -> Figure | None:
+    """Of each true group over rounds; dashed: of a minority. Gray: how many clients their clusters have right."""
+    true = _true_groups(result)
+    curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
+    if not any(curves.values()):
+        return None
+    figure, axes = _axes("Accuracy of each true group, on the clients' own held-out records", "round", "accuracy")
+    few = smallest(list(true.values()))
+    for group, curve in curves.items():
+        style = "--" if group in few else "-"
+        axes.plot(list(curve), list(curve.values()), style, color=f"C{group % 10}", label=f"group {group}")
+    if matched := history("strategy/clustering_accuracy"):
+        look = {"color": "gray", "linewidth": 1, "zorder": 1, "label": "clients in the right cluster"}
+        axes.step(list(matched), list(matched.values()), where="post", **look)
+    axes.legend(fontsize=8)
     return figure
 
 
@@ -229,6 +256,38 @@ def _noise_figure(result: RunResult) -> Figure | None:
         _log_scale(axes, which)
     axes.set(xlim=ends, ylim=ends)
     return figure
+
+
+def _clients_figure(sketch: Sketch, result: RunResult) -> Figure:
+    """Colour: the true group where known, else the found cluster; marker: the found cluster; size: how surely."""
+    count = f"{sketch.num_clusters} cluster{'s' * (sketch.num_clusters != 1)}"
+    apart = "" if sketch.separation is None else f", separation {sketch.separation:.3g}"
+    sure = "confident" if sketch.confident else "no more than noise would show"
+    figure, axes = _axes(f"{sketch.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+    figure.set_size_inches(8.0, 6.0)
+    true = _true_groups(result)
+    colour_of = [true.get(client, cluster) for client, cluster in zip(sketch.clients, sketch.cluster, strict=True)]
+    for cluster in sorted(set(sketch.cluster)):
+        rows = [row for row, own in enumerate(sketch.cluster) if own == cluster]
+        x, y = zip(*(sketch.points[row] for row in rows), strict=True)
+        look = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
+        sizes = [20 + 100 * sketch.membership[row] for row in rows]
+        axes.scatter(x, y, sizes, [f"C{colour_of[row] % 10}" for row in rows], zorder=3, **look)
+        axes.scatter(fmean(x), fmean(y), 90, "black", "+", linewidth=1.2, zorder=4)
+        axes.scatter([], [], 70, "white" if true else f"C{cluster % 10}", label=f"cluster {cluster}", **look)
+    for group in sorted(set(true.values())):
+        axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
+    for client, point in zip(sketch.clients, sketch.points, strict=True) if len(sketch.clients) <= 40 else ():
+        axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
+    figure.legend(
+        fontsize=7, loc="outside right upper", title="size: how surely\n+: mean of a cluster", title_fontsize=7
+    )
+    return figure
+
+
+def _true_groups(result: RunResult) -> dict[int, int]:
+    """Client -> its true group; nothing where nobody knows them."""
+    return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
 
 
 def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:

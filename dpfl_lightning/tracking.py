@@ -9,7 +9,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -27,6 +27,7 @@ import dpfl_lightning
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.gradient_counts import Diagnostics
+from dpfl_lightning.federated.group_metrics import MATCHES, accuracy_of_groups, true_groups
 from dpfl_lightning.federated.report import accuracy_over_clients
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.figures import figures, of_strategies, per_client
@@ -100,7 +101,7 @@ class Tracking(ServerCallback):
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
             return  # tracked before the run was killed, replayed now
-        self._pending += _metrics(_round_values(report), report.round)
+        self._pending += _metrics(_round_values(report, true_groups(view.facts)), report.round)
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
@@ -396,7 +397,7 @@ def _frame(view: View) -> dict[str, str]:
     }
 
 
-def _round_values(report: RoundReport) -> dict[str, float | None]:
+def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str, float | None]:
     """The curves. MLflow charts them in groups, ordered by name: `overall` before `per_client_...`."""
     accuracies = report.client_accuracy or ()
     measured = any(accuracy is not None for accuracy in accuracies)
@@ -413,6 +414,7 @@ def _round_values(report: RoundReport) -> dict[str, float | None]:
         **{f"overall/{name}": value for name, value in overall.items()},
         **per_client("per_client_epsilon", report.epsilon_spent),
         **(per_client("per_client_accuracy", accuracies) if measured else {}),
+        **{f"accuracy_of_group/{name}": value for name, value in accuracy_of_groups(accuracies, groups).items()},
         **_diagnosed(report.diagnostics),
         **of_strategies(report.told),
     }
@@ -434,6 +436,9 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
         "accuracy_mean": result.accuracy_mean,
         "accuracy_std": result.accuracy_std,
         "accuracy_worst": result.accuracy_worst,
+        "accuracy_gap": result.accuracy_gap,
+        **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
+        **{name: value for name, value in result.told.items() if name in MATCHES and not isinstance(value, list)},
         "epsilon_max": None if None in spent else max(spent),
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,

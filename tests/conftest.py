@@ -71,6 +71,7 @@ def make_loop(tmp_path):
         made.append(1)
         options.setdefault("output_dir", tmp_path / f"run{len(made)}")
         options.setdefault("rounds", 3)
+        options.setdefault("new_net", lambda seed: small_net(seed=seed))
         return FederatedLoop(
             population if population is not None else blobs(),
             module if module is not None else ClientModule(small_net()),

@@ -91,7 +91,9 @@ class Selection(ServerCallback):
     def plan_round(self, plan, view):
         if view.round == 2:
             models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-            self.answers = dict(view.ask(SelectModel(plan.clients, models, epsilon=0.5, loss_bound=2.0)))
+            self.answers = dict(
+                view.ask(SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0))
+            )
         return plan
 
     def state_dict(self):

@@ -58,7 +58,7 @@ class Asks(ServerCallback):
         if view.round == 1:
             return view.plan("first")
         models = view.state.models[0].expand(2, -1)
-        view.ask(SelectModel((0, 2), models, epsilon=0.1, loss_bound=2.0))
+        view.ask(SelectModel((0, 2), models, {0: 0.1, 2: 0.1}, loss_bound=2.0))
         return plan
 
     def on_round_end(self, view, report):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import socket
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import register
+from dpfl_lightning.federated.state import Sketch
 from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 from dpfl_lightning.tracking import MlflowClient, Tracking, how_to_open, log_report, store_uri
@@ -168,7 +170,7 @@ def test_one_write_a_round(store, experiment, folder, monkeypatch):
     for round in (1, 2, 3):
         tracking._send_at = 0.0  # rounds that take long
         tracking.on_round_end(view, a_report(view, round))
-    assert [len(write["metrics"]) for write in writes] == [9 + 3 + 3] * 3
+    assert [len(write["metrics"]) for write in writes] == [10 + 3 + 3] * 3
 
 
 def test_what_strategies_tell_goes_into_the_same_write(store, experiment, folder, monkeypatch):
@@ -198,6 +200,61 @@ def test_of_many_clients_those_that_were_there_are_summed_up(store, experiment, 
     client, run = only_run(store, experiment)
     assert run.data.metrics["per_client_weight/min"] == 0.25 and run.data.metrics["per_client_weight/mean"] == 0.5
     assert steps_of(client, run, "per_client_weight/max") == [1], "nobody was there in round 2"
+
+
+def test_groups_of_a_simulation_have_curves_and_pictures(store, experiment, folder):
+    groups = (0, 1, 1)
+    view = a_view(folder)
+    view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, truth={"groups": groups}))
+    points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
+    sketch = Sketch("Updates of round 1", (0, 1, 2), points, (3, 0, 0), (1.0, 0.6, 1.0), 4, None, False)
+    plain = a_result(view)
+    result = a_result(
+        view,
+        clients=tuple({**own, "true_group": groups[own["client"]]} for own in plain.clients),
+        accuracy_gap=0.002,
+        accuracy_of_groups={"majority": 0.5015, "minority": 0.5, "0": 0.5, "1": 0.5015},
+        told={"clustering_accuracy": 1.0, "weight": [1.0, 1.0, 1.0]},
+        sketch=sketch,
+    )
+    tracking = Tracking(experiment, uri=store)
+    tracking.on_run_start(view)
+    for round in (1, 2):
+        tracking.on_round_end(view, a_report(view, round, told={"clustering_accuracy": 0.5 * round}))
+    tracking.on_run_end(view, result)
+    client, run = only_run(store, experiment)
+    for name, value in (("0", 0.1), ("1", 0.1015), ("majority", 0.1015), ("minority", 0.1)):
+        assert steps_of(client, run, f"accuracy_of_group/{name}") == [1, 2]
+        assert run.data.metrics[f"accuracy_of_group/{name}"] == pytest.approx(value)
+    assert run.data.metrics["accuracy_minority"] == 0.5 and run.data.metrics["accuracy_gap"] == 0.002
+    assert run.data.metrics["clustering_accuracy"] == run.data.metrics["strategy/clustering_accuracy"] == 1.0
+    assert {"figures/accuracy_of_groups.png", "figures/clients.png"} <= files_of(client, run, "figures")
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        ({"separation": 24.27, "confident": True, "num_clusters": 4}, "4 clusters, separation 24.3: confident"),
+        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: no more than noise would show"),
+    ],
+)
+def test_the_picture_of_the_clients_says_what_was_found(folder, told, words):
+    """Two found clusters of three clients: the marker is the cluster, the colour is the true group."""
+    points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
+    sketch = Sketch("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **told)
+    result = a_result(a_view(folder), sketch=sketch)
+    rows = tuple({**own, "true_group": 1 + (own["client"] == 0)} for own in result.clients)
+    figure = figures(lambda metric: {}, dataclasses.replace(result, clients=rows))["clients"]
+    (axes,) = figure.axes
+    assert axes.get_title() == f"Updates\n{words}"
+    dots = [dots for dots in axes.collections if len(dots.get_offsets())]
+    assert [len(one.get_offsets()) for one in dots] == [2, 1, 1, 1], "clients and mean of each cluster"
+    assert dots[0].get_sizes().tolist() == [120, 70] and dots[2].get_sizes().tolist() == [20]
+    colours = dots[0].get_facecolors()[:, :3].tolist() + dots[2].get_facecolors()[:, :3].tolist()
+    assert colours[1] == colours[2] != colours[0]
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["cluster 0", "cluster 1", "true group 1", "true group 2"]
+    assert [text.get_text() for text in axes.texts] == ["00", "01", "02"]
 
 
 def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, monkeypatch):
@@ -403,12 +460,10 @@ def test_where_runs_are_tracked(monkeypatch, tmp_path):
     assert how_to_open("https://me:pass@host/") == "open https://host"
 
 
-def test_clients_with_one_curve_share_its_label():
+def test_clients_with_one_curve_share_its_label(folder):
     history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
     clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
-    result = type(
-        "Result", (), {"clients": clients, "guarantee": "(1, 0.1)-differential privacy per record.", "told": {}}
-    )
+    result = a_result(a_view(folder), clients=clients)
     (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
     assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
     assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"

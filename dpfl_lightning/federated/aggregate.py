@@ -177,12 +177,13 @@ def combine(say: Tensor, updates: ClientUpdates) -> Tensor:
     Args:
         say: `[K, C]` of the clients that arrived; a streamed sum was taken with the same numbers.
     """
-    total = updates.total
-    if total is None:
-        total = WeightedSum(say)
-        for column, delta in enumerate(updates.released):
-            total.add(column, delta)
-    return total.rounded(say.sum(dim=1))
+    if updates.total is not None:
+        return updates.total.rounded(say.sum(dim=1))
+    different, row_of = say.unique(dim=0, return_inverse=True)  # what many models add is added up once
+    total = WeightedSum(different)
+    for column, delta in enumerate(updates.released):
+        total.add(column, delta)
+    return total.rounded(different.sum(dim=1))[row_of]
 
 
 def step(state: ServerState, combined: Tensor) -> ServerState:

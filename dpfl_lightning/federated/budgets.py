@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 import secrets
@@ -75,8 +74,8 @@ class Budgets:
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
         """The clients that can pay for their answer, charged and synced, and each one's attempt number."""
-        digest = self._digest(dataclasses.astuple(query) if dataclasses.is_dataclass(query) else (query,), {})
-        charges = [Charge(client, round, query.purpose, digest, query.event) for client in query.clients]
+        digest = self._digest([*vars(query).values()], {})
+        charges = [Charge(client, round, query.purpose, digest, query.event_of(client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self.ledger.charge(charges)
 

@@ -16,6 +16,7 @@ from dpfl_lightning.federated.state import (
     RunResult,
     RunSchedule,
     ServerState,
+    Sketch,
     View,
 )
 
@@ -42,6 +43,10 @@ class ServerCallback:
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""
         return schedule
+
+    def initialise(self, state: ServerState, view: View) -> ServerState:
+        """The models that the run begins with, and who has which; K may change. Not asked again on resume."""
+        return state
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
@@ -76,6 +81,13 @@ class ServerCallback:
         **Privacy** A callback has released and public values only: so has what it tells.
         """
         return {}
+
+    def sketch(self, view: View) -> Sketch | None:
+        """The clients as points of a plane, asked once, when all rounds are done. Two answers are an error.
+
+        **Privacy** Drawn from released and public values only.
+        """
+        return None
 
     def deliver(self, state: ServerState, view: View) -> Delivered | None:
         """The models to evaluate and export instead of the server's."""

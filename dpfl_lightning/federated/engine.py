@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.client import ClientModule, LocalTask
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.gradient_counts import COUNTED, fates
@@ -26,8 +26,6 @@ from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps
 
 Batch = tuple[Tensor, Tensor]
-
-FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
 
 
 class Engine(Protocol):
@@ -108,13 +106,15 @@ class SerialEngine:
             yield row, self.release(plan, row, state, attempt)
 
     def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
-        answers = {}
-        for client, attempt in zip(query.clients, attempts, strict=True):
-            rows = torch.arange(self.population.num_records[client])
-            x, y = self.population.records(client, rows)
-            generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
-            answers[client] = query.answer(self.module, x, y, generator)
-        return answers
+        pairs = zip(query.clients, attempts, strict=True)
+        return {client: self.answer(query, client, round, attempt) for client, attempt in pairs}
+
+    @torch.no_grad()  # in any thread
+    def answer(self, query: Query, client: int, round: int, attempt: int) -> object:
+        """One client's noised answer."""
+        x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
+        generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
+        return query.answer(client, self.module, self.clipped_sum.enter(x), y, generator)
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:

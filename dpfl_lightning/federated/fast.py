@@ -13,11 +13,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import ClientModule, LocalTask
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated import one_step
-from dpfl_lightning.federated.engine import FORWARD_CHUNK, DrawnBatches, SerialEngine
+from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum
@@ -82,6 +83,14 @@ class FastEngine(SerialEngine):
         )
         for number, released in done:
             yield from zip(groups[number], released, strict=True)
+
+    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+        done = dict(
+            self._side_by_side(
+                lambda seat, row: seat.answer(query, query.clients[row], round, attempts[row]), range(len(attempts))
+            )
+        )
+        return {client: done[row] for row, client in enumerate(query.clients)}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))

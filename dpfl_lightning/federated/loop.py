@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
@@ -25,6 +25,7 @@ from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
+from dpfl_lightning.federated.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
@@ -75,6 +76,7 @@ class FederatedLoop:
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         checkpoint_seconds: at most this much work is lost by a kill, >= 0.
         options: the resolved configuration, for the record.
+        new_net: builds the module's net anew from a seed, for strategies that begin with several different models.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
     its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit, unless
@@ -103,6 +105,7 @@ class FederatedLoop:
         evaluate_every: int = 1,
         checkpoint_seconds: float = 10.0,
         options: Mapping[str, Any] | None = None,
+        new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
         require(rounds >= 1, "rounds", "be >= 1", rounds)
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
@@ -123,12 +126,13 @@ class FederatedLoop:
         self.evaluate_every = evaluate_every
         self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
-        self.options = dict(options or {})
+        self.options, self.new_net = dict(options or {}), new_net
         self.sampling = "poisson" if privacy is None else privacy.sampling
         # round -> what was made for it, of the latest such round only
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
+        self.asked = 0  # numbers sent within the round's queries
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
@@ -173,14 +177,14 @@ class FederatedLoop:
         while state.round < self.rounds:
             if reason := one_of(self.callbacks, "stop", self.view(state)):
                 return reason
-            begun = time.perf_counter()
+            begun, self.asked = time.perf_counter(), 0
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} rounds"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
-            self.told = told(self.callbacks, self.view(state), plan, weights)
+            self.told = told(self.callbacks, self.view(state), plan, weights, self.asked, self.told)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -236,14 +240,14 @@ class FederatedLoop:
             seed=self.seed,
             guarantees=lambda: self.budgets.guarantees(),
             ask=self._ask,
+            new_model=self._new_model,
         )
 
     def plan_schedule(self) -> RunSchedule:
         """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
         self.info = self._info(first_round=1)
-        self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
-        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
-        self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
+        self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
+        self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(self._one_model()))
         self.schedule = solved(self.schedule, self.accountant)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule
@@ -272,11 +276,16 @@ class FederatedLoop:
         return saved
 
     def _begin(self) -> ServerState:
-        state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.started, self.records, self.training_seconds, self.saved_at = time.perf_counter(), 0, 0.0, -math.inf
         self.info = self._measured_info(first_round=1)
+        state = self._one_model()
+        state = fold(self.callbacks, "initialise", state, self.view(state))
         self._remember(state, None)
         return state
+
+    def _one_model(self) -> ServerState:
+        """The net's parameters, for everybody."""
+        return ServerState(self.module.flat[None], (0,) * self.population.num_clients)
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
@@ -363,7 +372,8 @@ class FederatedLoop:
         self, reason: str, finished: bool, guarantees: Sequence[Guarantee], model_of: Sequence[int]
     ) -> RunResult:
         seconds = max(self.snapshot["seconds"], 1e-9)
-        scores = self.evaluated.get(self.state.round)
+        scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
+        accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -375,11 +385,13 @@ class FederatedLoop:
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, groups),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             told=for_json(self.told),
-            **accuracy_over_clients([] if scores is None else [one.accuracy for one in scores.clients]),
+            sketch=one_of(self.callbacks, "sketch", self.view(self.state)) if finished else None,
+            accuracy_of_groups=accuracy_of_groups(accuracies, groups),
+            **accuracy_over_clients(accuracies),
         )
 
     def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
@@ -422,7 +434,18 @@ class FederatedLoop:
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
+        self.asked += len(clients) * sum(one.numel() for one in vars(query).values() if isinstance(one, Tensor))
         return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
+
+    def _new_model(self, seed: int) -> Tensor:
+        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several different models."
+        require(self.new_net is not None, "new_net", "be a function", self.new_net, way_out)
+        assert self.new_net is not None  # for mypy
+        with torch.random.fork_rng(devices=[]):
+            model = ClientModule(self.new_net(seed)).flat.to(self.device)
+        alike = len(model) == self.module.num_params
+        require(alike, "new_net", f"build a net of {self.module.num_params} parameters", len(model))
+        return model
 
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)

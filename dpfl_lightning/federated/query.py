@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.privacy.events import Event, SelectionEvent
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.privacy.clipping import summing_dtype
+from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.noise import RandomGenerator
 
 Answers = Mapping[int, object]  # client -> noised answer
 
 
 class Query(Protocol):
-    """A question with a price.
-
-    Attributes:
-        purpose: the line of every asked client's schedule that pays.
-        clients: who is asked.
-        event: what one answer releases; must be the event that was planned.
-    """
-
-    purpose: str
-    clients: tuple[int, ...]
+    """A question with a price: a dataclass."""
 
     @property
-    def event(self) -> Event: ...
+    def purpose(self) -> str:
+        """The line of every asked client's schedule that pays."""
+        ...
 
-    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> object:
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Who is asked."""
+        ...
+
+    def event_of(self, client: int) -> Event:
+        """What the client's answer releases; must be the event that was planned."""
+        ...
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> object:
         """The noised answer of one client for its records `x [n, *X]`, `y [n]`. Runs at the client."""
         ...
 
@@ -46,7 +49,7 @@ class SelectModel:
 
     Args:
         models: `[M, P]`.
-        epsilon: bounded range of one selection, > 0.
+        epsilon: client -> bounded range of its selection, > 0 and finite.
         loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible.
 
     **Privacy** `SelectionEvent(epsilon)` for each asked client. Where one record is replaced by another a utility moves
@@ -55,18 +58,58 @@ class SelectModel:
 
     clients: tuple[int, ...]
     models: Tensor
-    epsilon: float
+    epsilon: Mapping[int, float]
     loss_bound: float
     purpose: str = "select"
 
-    @property
-    def event(self) -> SelectionEvent:
-        return SelectionEvent(self.epsilon)
+    def event_of(self, client: int) -> SelectionEvent:
+        return SelectionEvent(self.epsilon[client])
 
-    def answer(self, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
-        with torch.no_grad():
-            losses = [module.sample_loss(module.unflatten(model), x, y) for model in self.models]
-        utilities = [
-            -float((loss.clamp(0, self.loss_bound) / self.loss_bound).sum(dtype=torch.float64)) for loss in losses
-        ]
-        return int(np.argmax(np.array(utilities) + generator.gumbel(0.0, 1.0 / self.epsilon, len(utilities))))
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
+        utilities = -summed_losses(module, self.models, x, y, (0.0, self.loss_bound)) / self.loss_bound
+        noise = generator.gumbel(0.0, 1.0 / self.epsilon[client], len(utilities))
+        return int((utilities + torch.from_numpy(noise)).argmax())
+
+
+@dataclass(frozen=True)
+class LowestLoss:
+    """Which of M models has the lowest mean loss on a client's records: neither clipped nor noised.
+
+    Args:
+        models: `[M, P]`; of equal losses the first wins.
+        events: client -> what is said of its answer.
+
+    **Privacy** None: the answer is a plain function of private records. Its event says so in words: a `Caveat` beside
+    an epsilon that does not cover it, `Unprotected` where nothing is covered anyway.
+    """
+
+    clients: tuple[int, ...]
+    models: Tensor
+    events: Mapping[int, Caveat | Unprotected]
+    purpose: str = "select"
+
+    def event_of(self, client: int) -> Caveat | Unprotected:
+        return self.events[client]
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
+        return int(summed_losses(module, self.models, x, y, (-math.inf, math.inf)).argmin())
+
+
+@torch.no_grad()
+def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bounds: tuple[float, float]) -> Tensor:
+    """The sum over records of each model's loss, clipped to `bounds`, `[M]` float64 on the CPU.
+
+    A loss that is no number counts as the upper bound. A chunk of records at a time: memory does not grow with them.
+
+    Args:
+        models: `[M, P]`.
+        x: `[n, *X]`, private, as is y.
+        y: `[n]`.
+    """
+    totals = models.new_zeros(len(models), dtype=summing_dtype(models))
+    for row, model in enumerate(models):
+        params = module.unflatten(model)
+        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
+            losses = module.sample_loss(params, inputs, targets).clamp(*bounds)
+            totals[row] += losses.nan_to_num(nan=bounds[1], posinf=bounds[1]).sum(dtype=totals.dtype)
+    return totals.cpu().double()

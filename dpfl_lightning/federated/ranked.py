@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.aggregate import Received
-from dpfl_lightning.federated.engine import FORWARD_CHUNK, Engine
+from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranks import Failed, Ranks
 from dpfl_lightning.federated.run_folder import fingerprints

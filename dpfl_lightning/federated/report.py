@@ -13,17 +13,35 @@ from torch import Tensor
 from dpfl_lightning.federated.budgets import Budgets
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.evaluation import Evaluation
+from dpfl_lightning.federated.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.settings import ClientSettings
-from dpfl_lightning.federated.state import RoundPlan, View
+from dpfl_lightning.federated.state import ClassGradients, RoundPlan, View
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.mechanism import Gaussian
 
-_TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
+# What the run itself has: curves of clients, and how well clusters match true groups.
+_TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
+
+
+def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
+    """`values` `[C]` of a round's `clients` `[C]` among all, `[N]` float64: NaN for absent clients.
+
+    >>> of_all((2, 0), [7, 8], 3)
+    tensor([8., nan, 7.], dtype=torch.float64)
+    """
+    spread = torch.full((num_clients,), math.nan, dtype=torch.float64)
+    spread[list(clients)] = torch.as_tensor(values, dtype=torch.float64)
+    return spread
 
 
 def told(
-    callbacks: Sequence[ServerCallback], view: View, plan: RoundPlan, weights: Tensor
+    callbacks: Sequence[ServerCallback],
+    view: View,
+    plan: RoundPlan,
+    weights: Tensor,
+    asked: int = 0,
+    before: Mapping[str, float | Tensor] | None = None,
 ) -> dict[str, float | Tensor]:
     """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
 
@@ -31,21 +49,26 @@ def told(
         view: after the round.
         plan: of the C clients whose updates arrived.
         weights: `[K, C]`.
+        asked: numbers that were sent to clients within queries of the round.
+        before: what was told of the round before.
 
     Returns:
         Name -> number, or `[N]` float64 with NaN for absent clients. Of the round itself: `weight` (in the model that a
-        client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all).
+        client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all);
+        `floats_down` and `floats_up`, numbers sent to all clients and back since the first round, models whole;
+        in a simulation with true groups, where a strategy tells each client's `group`, how well they match: see
+        `clustering`.
 
     **Privacy** Released and public values only.
     """
     num_clients = view.facts.num_clients
-    own = torch.full((num_clients,), math.nan, dtype=torch.float64)
-    own[list(plan.clients)] = weights.double().amax(dim=0)
     squares = weights.square().sum(dim=1)
-    values: dict[str, float | Tensor] = {"weight": own}
+    values: dict[str, float | Tensor] = {"weight": of_all(plan.clients, weights.amax(dim=0), num_clients)}
     if bool(squares.any()):
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
+    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view.run.num_params, asked), strict=True):
+        values[name] = float((before or {}).get(name, 0.0)) + floats
     for callback in callbacks:
         for name, value in callback.tell(view).items():
             if name in values or name in _TAKEN:
@@ -55,7 +78,15 @@ def told(
                     f"{type(callback).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
                 )
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
-    return values
+    groups, found = true_groups(view.facts), values.get("group")
+    return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
+
+
+def _traffic(plan: RoundPlan, num_params: int, asked: int) -> tuple[int, int]:
+    """Numbers sent down and up in a round: to each client its start and its anchor, from each its release."""
+    models = num_params * len(plan.clients)
+    classes = plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1
+    return asked + models * (1 if plan.anchors is None else 2), models * classes
 
 
 def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
@@ -71,15 +102,20 @@ def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float
 
 
 def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float]:
-    """How well and how equally clients are served: mean, population standard deviation, worst; nothing if unknown.
+    """How well and how equally clients are served: mean, population standard deviation, worst, and best - worst.
 
     >>> accuracy_over_clients([0.5, None, 0.75])
-    {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5}
+    {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5, 'accuracy_gap': 0.25}
     """
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     if not known:
         return {}
-    return {"accuracy_mean": fmean(known), "accuracy_std": pstdev(known), "accuracy_worst": min(known)}
+    return {
+        "accuracy_mean": fmean(known),
+        "accuracy_std": pstdev(known),
+        "accuracy_worst": min(known),
+        "accuracy_gap": max(known) - min(known),
+    }
 
 
 def client_rows(
@@ -88,6 +124,7 @@ def client_rows(
     guarantees: Sequence[Guarantee],
     scores: Evaluation | None,
     model_of: Sequence[int],
+    groups: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated."""
     return tuple(
@@ -103,7 +140,9 @@ def client_rows(
             "releases": budgets.releases(client),
             "steps": budgets.steps(client),
             "accuracy": None if scores is None else scores.clients[client].accuracy,
+            "loss": None if scores is None else finite_or_none(scores.clients[client].loss),
             "model": model_of[client],
+            "true_group": None if groups is None else groups[client],
         }
         for client, own in enumerate(settings)
     )

@@ -18,7 +18,7 @@ from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_counts, calibrate
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate, cut_to_budgets
 
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
 
@@ -108,31 +108,26 @@ def _check(settings: Sequence[ClientSettings], private: bool) -> None:
         )
 
 
-def default_schedule(
-    settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int, accountant: Accountant
-) -> RunSchedule:
-    """Every client trains in every round; given noise is fixed, and then the budget decides how many rounds it pays."""
+def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
+    """Every client trains in every round; given noise is fixed, other noise is to be solved."""
     count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
     events = [GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps) for own in settings]
-    counts = [count] * len(settings)
-    bounded = [i for i, own in enumerate(settings) if own.noise_multiplier is not None and own.epsilon < math.inf]
-    offers = [(events[i], settings[i].epsilon, settings[i].delta) for i in bounded]
-    paid = affordable_counts(offers, accountant, count, slow_notice("counting the rounds that budgets pay"))
-    for i, number in zip(bounded, paid, strict=True):
-        counts[i] = number
-    rows = zip(settings, events, counts, strict=True)
-    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, n),)) for own, event, n in rows]
+    rows = zip(settings, events, strict=True)
+    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),)) for own, event in rows]
     return RunSchedule(tuple(clients), rounds)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
     """The schedule with every client's free noise solved, or remembered from an earlier command.
 
+    Where noise is given and a budget, too, the budget decides how many rounds it pays.
+
     Raises:
         UserError: a budget that no noise fits.
     """
     cache = CalibrationCache(cache_folder("calibration"))
-    clients = calibrate(schedule.clients, accountant, slow_notice("solving noise multipliers"), cache)
+    clients = cut_to_budgets(schedule.clients, accountant, slow_notice("counting the rounds that budgets pay"))
+    clients = calibrate(clients, accountant, slow_notice("solving noise multipliers"), cache)
     return dataclasses.replace(schedule, clients=tuple(clients))
 
 

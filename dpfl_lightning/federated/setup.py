@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.data import Population
+from dpfl_lightning.data import Facts, Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import SerialEngine, TrainerEngine
@@ -47,7 +48,7 @@ def build_population(options: Options) -> Population:
     )
 
 
-def build_net(options: Options, population: Population) -> nn.Module:
+def build_net(options: Options, population: Population | Facts) -> nn.Module:
     """A model by name, or a user's own by `class_path`, initialised from `seed`."""
     torch.manual_seed(options.seed)
     model = dict(options.model)
@@ -72,9 +73,10 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         UserError: whatever in the configuration cannot be built.
     """
     population = build_population(options)
+    facts = population.facts()  # not the records: they may move to another device
     return FederatedLoop(
         population,
-        ClientModule(build_net(options, population)),
+        ClientModule(build_net(options, facts)),
         rounds=options.rounds,
         clients=options.clients,
         privacy=options.privacy,
@@ -86,6 +88,7 @@ def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> Fed
         evaluate_every=options.evaluation.every,
         checkpoint_seconds=options.checkpoint_seconds,
         options=to_dict(options),
+        new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )
 
 

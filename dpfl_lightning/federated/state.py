@@ -165,6 +165,38 @@ class Delivered:
 
 
 @dataclass(frozen=True)
+class Sketch:
+    """The clients as points of a plane, for a picture: where their updates lay, and where each was taken to belong.
+
+    Args:
+        title: what is drawn, such as "Updates of round 1, two principal components".
+        clients: [n], those that are drawn.
+        points: [n] pairs (x, y).
+        cluster: [n] found cluster of each, from 0.
+        membership: [n] how surely it belongs there, in [0, 1].
+        num_clusters: found or given; some may be nobody's.
+        separation: how far apart the two nearest clusters are, in units of the noise; None: not known.
+        confident: whether that is more than noise alone would show.
+
+    **Privacy** Post-processing of released updates.
+    """
+
+    title: str
+    clients: tuple[int, ...]
+    points: tuple[tuple[float, float], ...]
+    cluster: tuple[int, ...]
+    membership: tuple[float, ...]
+    num_clusters: int
+    separation: float | None
+    confident: bool
+
+    def __post_init__(self) -> None:
+        columns = (self.points, self.cluster, self.membership)
+        if any(len(column) != len(self.clients) for column in columns) or any(len(one) != 2 for one in self.points):
+            raise ValueError(f"a sketch has one point (x, y), one cluster and one membership a client: {self}")
+
+
+@dataclass(frozen=True)
 class RunInfo:
     """What a run is, for watchers: fixed before the first round.
 
@@ -194,7 +226,8 @@ class RunInfo:
 class View:
     """What a callback may see: public facts and released values; never data, never the loop.
 
-    `ask(query)` charges the ledger first and returns noised answers.
+    `ask(query)` charges the ledger first and returns noised answers; `new_model(seed)` gives the parameters `[P]` that
+    the net is initialised with from that public seed.
     """
 
     round: int
@@ -207,6 +240,7 @@ class View:
     seed: int
     guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
     ask: Callable[[Query], Answers] = field(repr=False)
+    new_model: Callable[[int], Tensor] = field(repr=False)
 
     def mechanism(self, client: int, purpose: str = "train") -> Gaussian:
         """The client's calibrated mechanism for a purpose of its schedule."""
@@ -273,11 +307,16 @@ class RunResult:
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, noise_std (of each parameter in one round's update), batch_size,
-            num_records, releases, steps, accuracy in [0, 1].
+            num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records, model (row of
+            what was delivered), true_group (of a simulation, else None).
         accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.
         accuracy_std: over clients (population standard deviation): how unequally the model serves them.
         accuracy_worst: of the client it serves worst.
+        accuracy_gap: of the client it serves best, minus that.
+        accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and each group by its number ->
+            mean over its clients.
         told: what strategies told of the last round, ready for JSON: numbers, and lists of one value a client.
+        sketch: the clients as a strategy sees them, if one has a picture.
     """
 
     output_dir: str
@@ -296,7 +335,10 @@ class RunResult:
     accuracy_mean: float | None = None
     accuracy_std: float | None = None
     accuracy_worst: float | None = None
+    accuracy_gap: float | None = None
+    accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
     told: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
+    sketch: Sketch | None = None
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -23,6 +23,8 @@ _DIGITS = 7  # of the solved noise
 _MOST_NOISE = 1e9  # what does not fit with this noise fits with none
 _NO_LIMIT = 2**50  # releases
 
+Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, and what is released anyway
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -84,10 +86,17 @@ class ClientSchedule:
         Raises:
             KeyError: no Gaussian release is planned.
         """
-        gaussian = [(line.count, line.event) for line in self.planned if isinstance(line.event, GaussianEvent)]
+        event = self.main_line.event
+        assert isinstance(event, GaussianEvent)  # for mypy
+        return event
+
+    @property
+    def main_line(self) -> Planned:
+        """The line of `main`."""
+        gaussian = [line for line in self.planned if isinstance(line.event, GaussianEvent)]
         if not gaussian:
             raise KeyError("no Gaussian release is planned")
-        return max(gaussian, key=lambda pair: pair[0])[1]
+        return max(gaussian, key=lambda line: line.count)
 
     def count_of(self, purpose: str) -> int:
         """Planned releases of that purpose; 0 for one that is not planned."""
@@ -169,6 +178,53 @@ def calibrate(
     return [solved.get(schedule, schedule) for schedule in schedules]
 
 
+def cut_to_budgets(
+    schedules: Sequence[ClientSchedule],
+    accountant: Accountant,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[ClientSchedule]:
+    """The schedules with no more of the most frequent Gaussian release than the budget pays beside all others.
+
+    For noises that are given; where one is free, `calibrate` makes the whole schedule fit.
+
+    Args:
+        schedules: one for each client; those with a free noise or an infinite target come back as they are.
+        accountant: the one that will report, too.
+        on_progress: called with (counted, all) clients.
+
+    **Privacy** Arithmetic on public facts.
+
+    Raises:
+        UserError: the other releases alone exceed a budget.
+
+    >>> from dpfl_lightning.privacy.accountant import get_accountant
+    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
+    >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
+    4
+    """
+    fixed = [
+        i
+        for i, own in enumerate(schedules)
+        if math.isfinite(own.target_epsilon) and not any(line.unsolved for line in own.planned)
+    ]
+    mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
+    beside = [
+        replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main))
+        for i, main in zip(fixed, mains, strict=True)
+    ]
+    offers = [
+        (main.event, own.target_epsilon, own.delta, own.events()) for main, own in zip(mains, beside, strict=True)
+    ]
+    most = max((main.count for main in mains), default=0)
+    counts = affordable_counts(offers, accountant, most, on_progress)
+    for i, main, others, count in zip(fixed, mains, beside, counts, strict=True):
+        if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
+            raise _below_floor(others, floor, accountant)
+        shorter = replace(main, count=min(count, main.count))
+        cut[i] = replace(cut[i], planned=tuple(shorter if line is main else line for line in cut[i].planned))
+    return cut
+
+
 def affordable_count(
     event: Event, target_epsilon: float, delta: float, accountant: Accountant, before: Sequence[Event] = ()
 ) -> int:
@@ -192,30 +248,29 @@ def affordable_count(
     most = count = 1
     while count == most and most <= _NO_LIMIT and math.isfinite(target_epsilon):
         most *= 2
-        (count,) = affordable_counts([(event, target_epsilon, delta)], accountant, most, before=before)
+        (count,) = affordable_counts([(event, target_epsilon, delta, before)], accountant, most)
     return sys.maxsize if count == most or math.isinf(target_epsilon) else count
 
 
 def affordable_counts(
-    offers: Sequence[tuple[Event, float, float]],
+    offers: Sequence[Offer],
     accountant: Accountant,
     most: int,
     on_progress: Callable[[int, int], None] | None = None,
-    before: Sequence[Event] = (),
 ) -> list[int]:
     """`affordable_count` of many clients, each at most `most`, a batch of them at a time.
 
     Args:
-        offers: each client's (event, target_epsilon, delta).
+        offers: each client's (event, target_epsilon, delta, what it releases in any case).
         accountant: the one that will report, too.
         most: nobody is offered more, >= 0.
         on_progress: called with (counted, all) clients.
-        before: what each of them releases in any case.
     """
     counts: list[int] = []
     for start in range(0, len(offers), accountant.together):
         chunk = offers[start : start + accountant.together]
-        for (event, target, delta), count in zip(chunk, _largest_counts(chunk, accountant, most, before), strict=True):
+        found = _largest_counts(chunk, accountant, most)
+        for (event, target, delta, before), count in zip(chunk, found, strict=True):
             while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
                 count -= 1  # `search` is not the last word
             counts.append(count)
@@ -224,14 +279,12 @@ def affordable_counts(
     return counts
 
 
-def _largest_counts(
-    offers: Sequence[tuple[Event, float, float]], accountant: Accountant, most: int, before: Sequence[Event]
-) -> list[int]:
+def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) -> list[int]:
     """Bisection of all clients together; most of them afford everything, so that is asked first."""
-    fitting = [most if math.isinf(target) else 0 for _, target, _ in offers]
+    fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
     too_many, asked = [most + 1] * len(offers), [most] * len(offers)
     while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
-        queries = [([*before, repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
+        queries = [([*offers[i][3], repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
         for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
             if epsilon <= offers[i][1]:
                 fitting[i] = asked[i]

@@ -13,10 +13,16 @@ from dpfl_lightning.registry import call
 
 #: registry name -> (file, class)
 STRATEGIES = {
+    "clustered": ("clustered", "Clustered"),
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
+    "ifca": ("ifca", "Ifca"),
+    "kmeans_clusters": ("kmeans_clusters", "KMeansClusters"),
+    "local": ("local", "Local"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
+    "mr_mtl": ("mr_mtl", "MrMtl"),
     "noise_aware": ("noise_aware", "NoiseAware"),
+    "oracle_clusters": ("oracle_clusters", "OracleClusters"),
     "pfa": ("pfa", "Pfa"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
     "uniform": ("uniform", "Uniform"),

@@ -104,6 +104,8 @@ class Progress(ServerCallback):
             f"({result.records_per_second:,.0f} records/s); {result.reason}.",
             style="bold",
         )
+        if words := _groups(result):
+            self._say(f"Groups: {words}.")
         self._say(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
         self._say("Where to look next:")
         for line in (*_files(Path(result.output_dir)), *self.next_steps):
@@ -280,6 +282,19 @@ def _gradients(shown: Diagnostics | None) -> str:
     if shown is None or not known:
         return ""
     return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(shown.not_finite)} not finite"
+
+
+def _groups(result: RunResult) -> str:
+    """How well true groups are served, and how well clusters match them; nothing where nobody knows them."""
+    served, matched = result.accuracy_of_groups, result.told.get("clustering_accuracy")
+    if not served:
+        return ""
+    named = [f"{name} {served[name]:.1%}" for name in ("majority", "minority") if name in served]
+    parts = [
+        f"accuracy {', '.join(named) or f'{min(served.values()):.1%} to {max(served.values()):.1%}'}",
+        f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}",
+    ]
+    return "; ".join(parts + ([f"{matched:.0%} of clients in the right cluster"] if isinstance(matched, float) else []))
 
 
 def _files(folder: Path) -> list[str]:

@@ -7,13 +7,22 @@ import io
 
 import pytest
 import torch
+from conftest import FIXED_KEY, blobs
 
 from dpfl_lightning import strategies
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
+from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
+
+
+@pytest.fixture
+def make_loop(make_loop):
+    """Clients with true groups, for strategies that are told them."""
+    population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))
+    return lambda **options: make_loop(population, **options)
 
 
 def in_company(name):
@@ -92,6 +101,12 @@ def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
     result = make_loop(callbacks=strategies.build({"minimum_epsilon": None})).run()
     assert all(3.9 < client["epsilon_spent"] <= 4.0 for client in result.clients)
     assert [client["epsilon_budget"] for client in result.clients] == [4.0, 6.0, 8.0, 10.0]
+
+
+def test_minimum_epsilon_holds_for_given_noise_too(make_loop):
+    noisy = PrivacyOptions(epsilon=[2.0, 50.0, 50.0, 50.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
+    result = make_loop(callbacks=strategies.build({"minimum_epsilon": None}), privacy=noisy, rounds=30).run()
+    assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
 
 
 def test_a_strong_pull_keeps_clients_at_the_model(make_loop):

@@ -101,7 +101,7 @@ class Asking(ServerCallback):
 
     def plan_round(self, plan, view):
         models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-        answers = view.ask(SelectModel(plan.clients, models, epsilon=0.5, loss_bound=2.0))
+        answers = view.ask(SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0))
         assert sorted(answers) == [0, 1, 2, 3]
         return plan
 
@@ -205,7 +205,7 @@ def test_a_question_asked_twice_in_secure_mode_is_two_releases(make_loop):
         def plan_round(self, plan, view):
             models = torch.stack([view.state.models[0]] * 2)
             for clients in ([0, 1, 2, 3], [0, 1, 2, 3], []):
-                query = SelectModel(plan.clients, models, epsilon=0.5, loss_bound=2.0)
+                query = SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0)
                 assert sorted(view.ask(query)) == clients
             return plan
 

@@ -12,6 +12,7 @@ from dpfl_lightning.federated.settings import (
     client_settings,
     default_schedule,
     reported_epsilons,
+    solved,
 )
 from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
@@ -57,7 +58,7 @@ def test_neither_budget_nor_noise_is_refused():
 def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
     privacy = PrivacyOptions(epsilon=[2.0, math.inf], noise_multiplier=2.0, delta=1e-3)
     settings = client_settings((100, 100), ClientOptions(batch_size=20), privacy, seed=0)
-    schedule = default_schedule(settings, privacy, rounds=1000, accountant=accountant_of(privacy))
+    schedule = solved(default_schedule(settings, privacy, rounds=1000), accountant_of(privacy))
     paid, free = (own.planned[0].count for own in schedule.clients)
     assert 1 <= paid < 1000 and free == 1000
     judge = accountant_of(privacy)
@@ -67,7 +68,7 @@ def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
 def test_reserve_rounds_are_planned():
     privacy = PrivacyOptions(epsilon=2.0, reserve_rounds=3, delta=1e-3)
     settings = client_settings((100,), ClientOptions(batch_size=20), privacy, seed=0)
-    assert default_schedule(settings, privacy, 10, accountant_of(privacy)).clients[0].planned[0].count == 13
+    assert default_schedule(settings, privacy, 10).clients[0].planned[0].count == 13
 
 
 def test_something_slow_is_told_and_something_quick_is_not(capsys):

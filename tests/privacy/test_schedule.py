@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,14 @@ from reference import paper_noise_multipliers
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_count, affordable_counts, calibrate
+from dpfl_lightning.privacy.schedule import (
+    ClientSchedule,
+    Planned,
+    affordable_count,
+    affordable_counts,
+    calibrate,
+    cut_to_budgets,
+)
 from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
@@ -242,18 +250,35 @@ def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
 )
 def test_many_clients_afford_what_each_affords_alone(offers, most):
     asked = [
-        (GaussianEvent(rate, noise, 3), epsilon if bounded else math.inf, 1e-5)
-        for noise, rate, epsilon, bounded in offers
+        (GaussianEvent(rate, noise, 3), epsilon if bounded else math.inf, 1e-5, [SelectionEvent(noise / 10, i)])
+        for i, (noise, rate, epsilon, bounded) in enumerate(offers)
     ]
-    alone = [min(most, affordable_count(event, epsilon, delta, RDP)) for event, epsilon, delta in asked]
+    alone = [min(most, affordable_count(event, *target, RDP, before)) for event, *target, before in asked]
     assert affordable_counts(asked, RDP, most) == alone
 
 
 def test_affording_tells_how_far_it_is():
     told = []
-    offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5)] * 300
+    offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5, [])] * 300
     assert affordable_counts(offers, GDP, 9, lambda done, total: told.append((done, total))) == [4] * 300
     assert told == [(128, 300), (256, 300), (300, 300)]
+
+
+def test_given_noise_is_cut_to_what_the_budget_pays_beside_other_releases():
+    train, select = Planned("train", GaussianEvent(0.1, 2.0, 5), 300), Planned("select", SelectionEvent(0.2), 9)
+    free = ClientSchedule(2.0, 1e-5, (replace(train, event=GaussianEvent(0.1, None, 5)), select))
+    unbounded = ClientSchedule(math.inf, 1e-5, (train, select))
+    plain, beside, *same = cut_to_budgets(
+        [ClientSchedule(2.0, 1e-5, (train,)), ClientSchedule(2.0, 1e-5, (train, select)), free, unbounded], RDP
+    )
+    assert same == [free, unbounded]
+    assert 0 < beside.count_of("train") < plain.count_of("train") < 300 and beside.count_of("select") == 9
+    for own in (plain, beside):
+        assert RDP.epsilon(own.events(), 1e-5) <= 2.0
+        one_more = [*own.events(), train.event]
+        assert RDP.epsilon(one_more, 1e-5) > 2.0
+    with pytest.raises(UserError, match=r"above \d.* what select costs"):
+        cut_to_budgets([ClientSchedule(0.1, 1e-5, (train, select))], RDP)
 
 
 def test_affordable_count_at_the_ends():

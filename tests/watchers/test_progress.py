@@ -133,6 +133,18 @@ def test_the_summary(paper, tmp_path):
         assert words in summary, words
 
 
+def test_the_summary_of_groups(paper, tmp_path):
+    view, served = a_view(tmp_path), {"majority": 0.801, "minority": 0.7, "0": 0.7, "1": 0.801}
+    told = {"accuracy_of_groups": served, "accuracy_worst": 0.65, "accuracy_gap": 0.2}
+    Progress(paper).on_run_end(view, a_result(view, told={"clustering_accuracy": 0.904}, **told))
+    text = " ".join(printed(paper).split())
+    assert "Groups: accuracy majority 80.1%, minority 70.0%; worst client 65.0%, best - worst 20.0%; 90% of" in text
+    told["accuracy_of_groups"] = {"0": 0.7, "1": 0.8}
+    Progress(paper).on_run_end(view, a_result(view, **told))
+    text = " ".join(printed(paper).split())
+    assert "Groups: accuracy 70.0% to 80.0%; worst client 65.0%, best - worst 20.0%. Guarantee" in text
+
+
 def test_a_run_without_noise_is_said_to_have_no_privacy(paper, tmp_path):
     whole_run(Progress(paper), a_view(tmp_path, noise=0.0))
     text = printed(paper)

@@ -1,0 +1,347 @@
+"""Choices among models: private in the exact sense, planned, charged when they happen, remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
+from fakes import a_view
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.query import LowestLoss, SelectModel, summed_losses
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.federated.state import RunSchedule
+from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.plan import main as plan_command
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.strategies.loss_choice import NOT_COVERED, LossChoice
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+
+BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
+
+
+class Choosing(ServerCallback):
+    """Clients choose between the server's model and zeros, in each round from `first` on; those in `absent` do not."""
+
+    def __init__(self, first=2, absent=None, same=(), **options):
+        self._choice = LossChoice(**options, key="strategies.choosing")
+        self._first, self._absent, self._same, self._seen = first, absent or {}, same, {}
+        self.caveats = self._choice.caveats
+
+    def plan_run(self, schedule, view):
+        return self._choice.plan_run(schedule, view, schedule.rounds - self._first + 1)
+
+    def plan_round(self, plan, view):
+        plan = plan.only(lambda client: view.round not in self._absent.get(client, ()))
+        other = view.state.models if view.round in self._same else torch.zeros_like(view.state.models)
+        if view.round >= self._first:
+            self._seen[view.round] = self._choice.choose(plan, view, torch.cat([view.state.models, other]))
+        return plan
+
+    def state_dict(self):
+        return {"choice": self._choice.state_dict(), "seen": {round: dict(one) for round, one in self._seen.items()}}
+
+    def load_state_dict(self, state):
+        self._choice.load_state_dict(state["choice"])
+        self._seen = dict(state["seen"])
+
+
+def paid(loop, client=0):
+    """Rounds in which the client paid for a selection."""
+    charges = read_ledger(loop.folder.ledger_file)
+    return [one.round for one in charges if (one.client, one.purpose) == (client, "select")]
+
+
+# ---- one selection
+
+
+def a_module():
+    """Two classes, one input; `models_of` are its four parameters."""
+    return ClientModule(torch.nn.Linear(1, 2))
+
+
+def probabilities(module, models, x, y, epsilon, bound):
+    """Exact law of the Gumbel argmax: the softmax of epsilon times the utilities."""
+    utilities = -summed_losses(module, models, x, y, (0.0, bound)) / bound
+    return torch.softmax(epsilon * utilities, dim=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    scale=st.sampled_from([0.1, 3.0, 100.0, 1e30, math.inf]),
+    epsilon=st.floats(0.01, 4.0),
+    bound=st.floats(0.1, 5.0),
+    seed=st.integers(0, 10**6),
+    records=st.integers(2, 12),
+)
+def test_one_record_changes_no_probability_by_more_than_e_to_the_epsilon(scale, epsilon, bound, seed, records):
+    """Also for models and records of any size, infinite ones among them."""
+    generator = torch.Generator().manual_seed(seed)
+    module = a_module()
+    models = torch.randn(3, 4, generator=generator) * min(scale, 1e30)
+    x, y = torch.randn(records, 1, generator=generator), torch.randint(2, (records,), generator=generator)
+    x[0] *= scale
+    whole = probabilities(module, models, x, y, epsilon, bound)
+    without = probabilities(module, models, x[1:], y[1:], epsilon, bound)
+    ratio = torch.maximum(whole / without, without / whole)
+    assert float(ratio.max()) <= math.exp(epsilon) * (1 + 1e-9)
+
+
+def test_answers_follow_that_law():
+    """6,000 answers of seed 0 against the exact law, chi-square at a false-alarm rate of 0.1 %."""
+    module, generator = a_module(), torch.Generator().manual_seed(1)
+    models, x, y = torch.randn(3, 4, generator=generator), torch.randn(4, 1, generator=generator), torch.arange(4) % 2
+    query, draws = SelectModel((0,), models, {0: 1.5}, loss_bound=1.0), np.random.default_rng(0)
+    answers = [query.answer(0, module, x, y, draws) for _ in range(6000)]
+    expected = 6000 * probabilities(module, models, x, y, 1.5, 1.0).numpy()
+    assert expected.min() > 300 and chisquare(np.bincount(answers, minlength=3), expected).pvalue > 1e-3
+
+
+def test_losses_are_summed_in_chunks_whatever_the_model_says():
+    sizes = []
+
+    class Watched(ClientModule):
+        def sample_loss(self, params, x, y):
+            sizes.append(len(x))
+            return super().sample_loss(params, x, y)
+
+    module, records = Watched(small_net()), 2 * FORWARD_CHUNK + 7
+    x, y = torch.randn(records, 6, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 3
+    x[3] = math.nan
+    models = torch.stack([module.flat, 2 * module.flat])
+    found = summed_losses(module, models, x, y, (0.0, 2.0))
+    assert max(sizes) == FORWARD_CHUNK
+    with torch.no_grad():
+        losses = [module.sample_loss(module.unflatten(model), x, y).nan_to_num(2.0).clamp(0, 2) for model in models]
+    torch.testing.assert_close(found, torch.stack([one.double().sum() for one in losses]))
+
+
+def test_the_lowest_loss_and_the_first_of_equals():
+    module = a_module()
+    x, y, none = torch.zeros(5, 1), torch.ones(5, dtype=torch.long), Unprotected("")
+    bad, good = torch.tensor([0.0, 0.0, 9.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 90.0])
+    for models, best in (([bad, good, good], 1), ([good, bad], 0), ([bad, bad], 0), ([bad * math.nan, bad], 1)):
+        assert LowestLoss((0,), torch.stack(models), {0: none}).answer(0, module, x, y, None) == best
+
+
+def test_every_engine_gives_the_same_answers(make_loop):
+    def seen(name):
+        own = Choosing(selection="exponential", epsilon=0.05)
+        make_loop(callbacks=[SizeWeighted(), own], engine=ENGINES[name](), rounds=6).run()
+        return own._seen
+
+    reference = seen("serial")
+    assert {row for one in reference.values() for row in one.values()} == {0, 1}, "noise decides here"
+    assert all(seen(name) == reference for name in ENGINES)
+
+
+# ---- planned
+
+
+def test_a_share_of_each_budget_pays_for_each_choice(make_loop):
+    schedule = make_loop(callbacks=[SizeWeighted(), Choosing()], rounds=20).plan_schedule()
+    assert [own.count_of("select") for own in schedule.clients] == [2] * 4
+    events = [schedule.planned(client, "select").event for client in range(4)]
+    assert events == [SelectionEvent(0.03 * epsilon) for epsilon in BUDGETS]
+    alone = make_loop(callbacks=[SizeWeighted()], rounds=20).plan_schedule()
+    for own, without in zip(schedule.clients, alone.clients, strict=True):
+        assert own.noise_multiplier("train") > without.noise_multiplier("train")
+
+
+@pytest.mark.parametrize(("epsilon", "noise"), [(5.0, 1.359), (2.0, 2.795)])
+def test_twenty_selections_of_two_hundred_rounds_are_solved_with_the_training(epsilon, noise, tmp_path):
+    lines = (
+        Planned("first_round", GaussianEvent(1.0, None), 1),
+        Planned("train", GaussianEvent(32 / 6600, None, 207), 199),
+    )
+    schedule = RunSchedule((ClientSchedule(epsilon, 1e-4, lines),) * 3, rounds=200)
+    planned = LossChoice().plan_run(schedule, a_view(tmp_path), most_rounds=100)
+    assert planned.planned(2, "select") == Planned("select", SelectionEvent(0.03 * epsilon), 20)
+    (own,) = calibrate(planned.clients[:1], get_accountant("rdp"))
+    assert own.noise_multiplier("train") == pytest.approx(noise, rel=5e-4)
+    assert get_accountant("rdp").epsilon(own.events(), 1e-4) <= epsilon
+
+
+@pytest.mark.parametrize(
+    ("options", "rounds", "most", "count"),
+    [
+        ({}, 200, 100, 20),
+        ({}, 5, 4, 1),
+        ({}, 200, 7, 7),
+        ({"rounds": 9}, 200, 100, 9),
+        ({"selection": "exponential"}, 200, 100, 100),
+        ({"selection": "paper_argmin"}, 200, 100, 100),
+    ],
+)
+def test_how_many(options, rounds, most, count, tmp_path):
+    view = a_view(tmp_path, rounds=rounds)
+    own = LossChoice(**options)
+    assert own.plan_run(view.schedule, view, most).clients[0].count_of("select") == count
+    assert not own.done
+
+
+def test_no_round_to_choose_in_is_nothing_to_plan(tmp_path):
+    view, own = a_view(tmp_path), LossChoice()
+    assert own.plan_run(view.schedule, view, 0) == view.schedule and own.done
+    assert own.choose(view.plan(), view, torch.eye(2)) == {}
+
+
+def test_a_client_without_a_budget_needs_a_number(make_loop):
+    privacy = PrivacyOptions(epsilon=[4.0, math.inf, 8.0, 10.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
+    words = r"`strategies\.choosing\.selection_epsilon` must be a number where .* no budget, got None. Client 1"
+    with pytest.raises(UserError, match=words):
+        make_loop(callbacks=[SizeWeighted(), Choosing()], privacy=privacy).plan_schedule()
+    loop = make_loop(callbacks=[SizeWeighted(), Choosing(epsilon=0.2)], privacy=privacy)
+    loop.run()
+    assert loop.schedule.planned(1, "select").event == SelectionEvent(0.2) and paid(loop, 1) == [2]
+
+
+def test_given_noise_leaves_room_for_the_choices(make_loop):
+    privacy = PrivacyOptions(epsilon=2.0, noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
+    result = make_loop(callbacks=[SizeWeighted(), Choosing(epsilon=0.4, rounds=2)], privacy=privacy, rounds=9).run()
+    assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
+    assert any(client["releases"] < 9 + 2 for client in result.clients), "rounds were given up for it"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"selection": "exponential_frosen"},
+            "choosing.selection` must be one of .* you mean `exponential_frozen`",
+        ),
+        ({"epsilon": 0.0}, "choosing.selection_epsilon` must be above 0 and finite, got 0.0"),
+        ({"epsilon": math.inf}, "choosing.selection_epsilon` must be above 0"),
+        ({"rounds": 0}, "choosing.selection_rounds` must be >= 1, got 0"),
+        ({"selection": "exponential", "rounds": 3}, "choosing.selection_rounds` must be left out beside"),
+        ({"loss_bound": -1.0}, "choosing.loss_bound` must be above 0"),
+    ],
+)
+def test_bad_options(options, words):
+    with pytest.raises(UserError, match=words):
+        Choosing(**options)
+
+
+def test_a_regression_needs_a_bound(make_loop):
+    population = blobs()
+    real = dataclasses.replace(population, y=population.y.float(), num_classes=1)
+    module = ClientModule(small_net(classes=1))
+    with pytest.raises(UserError, match=r"choosing\.loss_bound` must be a number without classes"):
+        make_loop(real, module, callbacks=[SizeWeighted(), Choosing()]).plan_schedule()
+    assert make_loop(real, module, callbacks=[SizeWeighted(), Choosing(loss_bound=4.0)]).run().finished
+
+
+# ---- charged when it happens, remembered
+
+
+def test_the_first_rounds_choose_and_the_answer_stays(make_loop):
+    own = Choosing(rounds=2)
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=6)
+    result = loop.run()
+    assert paid(loop) == [2, 3] and own._choice.done
+    assert own._seen[3] == own._seen[4] == own._seen[6] and set(own._seen[2]) == {0, 1, 2, 3}
+    for client in result.clients:
+        assert 0.98 * client["epsilon_budget"] < client["epsilon_spent"] <= client["epsilon_budget"]
+
+
+def test_every_round_or_frozen(make_loop):
+    own = Choosing(selection="exponential")
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop.run()
+    assert paid(loop) == [2, 3, 4, 5] and own._choice.done
+
+
+def test_between_equal_models_nobody_is_asked(make_loop):
+    own = Choosing(same=(2, 3), rounds=1)
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop.run()
+    assert paid(loop) == [4] and own._seen[2] == own._seen[3] == {} and own._seen[4] == own._seen[5] != {}
+
+
+def test_who_was_absent_chooses_later(make_loop):
+    own = Choosing(absent={1: (2, 3), 2: (3,)}, rounds=2)
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=6)
+    loop.run()
+    assert [paid(loop, client) for client in range(4)] == [[2, 3], [4, 5], [2, 4], [2, 3]]
+    assert own._choice.done and 1 not in own._seen[2]
+
+
+def test_who_cannot_pay_keeps_its_last_answer(make_loop):
+    class OnceFewer(Choosing):
+        def plan_run(self, schedule, view):
+            planned = super().plan_run(schedule, view)
+            fewer = [dataclasses.replace(planned.planned(0, "select"), count=1)]
+            lines = (*planned.clients[0].planned[:-1], *fewer)
+            return planned.replan(lambda i, own: dataclasses.replace(own, planned=lines) if i == 0 else own)
+
+    own = OnceFewer(rounds=3, epsilon=0.01)
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop.run()
+    assert paid(loop, 0) == [2] and paid(loop, 1) == [2, 3, 4] and own._choice.done
+    assert len({own._seen[round][0] for round in (2, 3, 4, 5)}) == 1
+
+
+@pytest.mark.parametrize("selection", ["exponential_frozen", "paper_argmin"])
+def test_a_run_cut_between_its_choices_goes_on(selection, make_loop):
+    options = {"selection": selection, "rounds": 3 if selection == "exponential_frozen" else None}
+    whole, first, second = (Choosing(**options, epsilon=0.02) for _ in range(3))
+    unbroken = make_loop(callbacks=[SizeWeighted(), whole], rounds=6)
+    unbroken.run()
+    broken = make_loop(callbacks=[SizeWeighted(), first], rounds=6)
+    cut_at(broken, 3)
+    with pytest.raises(PowerCut):
+        broken.run()
+    assert paid(broken) == [2, 3], "asked, charged, and lost with the round"
+    again = make_loop(callbacks=[SizeWeighted(), second], rounds=6, output_dir=broken.output_dir)
+    again.run(resume=True)
+    assert second._seen == whole._seen and paid(again) == paid(unbroken)
+    assert torch.equal(again.state.models, unbroken.state.models)
+
+
+# ---- what is not covered
+
+
+def test_the_papers_argmin_is_free_and_every_report_says_what_is_not_covered(make_loop, capsys):
+    own = Choosing(selection="paper_argmin")
+    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=4)
+    result = loop.run()
+    assert paid(loop) == [2, 3, 4]
+    alone = make_loop(callbacks=[SizeWeighted()], rounds=4).run()
+    for client, without in zip(result.clients, alone.clients, strict=True):
+        assert client["noise_multiplier"] == without["noise_multiplier"]
+        assert client["epsilon_spent"] == without["epsilon_spent"]
+    assert all(NOT_COVERED in one.caveats and NOT_COVERED in one.not_covered for one in loop.budgets.guarantees())
+    charges = read_ledger(loop.folder.ledger_file)
+    assert {one.event for one in charges if one.purpose == "select"} == {Caveat(NOT_COVERED)}
+    for name in ("result.json", "guarantees.json", "guarantee.html", "ledger.jsonl"):
+        assert NOT_COVERED in (loop.output_dir / name).read_text(), name
+    assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
+    text = capsys.readouterr().out
+    assert NOT_COVERED in text
+    releases = json.loads(text.splitlines()[-1])["clients"][0]["releases"]
+    assert releases == {"train": 4, "select": 3}
+
+
+def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loop):
+    for selection in ("exponential", "paper_argmin"):
+        own = Choosing(selection=selection, epsilon=0.1)
+        loop = make_loop(callbacks=[SizeWeighted(), own], rounds=8, privacy=None)
+        loop.run()
+        assert own._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"
+        assert all(math.isinf(one.epsilon) for one in loop.budgets.guarantees())
+        assert {type(one.event) for one in read_ledger(loop.folder.ledger_file) if one.purpose == "select"} == {
+            Unprotected
+        }
