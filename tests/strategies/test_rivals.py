@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.strategies.kmeans_clusters import coordinates, kmeans
+from dpfl_lightning.strategies.loss_choice import NOT_COVERED
 
 GROUPS = (0, 1, 0, 1)
 RIVALS = {
@@ -172,6 +175,20 @@ def test_one_cluster_is_the_base_rule(make_loop):
         loop, _, _ = run(make_loop, "ifca", more=more)
         assert torch.equal(loop.state.models, plain.state.models)
         assert not selections(loop) and not loop.caveats
+
+
+def test_the_plan_says_what_choices_cost_and_what_is_not_covered(capsys, request, monkeypatch):
+    monkeypatch.chdir(request.config.rootpath)
+    assert plan_command(["--config", "conf/ifca.yaml"]) == 0
+    text = capsys.readouterr().out
+    assert "40 train, 4 select" in text and NOT_COVERED not in text
+    paper = "{size_weighted: null, ifca: {num_clusters: 3, selection: paper_argmin}}"
+    assert plan_command(["--config", "conf/ifca.yaml", "--strategies", paper, "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "40 train, 40 select" in text and f"Caveat: {NOT_COVERED}." in text
+    client = json.loads(text.splitlines()[-1])["clients"][0]
+    assert NOT_COVERED in client["guarantee"]
+    assert [line["epsilon_alone"] for line in client["planned"]][1] == 0.0
 
 
 @pytest.mark.parametrize("selection", ["exponential", "paper_argmin"])
