@@ -51,7 +51,8 @@ class Clustered(TellsGroups):
     For clients of a few very different kinds, some of them few, with records enough for a full batch to be nearly free
     of noise. Three stages: in round 1 everybody takes a full batch from one model, and the server fits a mixture to the
     updates; up to `switch_round` a client's model is drawn from its membership; then each client chooses by its loss.
-    Goes beside a base rule, which works within each group, and before strategies that pull to the round's model.
+    Goes beside a base rule, which works within each group, after strategies that let clients sit out, and before those
+    that pull to the round's model.
 
     Args:
         num_clusters: M, or `auto`: found. 1 is the base rule alone.

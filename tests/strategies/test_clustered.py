@@ -312,7 +312,7 @@ class Missing(ServerCallback):
 
 def test_who_missed_the_first_round_joins_by_draw_and_by_loss(start):
     own = Clustered(switch_round=2)
-    loop = start(own, watch := Watch(), Missing({1: (4, 8)}), rounds=5)
+    loop = start(Missing({1: (4, 8)}), own, watch := Watch(), rounds=5)
     result = loop.run()
     assert result.finished
     third = torch.full((3,), 1 / 3, dtype=torch.float64)
@@ -343,17 +343,18 @@ def test_an_update_that_is_not_finite_is_missing(start):
 
 def test_a_first_round_that_nobody_came_to(start):
     own = Clustered()
-    loop = start(own, Missing({1: range(COUNT)}), rounds=3)
+    loop = start(Missing({1: range(COUNT)}), own, rounds=3)
     result = loop.run()
     assert result.finished and own.responsibilities is None and len(loop.state.models) == 1
     assert result.sketch is None and "num_clusters" not in result.told
 
 
 def test_who_is_absent_later_keeps_its_model(start):
-    loop = start(Clustered(), Missing({4: (0, 3), 5: (0,), 6: (0,)}), watch := Watch())
+    loop = start(Missing({4: (0, 3), 5: (0,), 6: (0,)}), Clustered(), watch := Watch())
     result = loop.run()
     assert [client["model"] for client in result.clients] == list(TRUE)
     assert math.isnan(watch._told[-1]["group"][0]) and watch._told[-1]["group"][3] == 1
+    assert [paid(loop, "select", client) for client in (0, 3, 8)] == [[], [5], [4]], "asked when it is there"
 
 
 @pytest.mark.parametrize("num_clusters", ["auto", 2, 4])
