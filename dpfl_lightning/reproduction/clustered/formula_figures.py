@@ -87,7 +87,7 @@ SELECTION_COST = Experiment(
         "a record hardly ever changes it. That is no bound for the worst case, so nothing covers it; with noise it "
         "costs what is shown.",
         "Later published code has 20 choices and subtracts their epsilon.",
-        _ACCOUNTANT,
+        "The accountant is today's RDP, where choices compose best.",
     ),
 )
 
@@ -175,10 +175,10 @@ def _lines(found: Found, prefix: str, of_first: bool) -> dict[str, list[tuple]]:
 
 
 def _draw_figure3(found: Found) -> list[Panel]:
-    title, y = "Noise variance of an update, all parameters", "log10 of variance"
+    y = "log10 of noise variance, all parameters"
     return [
-        Panel(f"{title}: first round", "batch of the first round", y, _lines(found, "first_b", True), log="x"),
-        Panel(f"{title}: a later round", "batch of later rounds", y, _lines(found, "later_b", False), log="x"),
+        Panel("An update of the first round", "batch of the first round", y, _lines(found, "first_b", True), log="x"),
+        Panel("An update of a later round", "batch of later rounds", y, _lines(found, "later_b", False), log="x"),
     ]
 
 

@@ -17,7 +17,6 @@ _TITLES = {
     "cifar10": "CIFAR-10",
     "cifar10_concept": "CIFAR-10, renamed classes",
 }
-_GROUPS = range(4)
 _METHODS = {name: title for name, (title, _) in METHODS.items()}
 ON_OWN_RECORDS = "accuracy on each client's own test records, %"
 
@@ -68,30 +67,26 @@ def _clustering_curves(found: Found, data: str, columns: Mapping[str, str], meth
     return Panel(f"{_TITLES[data]}: clients in the right cluster", "round", "%", series)
 
 
-def _at_epsilon5(found: Found, sets: Sequence[str]) -> list[Panel]:
-    """For each data set: accuracy of every group, and fairness."""
-    panels = []
-    for data in sets:
-        groups = _bars(found, data, "eps5", {f"C{k + 1}": f"accuracy_{k}" for k in _GROUPS})
-        panels.append(Panel(f"{_TITLES[data]}: accuracy of each group", "group", "%", groups, kind="bars"))
-        gaps = _bars(found, data, "eps5", {"F_acc": "fairness_gap_accuracy", "best - worst": "accuracy_gap"})
-        panels.append(Panel(f"{_TITLES[data]}: unfairness", "", "points", gaps, kind="bars"))
-    return panels
-
-
-_EPS5 = {"eps5": ""}
+def _row(found: Found, data: str, columns: Mapping[str, str], methods: Sequence[str]) -> list[Panel]:
+    """Of a data set: accuracy of every group and how unequally clients fare at epsilon 5, and clustering."""
+    groups = _bars(found, data, "eps5", {f"C{k + 1}": f"accuracy_{k}" for k in range(4)})
+    gaps = _bars(found, data, "eps5", {"F_acc": "fairness_gap_accuracy", "best - worst": "accuracy_gap"})
+    return [
+        Panel(f"{_TITLES[data]}: accuracy of each group", "group", "%", groups, kind="bars"),
+        Panel(f"{_TITLES[data]}: unfairness", "", "points", gaps, kind="bars"),
+        _clustering_curves(found, data, columns, methods),
+    ]
 
 
 def _draw_figure2(found: Found) -> list[Panel]:
-    sets = ("mnist", "fashion_mnist")
-    curves = [_clustering_curves(found, data, _EPS5, ("ifca", "ours", "paper")) for data in sets]
-    return [*_at_epsilon5(found, sets), *curves]
+    methods = ("ifca", "ours", "paper")
+    return [panel for data in ("mnist", "fashion_mnist") for panel in _row(found, data, {"eps5": ""}, methods)]
 
 
 def _draw_figure4(found: Found) -> list[Panel]:
-    sets = ("cifar10", "cifar10_concept")
     budgets = {column: f", epsilon {column[3:]}" for column in ("eps10", "eps5", "eps2")}
-    return [*_at_epsilon5(found, sets), *(_clustering_curves(found, data, budgets, ("ifca", "ours")) for data in sets)]
+    sets = ("cifar10", "cifar10_concept")
+    return [panel for data in sets for panel in _row(found, data, budgets, ("ifca", "ours"))]
 
 
 def _figure_at_epsilon5(
