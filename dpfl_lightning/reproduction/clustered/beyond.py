@@ -63,7 +63,7 @@ _CLUSTERED: dict[str, tuple[str, str]] = {
     "same_noise": ("the same noise in all rounds", "{clustered: {first_round_noise_multiplier: same}}"),
     "argmin": ("choices without noise", "{clustered: {selection: paper_argmin}}"),
     "every_round": (
-        "a choice in every round, a tenth of the range",
+        "a choice in every round, of range 0.015",
         "{clustered: {selection: exponential, selection_epsilon: 0.015}}",
     ),
     "no_choice": ("no choice: stays with its likeliest group", "{clustered: {selection: server_similarity}}"),
