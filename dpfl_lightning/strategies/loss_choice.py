@@ -37,7 +37,7 @@ class LossChoice:
             `loss_bound`.
 
     **Guarantees** Every selection is in the schedule before noise is solved, so training and choosing fit one budget
-    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last model; where
+    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
     a resumed run must charge a round again, that is one choice fewer.
 
     **Privacy** A `SelectionEvent` for each choice. Clients that train without noise choose without.
