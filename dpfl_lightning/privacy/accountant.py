@@ -19,7 +19,7 @@ from scipy.special import log_ndtr
 
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.privacy.composition import Composed, composed
-from dpfl_lightning.privacy.events import Event, repeated
+from dpfl_lightning.privacy.events import Event
 from dpfl_lightning.privacy.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, converted, laplace_rdp, sampled_gaussian_rdp
 
@@ -232,11 +232,8 @@ class Prv:
         return np.array([self.epsilon(events, delta) for events, delta in queries])
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """As RDP's, but nowhere above PRV's value at the largest count, which is also the last value."""
-        if not len(counts):
-            return np.empty(0)
-        last = self.epsilon([*before, repeated(event, int(max(counts)))], delta)
-        return np.minimum(self._rdp.curve(event, counts, delta, before), last)
+        """As RDP's, for a live value must be quick."""
+        return self._rdp.curve(event, counts, delta, before)
 
 
 class Gdp:

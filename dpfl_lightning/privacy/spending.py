@@ -14,12 +14,14 @@ from dpfl_lightning.privacy.schedule import ClientSchedule
 class SpentEpsilon:
     """What a client has spent after so many releases of each purpose.
 
-    Live values for progress and curves; the ledger is composed again for the final ones.
+    Live values for progress and curves, nowhere above what the whole schedule costs; the ledger is composed again for
+    the final ones.
     """
 
     def __init__(self, accountant: Accountant) -> None:
         self.accountant = accountant
         self._curves: dict[tuple, np.ndarray] = {}
+        self._whole: dict[ClientSchedule, float] = {}
 
     def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
         """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
@@ -31,4 +33,6 @@ class SpentEpsilon:
         key = (main, schedule.delta, before)
         if key not in self._curves:
             self._curves[key] = self.accountant.curve(main.event, range(main.count + 1), schedule.delta, before)
-        return float(self._curves[key][counts[main.purpose]])
+        if schedule not in self._whole:
+            self._whole[schedule] = float(self.accountant.search([(schedule.events(), schedule.delta)])[0])
+        return min(float(self._curves[key][counts[main.purpose]]), self._whole[schedule])

@@ -37,7 +37,8 @@ class LossChoice:
             `loss_bound`.
 
     **Guarantees** Every selection is in the schedule before noise is solved, so training and choosing fit one budget
-    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last model.
+    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
+    a resumed run must charge a round again, that is one choice fewer.
 
     **Privacy** A `SelectionEvent` for each choice. Clients that train without noise choose without.
 
@@ -47,6 +48,9 @@ class LossChoice:
 
     Reference: Liu, Hu, Wu, Smith (2022) for private choices (there of accuracies, with a budget of their own; here of
     clipped losses, composed with training); Ghosh et al. (2020) for the plain ones.
+
+    >>> LossChoice("paper_argmin").caveats
+    ('epsilon covers model updates only; which model each client chose is not covered',)
     """
 
     def __init__(

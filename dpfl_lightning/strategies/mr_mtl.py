@@ -22,8 +22,8 @@ class MrMtl(Local):
 
     **Privacy** The pull is a function of released models, added after the noise: it costs nothing.
 
-    Reference: Liu, Hu, Wu and Smith (2022), "On Privacy and Personalization in Cross-Silo Federated Learning",
-    equation 2, with the term outside the clipping, where it does not wear out the clip norm.
+    Reference: Liu, Hu, Wu and Smith (2022), "On Privacy and Personalization in Cross-Silo Federated Learning", with the
+    term outside the clipping, where it does not wear out the clip norm.
     """
 
     def __init__(self, pull: float = 1.0) -> None:
