@@ -106,7 +106,10 @@ def _draw(experiment: Experiment, scale: str, results: Path, departures: Departu
     """The figure of what is made, also kept as a file; None where there is nothing to draw."""
     if experiment.draw is None:
         return None
-    panels = experiment.draw(finished(results, experiment, scale, departures))
+    found = finished(results, experiment, scale, departures)
+    if not found:
+        return None
+    panels = experiment.draw(found)
     if not any(panel.series for panel in panels):
         return None
     from dpfl_lightning.figures import panels_figure, save_svg

@@ -37,7 +37,9 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:
     if "digits" in path.name:
         return argv
     argv += ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.public_records", "100"]
-    return [*argv, "--data.held_out_per_client", "5"] if "held_out" in path.read_text() else argv
+    for key in ("held_out_per_client", "test_per_client"):
+        argv += [f"--data.{key}", "5"] if key in path.read_text() else []
+    return argv
 
 
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")

@@ -168,9 +168,9 @@ class Population:
             use_public: deal out the public records instead, the last sixth of which is the test set: for
                 choosing settings without a look at private records.
             groups: groups of `dpfl_lightning.data.groups` and their options: all records of a client, whether to train
-                or to test, are as its group has them. Then there is no common test set (no test record is the same for
-                all), and the mean over clients on their own held-out records stands in for it. Public records stay
-                as they are. Partitions and test shares go by the labels before the shift.
+                or to test, are as its group has them. Then there is no common test set (a test record looks different
+                in every group), and the mean over clients on their own held-out records stands in for it. Public
+                records stay as they are. Partitions and test shares go by the labels before the shift.
             seed: of the division (public).
 
         Returns:

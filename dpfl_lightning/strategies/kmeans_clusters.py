@@ -10,8 +10,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.state import ClientUpdates, ServerState, View
 from dpfl_lightning.strategies.local import Local
 from dpfl_lightning.strategies.memberships import TellsGroups
-
-_BLOCK = 1 << 20  # parameters at a time: in float64 they are twice as large
+from dpfl_lightning.strategies.update_geometry import centred_gram
 
 
 def coordinates(deltas: Tensor) -> np.ndarray:
@@ -23,13 +22,8 @@ def coordinates(deltas: Tensor) -> np.ndarray:
     >>> round(float(np.linalg.norm(points[0] - points[1])), 12)
     5.0
     """
-    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
-    for block in deltas.split(_BLOCK, dim=1):
-        centred = block.to("cpu", torch.float64)
-        centred = centred - centred.mean(dim=0)
-        gram += centred @ centred.T
-    values, vectors = torch.linalg.eigh(gram)
-    return (vectors * values.clamp_min(0).sqrt()).numpy()
+    values, vectors = np.linalg.eigh(centred_gram(deltas))
+    return vectors * np.sqrt(np.maximum(values, 0.0))
 
 
 def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:

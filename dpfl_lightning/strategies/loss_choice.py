@@ -16,7 +16,7 @@ from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 NOT_COVERED = "epsilon covers model updates only; which model each client chose is not covered"
 
-_SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
+SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
 _PURPOSE = "select"
 _SHARE = 0.03  # of a client's budget: the range of one selection
 _BARE = Unprotected("updates and choices of models are released without noise")
@@ -61,8 +61,8 @@ class LossChoice:
         loss_bound: float | None = None,
         key: str = "strategies",
     ) -> None:
-        must = f"be one of {', '.join(_SELECTIONS)}"
-        require(selection in _SELECTIONS, f"{key}.selection", must, selection, nearest(selection, _SELECTIONS))
+        must = f"be one of {', '.join(SELECTIONS)}"
+        require(selection in SELECTIONS, f"{key}.selection", must, selection, nearest(selection, SELECTIONS))
         in_range = epsilon is None or 0 < epsilon < math.inf
         require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
         require(rounds is None or rounds >= 1, f"{key}.selection_rounds", "be >= 1", rounds)

@@ -30,9 +30,7 @@ _ACCOUNTANT = (
     "The paper's accountant asks for 1.2 to 2 times the noise variance that is needed, and for far more below epsilon "
     "0.25; here it is rdp's, and --privacy.accountant paper_ma is the paper's."
 )
-_RATES = (
-    "Learning rates are the paper's choice ({}), made for 200 rounds of its noise; another: --clients.learning_rate X."
-)
+_RATES = "Learning rates are the paper's choice ({}), made with its noise; another: --clients.learning_rate X."
 _VARIANTS = (
     "PFA is that of the paper's released code (variant hdpfl), and Robust-HDP estimates the noise once, in the first "
     "round, as that code does."
@@ -71,7 +69,7 @@ def _table15_words(row: str, column: str, scale: str) -> list[str]:
         *("--model.name", "resnet34", "--model.norm", norm),
         *("--privacy.epsilon", f"{{name: {column}, scale: 10}}"),
         *method(own),
-        *("--clients.learning_rate", learning_rate("cifar100", own, column)),
+        *("--clients.learning_rate", learning_rate("cifar100", own, column, scale)),
     ]
 
 
@@ -177,6 +175,8 @@ def _eight_labels_table(number: int, setting: str, batch_size: str) -> Experimen
     )
 
 
+# Table 4 is Table 22 with its remedy: one logical batch size for all clients, which needs no more memory, because large
+# batches are taken in pieces.
 TABLE4 = _eight_labels_table(4, "batch 128", "128")
 TABLE22 = _eight_labels_table(22, "unequal batch sizes", "{name: published}")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dpfl_lightning.reproduction.experiment import Column, Experiment, Row, Training
 from dpfl_lightning.reproduction.noise_aware.settings import ROWS, method
+from dpfl_lightning.reproduction.noise_aware.training_figures import claim
 
 #: rivals and ours: what weighs by claimed budgets, the paper's method, and the default here
 _NAMES = ("weiavg", "robust_hdp", "ours")
@@ -65,4 +66,27 @@ TUNED = Experiment(
     notes=("WeiAvg believes the budgets that clients claim; the other two believe nothing.",),
 )
 
-BEYOND = (TUNING, TUNED)
+
+# ---- one client claims more than its budget, on data that is at hand
+
+
+def _claim_words(row: str, column: str, scale: str) -> list[str]:
+    return [*_run(row, "dist5", "0.1"), *claim(column)]
+
+
+FALSIFIED = Experiment(
+    name="noise_aware.falsified",
+    title="Fashion-MNIST, Dist5, a client of budget 0.95 that claims more",
+    shows="accuracy on the official test set, %",
+    rows={name: Row(ROWS[name].title, "test_accuracy") for name in ("weiavg", "ours")},
+    columns={f"claim{number}": Column(f"claims {number}") for number in ("0.95", "10", "100")},
+    cells=dict.fromkeys(("weiavg", "ours"), Training(_claim_words)),
+    scales={"small": "30 rounds"},
+    minutes={"small": 3},
+    notes=(
+        "A claim changes what the server believes, not the client's noise: noise_aware believes no claim, so its runs "
+        "are the same run.",
+    ),
+)
+
+BEYOND = (TUNING, TUNED, FALSIFIED)

@@ -39,7 +39,7 @@ def _words(data: str) -> Callable[[str, str, str], list[str]]:
     """DPFedAvg's first round: the updates do not depend on how they are weighted."""
 
     def words(row: str, column: str, scale: str) -> list[str]:
-        rate = learning_rate(data, "robust_hdp", column)
+        rate = learning_rate(data, "robust_hdp", column, "paper")
         budget = ["--privacy.epsilon.name", column, "--clients.learning_rate", rate]
         return [*CONF, *DATA[data], *PARTS[data], *budget, *_PAPERS]
 

@@ -99,11 +99,15 @@ CLAIMS = (0.95, 2, 5, 10, 20, 50, 100)
 LIAR = 0  # one of three clients of Dist5 with epsilon 0.95 and batch 32, "client 12" when sorted
 
 
-def _falsified_words(row: str, column: str, scale: str) -> list[str]:
+def claim(column: str) -> list[str]:
+    """What the clients of Dist5 claim, where one of them says what `column` says."""
     claims = [*EPSILONS["dist5"][20]]
     claims[LIAR] = float(column.removeprefix("claim"))
-    listed = ", ".join(f"{claim:g}" for claim in claims)
-    return [*words("mnist", row, "dist5", scale), "--clients.reported_epsilon", f"[{listed}]"]
+    return ["--clients.reported_epsilon", f"[{', '.join(f'{one:g}' for one in claims)}]"]
+
+
+def _falsified_words(row: str, column: str, scale: str) -> list[str]:
+    return [*words("mnist", row, "dist5", scale), *claim(column)]
 
 
 def _draw_figure5(found: Found) -> list[Panel]:
