@@ -44,9 +44,12 @@ class ServerCallback:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""
         return schedule
 
-    def initialise(self, state: ServerState, view: View) -> ServerState:
-        """The models that the run begins with, and who has which; K may change. Not asked again on resume."""
-        return state
+    def initialise(self, state: ServerState, view: View) -> ServerState | None:
+        """The models that the run begins with, and who has which, in place of `state`, where all have the net as it is.
+
+        Two answers are an error. Not asked again on resume.
+        """
+        return None
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
@@ -155,7 +158,7 @@ def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> 
     ]
     if len(answers) > 1:
         names = " and ".join(type(callback).__name__ for callback, _ in answers)
-        raise UserError(f"`{hook}` must be answered by one strategy a round, got {names}. Remove one of them.")
+        raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
     return answers[0][1] if answers else None
 
 

@@ -279,7 +279,7 @@ class FederatedLoop:
         self.started, self.records, self.training_seconds, self.saved_at = time.perf_counter(), 0, 0.0, -math.inf
         self.info = self._measured_info(first_round=1)
         state = self._one_model()
-        state = fold(self.callbacks, "initialise", state, self.view(state))
+        state = one_of(self.callbacks, "initialise", state, self.view(state)) or state
         self._remember(state, None)
         return state
 

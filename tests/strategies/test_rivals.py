@@ -164,6 +164,11 @@ def test_new_models_need_to_be_buildable_and_leave_the_random_state_alone(make_l
     assert torch.equal(torch.rand(1), expected)
 
 
+def test_two_strategies_with_models_of_their_own_do_not_mix(make_loop):
+    with pytest.raises(UserError, match="`initialise` must be answered by one strategy, got Local and Ifca"):
+        run(make_loop, "ifca", extra=strategies.build({"local": None}))
+
+
 # ---- loss clustering
 
 
