@@ -23,6 +23,9 @@ from dpfl_lightning.privacy.events import Event, repeated
 from dpfl_lightning.privacy.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, converted, laplace_rdp, sampled_gaussian_rdp
 
+#: how an epsilon without a delta was found, in words
+PURE = "addition of pure epsilons"
+
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
 #: relation between neighbouring data sets -> in words
@@ -113,7 +116,7 @@ class Rdp:
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
         if pure <= certified:
-            return rounded_up(pure, 6), "addition of pure epsilons"
+            return rounded_up(pure, 6), PURE
         return rounded_up(certified, 6), self.description
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
