@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.clipping import Params
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
 FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
@@ -25,7 +25,7 @@ class LocalTask:
     """What one client does in one round, as its module sees it.
 
     Args:
-        clipped_sum: sums clipped per-record gradients: a `ClippedSum`, which notes their norms.
+        clipped_sum: sums per-record gradients clipped in the mechanism's norm: a `ClippedSum`, which notes the norms.
         mechanism: bounds, noises and divides the sum; its event is charged before the task exists.
         noise: the generator of this (round, client)'s noise.
         learning_rate: of plain SGD, unless `configure_optimizers` says otherwise.
@@ -34,7 +34,7 @@ class LocalTask:
     """
 
     clipped_sum: Callable[..., Tensor]
-    mechanism: Gaussian
+    mechanism: Mechanism
     noise: RandomGenerator
     learning_rate: float
     norms: list[Tensor] = field(default_factory=list)

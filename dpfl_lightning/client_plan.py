@@ -8,12 +8,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfl_lightning.errors import UserError, UserNotice, require
+from dpfl_lightning.errors import UserError, UserNotice, nearest, require
 from dpfl_lightning.folders import cache_folder
 from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.privacy.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, SelectionEvent, Unprotected, repeated
+from dpfl_lightning.privacy.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    SelectionEvent,
+    Unprotected,
+    repeated,
+)
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 
@@ -40,7 +49,7 @@ class ClientPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise std / clip norm of the most frequent release."""
+        """Noise std (of Laplace noise: scale) / clip norm of the most frequent release."""
         return self.schedule.main.noise_multiplier or 0.0
 
     @property
@@ -51,7 +60,7 @@ class ClientPlan:
     @property
     def steps(self) -> int:
         """Noised steps of the whole run."""
-        return sum(event.steps for event in self.schedule.events() if isinstance(event, GaussianEvent))
+        return sum(event.steps for event in self.schedule.events() if isinstance(event, NoisedEvent))
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON; an infinite epsilon is None."""
@@ -115,6 +124,7 @@ def plan(
     epsilon: float | None = None,
     noise_multiplier: float | None = None,
     local_epochs: int = 1,
+    mechanism: str = "gaussian",
     accountant: str = "rdp",
     adjacency: str = "add_remove",
     steps: int | None = None,
@@ -133,10 +143,11 @@ def plan(
         num_records: training records of the client, >= 1.
         batch_size: expected records of a step, in 1..num_records.
         rounds: rounds of the run, >= 1.
-        delta: slack of the guarantee, in (0, 1); usually below 1 / num_records.
+        delta: slack of the guarantee, in (0, 1); usually below 1 / num_records; 0 is possible with Laplace noise.
         epsilon: budget to find the noise for, > 0; give this or noise_multiplier.
         noise_multiplier: noise std / clip norm on the sum, to find epsilon for, >= 0; give this or epsilon.
         local_epochs: passes over the own records in a round, >= 1.
+        mechanism: gaussian, or laplace (gradients clipped in L1, full batches).
         accountant: rdp, prv (tighter, slower), gdp (exact, full batches only) or paper_ma (the noise-aware paper's).
         adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
             record is another).
@@ -163,7 +174,9 @@ def plan(
     (2.589, ['1.41', '1.31'])
     """
     _check_sizes(num_records, batch_size, rounds, local_epochs, steps, participations)
-    _check_privacy(epsilon, noise_multiplier, delta, num_records)
+    _check_privacy(epsilon, noise_multiplier, delta, num_records, mechanism)
+    fits = mechanism == "gaussian" or batch_size == num_records
+    require(fits, "batch_size", f"be {num_records} (num_records) with Laplace noise", batch_size)
     takes_part = rounds if participations is None else participations
     solvable = takes_part > 1 or first_round_noise_multiplier is None or epsilon is None
     _check_first_round(first_round, first_round_noise_multiplier, solvable, steps, local_epochs)
@@ -172,18 +185,24 @@ def plan(
     lines, full = [], first_round is not None
     if full:
         first_noise = noise_multiplier if first_round_noise_multiplier is None else first_round_noise_multiplier
-        lines.append(Planned("first_round", GaussianEvent(1.0, first_noise, local_epochs), 1))
+        lines.append(Planned("first_round", _event(mechanism, 1.0, first_noise, local_epochs), 1))
     if selection_epsilon is not None:
         lines.append(Planned("select", SelectionEvent(selection_epsilon), selections))
     if takes_part > full:
         steps = local_epochs * math.ceil(num_records / batch_size) if steps is None else steps
-        event = GaussianEvent(batch_size / num_records, noise_multiplier, steps)
+        event = _event(mechanism, batch_size / num_records, noise_multiplier, steps)
         lines.append(Planned("train", event, takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
         cache = CalibrationCache(cache_folder("calibration"))
         schedule = calibrate([schedule], judge, slow_notice("solving the noise multiplier"), cache)[0]
     return client_plans([schedule], judge, [(num_records, batch_size)])[0]
+
+
+def _event(mechanism: str, sample_rate: float, noise_multiplier: float | None, steps: int) -> NoisedEvent:
+    if mechanism == "laplace":
+        return LaplaceEvent(noise_multiplier, steps)
+    return GaussianEvent(sample_rate, noise_multiplier, steps)
 
 
 def _check_sizes(
@@ -203,7 +222,11 @@ def _check_sizes(
     require(in_range, "participations", f"be in 1..{rounds} (rounds)", participations)
 
 
-def _check_privacy(epsilon: float | None, noise_multiplier: float | None, delta: float, num_records: int) -> None:
+def _check_privacy(
+    epsilon: float | None, noise_multiplier: float | None, delta: float, num_records: int, mechanism: str
+) -> None:
+    known = ("gaussian", "laplace")
+    require(mechanism in known, "mechanism", f"be {' or '.join(known)}", mechanism, nearest(mechanism, known))
     if (epsilon is None) == (noise_multiplier is None):
         must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
         raise UserError(
@@ -214,7 +237,8 @@ def _check_privacy(epsilon: float | None, noise_multiplier: float | None, delta:
     if noise_multiplier is not None:
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
     usual = f"Usual is below 1 / num_records = {1 / num_records:.2g}."
-    require(0 < delta < 1, "delta", "be in (0, 1)", delta, usual)
+    in_range = 0 < delta < 1 or (delta == 0 and mechanism == "laplace")
+    require(in_range, "delta", "be in (0, 1)", delta, usual)
     if delta > 1 / num_records:
         warnings.warn(
             f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "

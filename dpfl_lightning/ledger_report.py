@@ -14,8 +14,9 @@ from typing import Any, NoReturn
 import numpy as np
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.privacy.accountant import Accountant, finite_or_none, get_accountant
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.accountant import PURE, Accountant, Rdp, finite_or_none, get_accountant, rounded_up
+from dpfl_lightning.privacy.composition import composed
+from dpfl_lightning.privacy.events import Caveat, Event, NoisedEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger_file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -182,13 +183,17 @@ def _epsilons(queries: Sequence[tuple[list[Event], float]], judge: Accountant) -
 
 def _promise(events: list[Event], delta: float, epsilon: float, judge: Accountant, header: Header) -> Guarantee:
     """The guarantee of these events, whose epsilon is known: RDP's `bound` would load Opacus, and torch, for it."""
-    how = judge.description if judge.name == "rdp" else judge.bound(events, delta)[1]
+    if type(judge) is Rdp:
+        pure = rounded_up(composed(events, delta).pure(judge.sensitivity), 6)
+        how = PURE if 0 < pure == epsilon < math.inf else judge.description
+    else:
+        how = judge.bound(events, delta)[1]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
     return guarantee([*events, *map(Caveat, header.caveats)], delta, judge, sampling, found=(epsilon, how))
 
 
 def _steps(event: Event) -> int:
-    return event.steps if isinstance(event, GaussianEvent | LaplaceEvent) else 0
+    return event.steps if isinstance(event, NoisedEvent) else 0
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:

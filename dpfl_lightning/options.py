@@ -65,7 +65,8 @@ class ClientOptions:
 
     Args:
         count: number of clients, >= 1.
-        batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's.
+        batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's; null is
+            all records of the client in every step (a full batch).
         local_epochs: passes over the own records in a round, >= 1.
         learning_rate: of local SGD, > 0.
         reported_epsilon: budgets that clients claim to the server's strategies, > 0, named as privacy.epsilon's;
@@ -73,7 +74,7 @@ class ClientOptions:
     """
 
     count: int = 20
-    batch_size: PerClientInt = 32
+    batch_size: PerClientInt | None = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
     reported_epsilon: PerClientFloat | None = None
@@ -89,10 +90,12 @@ class PrivacyOptions:
     Args:
         epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the noise-aware paper's
             budgets (source: published or sampled; scale); null is no budget: epsilon is only reported.
-        delta: probability with which epsilon need not hold, in (0, 1), usually below 1 / records.
-        clip_norm: L2 norm to which the gradient of one record is clipped, > 0.
-        noise_multiplier: noise std / clip_norm on the sum of gradients, >= 0; null solves it from epsilon.
-            With both given, a client whose budget is spent sits out.
+        delta: probability with which epsilon need not hold, in (0, 1), usually below 1 / records; 0 is possible with
+            mechanism laplace, and its epsilons are then added up.
+        mechanism: gaussian, or laplace (L1 clipping, full batches): far noisier, but its delta can be 0.
+        clip_norm: norm to which the gradient of one record is clipped, > 0: L2, or L1 with mechanism laplace.
+        noise_multiplier: noise std (of Laplace noise: scale) / clip_norm on the sum of gradients, >= 0; null solves it
+            from epsilon. With both given, a client whose budget is spent sits out.
         accountant: rdp, prv (tighter, slower), gdp (exact, for full batches only) or paper_ma (the noise-aware
             paper's: valid, with more noise than needed).
         adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
@@ -110,6 +113,7 @@ class PrivacyOptions:
 
     epsilon: PerClientFloat | None = None
     delta: PerClientFloat = 1e-4
+    mechanism: Literal["gaussian", "laplace"] = "gaussian"
     clip_norm: PerClientFloat = 1.0
     noise_multiplier: PerClientFloat | None = None
     accountant: Literal["rdp", "prv", "gdp", "paper_ma"] = "rdp"

@@ -132,13 +132,17 @@ def _client_text(own: ClientPlan, options: Mapping[str, Any]) -> str:
         "records": own.num_records,
         "batch size": f"{own.batch_size} (sample rate {own.sample_rate:.6g})",
         "steps": f"{own.steps} ({rounds}, {each})",
-        "noise multiplier": f"{own.noise_multiplier:.6g} (noise std / clip norm, on the sum)",
+        "noise multiplier": f"{own.noise_multiplier:.6g} ({_unit_of_noise(own)} / clip norm, on the sum)",
         "epsilon": _epsilon(own.guarantee.epsilon),
         "delta": f"{own.guarantee.delta:g}",
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
     return "\n".join([*lines, "", _schedule_text(own), "", _promise(own)])
+
+
+def _unit_of_noise(own: ClientPlan) -> str:
+    return "Laplace scale" if isinstance(own.schedule.main, LaplaceEvent) else "noise std"
 
 
 def _promise(own: ClientPlan) -> str:

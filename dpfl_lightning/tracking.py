@@ -31,7 +31,7 @@ from dpfl_lightning.federated.group_metrics import MATCHES, accuracy_of_groups, 
 from dpfl_lightning.federated.report import accuracy_over_clients
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.figures import figures, of_strategies, per_client
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import NoisedEvent
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
@@ -381,7 +381,7 @@ def _frame(view: View) -> dict[str, str]:
         "dpfl_lightning": dpfl_lightning.__version__,
     }
     events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
-    if not any(event.noise_multiplier for event in events if isinstance(event, GaussianEvent)):
+    if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
         return {**frame, "guarantee": "no privacy"}
     one = view.guarantees()[0]
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})

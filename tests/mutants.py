@@ -13,7 +13,7 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.federated import engine, stacked
 from dpfl_lightning.privacy import clipping, fast_clipping, sampling, stacked_clipping
-from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import Streams
 
 Mutate = Callable[[MonkeyPatch], None]
@@ -21,16 +21,16 @@ SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum)
 
 
 def half_the_noise(patch: MonkeyPatch) -> None:
-    def halved(mechanism: Gaussian) -> Gaussian:
+    def halved(mechanism: Mechanism) -> Mechanism:
         return dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 2)
 
-    alone, rows = Gaussian.privatise, GaussianRows.__init__
+    alone, rows = Mechanism.privatise, MechanismRows.__init__
 
-    def set_up(self: GaussianRows, mechanisms: Sequence[Gaussian], *args: Any, **more: Any) -> None:
+    def set_up(self: MechanismRows, mechanisms: Sequence[Mechanism], *args: Any, **more: Any) -> None:
         rows(self, [halved(one) for one in mechanisms], *args, **more)
 
-    patch.setattr(Gaussian, "privatise", lambda self, *args: alone(halved(self), *args))
-    patch.setattr(GaussianRows, "__init__", set_up)
+    patch.setattr(Mechanism, "privatise", lambda self, *args: alone(halved(self), *args))
+    patch.setattr(MechanismRows, "__init__", set_up)
 
 
 def no_clipping(patch: MonkeyPatch) -> None:
@@ -39,6 +39,16 @@ def no_clipping(patch: MonkeyPatch) -> None:
 
     for module in (clipping, fast_clipping, stacked_clipping):
         patch.setattr(module, "clip_factors", ones)
+
+
+def clipped_in_l2(patch: MonkeyPatch) -> None:
+    """Whatever norm the mechanism stands on."""
+    patch.setattr(Laplace, "clip_order", 2)
+
+
+def gaussian_in_place_of_laplace(patch: MonkeyPatch) -> None:
+    """Normal noise of the same scale: it has half the variance, and no pure epsilon."""
+    patch.setattr(Laplace, "unit_noise", staticmethod(Gaussian.unit_noise))
 
 
 def realised_divisor(patch: MonkeyPatch) -> None:
@@ -128,7 +138,7 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
     drawn = _Drawn()
     for kind in SUMS:
         patch.setattr(kind, "__call__", _remembering(kind.__call__, drawn))
-    alone, rows, sums = Gaussian.privatise, GaussianRows.privatise, stacked.Stack.clipped_sums
+    alone, rows, sums = Mechanism.privatise, MechanismRows.privatise, stacked.Stack.clipped_sums
 
     def privatise(self, clipped, generator):
         first = (clipped.data_ptr() - drawn.place) // drawn.row_bytes
@@ -143,14 +153,14 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         factor = (self._divisor[: len(clipped)] / drawn.sizes).to(clipped.dtype)
         return rows(self, clipped) * factor if noise_too else rows(self, clipped * factor)
 
-    patch.setattr(Gaussian, "privatise", privatise)
+    patch.setattr(Mechanism, "privatise", privatise)
     patch.setattr(stacked.Stack, "clipped_sums", clipped_sums)
-    patch.setattr(GaussianRows, "privatise", privatise_rows)
+    patch.setattr(MechanismRows, "privatise", privatise_rows)
 
 
 def _remembering(call, drawn):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None):
-        found = call(self, params, x, y, clip_norm, group, num_groups, norms)
+    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2):
+        found = call(self, params, x, y, clip_norm, group, num_groups, norms, order)
         own = torch.zeros(len(y), dtype=torch.long) if group is None else group
         drawn.place, drawn.row_bytes = found.data_ptr(), found[0].nbytes
         drawn.sizes = torch.bincount(own, minlength=num_groups)
@@ -160,9 +170,9 @@ def _remembering(call, drawn):
 
 
 def _counted_once(call):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None):
+    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2):
         if norms is not None:
             norms.append(torch.zeros(len(y)))
-        return call(self, params, x, y, clip_norm, group, num_groups)
+        return call(self, params, x, y, clip_norm, group, num_groups, order=order)
 
     return summed

@@ -13,14 +13,14 @@ from torch.nn import functional as F
 from dpfl_lightning.privacy.rdp import sampled_gaussian_rdp
 
 
-def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float) -> Tensor:
-    """One record at a time through plain autograd: `sum_j min(1, clip / |g_j|) g_j`, `[P]`."""
+def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float, order: int = 2) -> Tensor:
+    """One record at a time through plain autograd: `sum_j min(1, clip / |g_j|) g_j`, `[P]`, in the norm `order`."""
     leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
     total = torch.zeros(sum(value.numel() for value in leaves.values()), dtype=next(iter(leaves.values())).dtype)
     for record, label in zip(x, y, strict=True):
         loss = F.cross_entropy(functional_call(net, leaves, (record[None],)), label[None])
         gradient = torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, list(leaves.values()))])
-        total += gradient * min(1.0, clip_norm / max(float(gradient.norm()), 1e-30))
+        total += gradient * min(1.0, clip_norm / max(float(gradient.norm(p=order)), 1e-30))
     return total
 
 
@@ -87,7 +87,7 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
 
 
 class TableNoise:
-    """A stand-in for a generator whose normal draws come from a fixed table, so engines can be compared."""
+    """A stand-in for a generator whose noise comes from a fixed table, so engines can be compared."""
 
     def __init__(self, size: int = 100_000, seed: int = 0) -> None:
         self.table = np.random.default_rng(seed).standard_normal(size)
@@ -98,3 +98,6 @@ class TableNoise:
         rows = (self.position + np.arange(count)) % len(self.table)
         self.position += count
         return self.table[rows].reshape(shape).astype(dtype)
+
+    def laplace(self, loc, scale, size):
+        return loc + scale * self.standard_normal((size,))

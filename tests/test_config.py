@@ -345,7 +345,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("privacy: {epsilon: 0}", ["`privacy.epsilon` must be above 0, got 0"]),
         ("privacy: {epsilon: dist1}", ["Write {name: dist1}."]),
         ("privacy: {epsilon: {name: dist11}}", ["`privacy.epsilon.name`", "Did you mean `dist1`?"]),
-        ("privacy: {delta: 1}", ["`privacy.delta` must be in (0, 1), got 1"]),
+        ("privacy: {delta: 1}", ["`privacy.delta` must be in [0, 1), got 1"]),
         ("privacy: {clip_norm: -1}", ["`privacy.clip_norm` must be above 0"]),
         ("privacy: {noise_multiplier: -1}", ["`privacy.noise_multiplier` must be >= 0"]),
         ("privacy: {accountant: rpd}", ["one of rdp, prv, gdp, paper_ma, got 'rpd'", "Did you mean `rdp`?"]),

@@ -205,6 +205,18 @@ def test_the_text_has_every_line_and_its_price(capsys):
     assert "together they cost 2.0000" in text and "Not covered: test and held-out records" in text
 
 
+def test_laplace_noise_has_pure_budgets(capsys):
+    """Ten releases share a budget of 2: scale 5; replaced records move a sum twice as far."""
+    full = ["--num_records", "100", "--batch_size", "100", "--rounds", "10", "--delta", "0", "--mechanism", "laplace"]
+    assert main([*full, "--epsilon", "2", "--json"]) == 0
+    text = capsys.readouterr().out
+    assert "Laplace scale / clip norm" in text and "(2, 0)-differential privacy" in text
+    found = json.loads(text.splitlines()[-1])
+    assert found["noise_multiplier"] == pytest.approx(5.0, rel=1e-6) and found["steps"] == 10
+    assert main([*full, "--noise_multiplier", "5", "--adjacency", "replace_one", "--json"]) == 0
+    assert last_json(capsys)["epsilon"] == pytest.approx(4.0, abs=2e-6)
+
+
 def test_accountant_and_adjacency_go_together(monkeypatch):
     asked = []
     rdp = get_accountant("rdp")
@@ -306,6 +318,12 @@ def test_large_delta_warns():
             "--epsilon 1 --batch_size 2400 --accountant gdp --selections 1 --selection_epsilon 0.1",
             "`accountant` must be rdp or prv for selections",
         ),
+        (
+            "--epsilon 1 --mechanism laplace",
+            "`batch_size` must be 2400 (num_records) with Laplace noise, got 128",
+        ),
+        ("--epsilon 1 --mechanism lapace", "`mechanism` must be gaussian or laplace, got 'lapace'. Did you mean"),
+        ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0"),
         ("--epsilon 1 --adjacency swap", "`adjacency` must be one of add_remove, replace_one, got 'swap'"),
         ("--epsilon inf", "`epsilon` must be a finite number, got 'inf'"),
         ("--noise_multiplier inf", "`noise_multiplier` must be a finite number, got 'inf'"),

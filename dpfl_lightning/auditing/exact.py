@@ -20,7 +20,7 @@ from dpfl_lightning.federated.setup import ENGINES, build_engine
 from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.audit import rate_interval
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams, new_noise_key
 
 TOLERANCE = 1e-5  # above the clip norm, relative: in float64, so that no rounding is mistaken for a record
@@ -41,7 +41,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
     start = module.flat
     x, y = made_up(like, _POOL, seed, start.device, torch.float64)
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last one is broken
-    datasets, pairs = _pairs(module, like, records, subject.planned.clip_norm, seed)
+    datasets, pairs = _pairs(module, like, records, subject.planned, seed)
     streams = OneNoise(new_noise_key())
     rig = Rig(build_engine(engine), module, like, records, datasets, streams)
     loud = dataclasses.replace(subject.mechanism, sample_rate=1.0)
@@ -73,11 +73,11 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
 
 
 def _pairs(
-    module: ClientModule, like: Population, records: tuple[Tensor, Tensor], clip_norm: float, seed: int
+    module: ClientModule, like: Population, records: tuple[Tensor, Tensor], mechanism: Mechanism, seed: int
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
     """Data sets by name, and the names of those that differ in one record."""
     rig = Rig(build_engine("serial"), module, like, records, {}, Streams(0))
-    canary, other = most_opposed(rig.gradients(module.flat, torch.arange(_POOL), clip_norm))
+    canary, other = most_opposed(rig.gradients(module.flat, torch.arange(_POOL), mechanism))
     draw = np.random.default_rng(seed)
     around = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}
     around["5 opposed records"] = torch.tensor([other] * 5)
@@ -93,7 +93,7 @@ def _pairs(
 
 def _moves(
     rig: Rig,
-    mechanism: Gaussian,
+    mechanism: Mechanism,
     unit: float,
     start: Tensor,
     pairs: list[tuple[str, str]],
@@ -111,7 +111,8 @@ def _moves(
         if isinstance(job, ClassGradients):
             found = found * unit
         before = found[[without.index(name) for name, _ in some]]
-        apart = torch.linalg.vector_norm(found[len(without) :] - before, dim=1)
+        order = 1 if isinstance(mechanism, Laplace) else 2  # what the accountant believes, whatever was clipped
+        apart = torch.linalg.vector_norm(found[len(without) :] - before, ord=order, dim=1)
         most = max(most, float(apart.nan_to_num(nan=math.inf, posinf=math.inf).max()))
     return most
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from dpfl_lightning.auditing.rig import NOBODY, Rig
 from dpfl_lightning.auditing.subject import Subject
 from dpfl_lightning.privacy.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.audit import releases_to_tell, shift_interval, std_interval, threshold_epsilon
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import Mechanism
 
 VALUES = 20_000  # noised numbers of each kind: their std is known to 0.5 %
 RATIO = 1.5  # what the white-box canary can tell from the claim, if it is given releases enough
@@ -41,7 +41,8 @@ def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Fin
         ours = _several(rig, [name], mechanism, steps, rate, start, each, together)[0].double()
         freedom = (each - 1) * len(start)
         std = float((ours - ours.mean(dim=0)).square().sum() / freedom) ** 0.5
-        low, high = std_interval(std, freedom, significance / len(cases) / 2)
+        heavy = 1 + 1.5 / steps if subject.laplace else 1  # squares of Laplace noise spread so much more
+        low, high = std_interval(std, int(freedom / heavy), significance / len(cases) / 2)
         claimed = subject.planned.noise_std(steps, rate)
         found[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
     lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
@@ -65,6 +66,8 @@ def canary(
         gradients: clipped, of the canary and of its neighbours, `[P]`.
         most: releases of each kind; by default as many as tell `RATIO` x mu from mu.
     """
+    if subject.laplace:
+        return _laplace_canary(subject, rig, start, significance, most)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     own, other = gradients
     wanted = [own - other] if subject.replace_one else [own, own - other]  # a batch's mean moves along the second
@@ -96,6 +99,35 @@ def canary(
     )
 
 
+def _laplace_canary(subject: Subject, rig: Rig, start: Tensor, significance: float, most: int) -> Finding:
+    """The likelihood ratio of whole releases with and without the canary: the best test of Laplace noise there is.
+
+    A gradient that is spread over many parameters shows in it far less than epsilon allows.
+    """
+    mechanism, rate = subject.mechanism, subject.settings.learning_rate
+    silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
+    without, with_it = (_several(rig, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
+    scale, count = mechanism.noise_std(1, rate) / mechanism.unit_std, min(most, STEPS)
+
+    def score(found: Tensor) -> Tensor:
+        return ((found - without).abs() - (found - with_it).abs()).sum(dim=1, keepdim=True) / scale
+
+    both = _several(rig, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
+    inside, outside = both.double().cpu().numpy()[..., 0]
+    delta = subject.settings.delta
+    bound = threshold_epsilon(inside, outside, significance, delta)
+    claim = subject.accountant.epsilon([subject.planned.event(1)], delta)
+    return Finding(
+        check="canary",
+        what=f"one full-batch step, {count} releases with and {count} without",
+        measured=f"epsilon >= {at_least(bound)}",
+        claimed=f"epsilon {at_most(claim)}",
+        refuted=bound > claim,
+        confidence=1 - significance,
+        figures={"releases": count, "epsilon_low": bound, "epsilon_claimed": claim},
+    )
+
+
 def one_round(
     subject: Subject, rig: Rig, start: Tensor, gradients: tuple[Tensor, Tensor], significance: float, most: int
 ) -> Finding:
@@ -123,7 +155,7 @@ def one_round(
 def _scores(
     subject: Subject,
     rig: Rig,
-    mechanism: Gaussian,
+    mechanism: Mechanism,
     steps: int,
     start: Tensor,
     directions: Tensor,
@@ -132,7 +164,8 @@ def _scores(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Releases with and without the canary on each direction `[d, P]`, two of `[count, d]`: up is "with"."""
     rate = subject.settings.learning_rate
-    both = _several(rig, [WITH, WITHOUT], mechanism, steps, rate, start, count, together, directions)
+    names, on = [WITH, WITHOUT], directions.T
+    both = _several(rig, names, mechanism, steps, rate, start, count, together, lambda one: one @ on)
     inside, outside = (-one.double().cpu().numpy() for one in both)
     return inside, outside
 
@@ -140,20 +173,19 @@ def _scores(
 def _several(
     rig: Rig,
     names: Sequence[str],
-    mechanism: Gaussian,
+    mechanism: Mechanism,
     steps: int,
     learning_rate: float,
     start: Tensor,
     count: int,
     together: bool,
-    directions: Tensor | None = None,
+    seen: Callable[[Tensor], Tensor] = lambda releases: releases,
 ) -> Tensor:
-    """`count` releases of each data set, `[len(names), count, P]`, or what they are on `directions` `[d, P]`."""
+    """`count` releases of each data set, `[len(names), count, P]`, or what is `seen` of them, `[n, P] -> [n, d]`."""
     parts = []
     for first in range(0, count, rig.copies):
         now = min(rig.copies, count - first)
         every = [name for name in names for _ in range(now)]
         found = rig.releases(every, mechanism, steps, learning_rate, start, together=together)
-        found = found if directions is None else found @ directions.T
-        parts.append(found.view(len(names), now, -1))
+        parts.append(seen(found).view(len(names), now, -1))
     return torch.cat(parts, dim=1)

@@ -21,8 +21,8 @@ from dpfl_lightning.privacy.audit import (
     one_run_epsilon,
     one_run_weakness,
 )
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.privacy.mechanism import Mechanism
 
 MOST, FEWEST = 400, 20  # canaries
 _NUMBERS = 1 << 26  # of their gradients that are held at once
@@ -87,14 +87,14 @@ def one_run(
     ]
 
 
-def _claimed_curve(subject: Subject, events: Sequence[GaussianEvent], weakness: float) -> Curve:
+def _claimed_curve(subject: Subject, events: Sequence[NoisedEvent], weakness: float) -> Curve:
     """What the events hide at least, if their noise is divided by `weakness` >= 0."""
     accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # quick: a whole curve
     queries = [(_weaker(events, max(weakness, 1e-6)), float(delta)) for delta in DELTAS]
     return curve_of_points(accountant.search(queries), DELTAS)
 
 
-def _weaker(events: Sequence[GaussianEvent], weakness: float) -> list[GaussianEvent]:
+def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]:
     return [dataclasses.replace(event, noise_multiplier=(event.noise_multiplier or 0.0) / weakness) for event in events]
 
 
@@ -117,18 +117,18 @@ def _scores(
 
 
 def _counts(
-    rig: Rig, now: Tensor, canaries: tuple[Tensor, Tensor | None], summed: Tensor, mechanism: Gaussian, steps: int
+    rig: Rig, now: Tensor, canaries: tuple[Tensor, Tensor | None], summed: Tensor, mechanism: Mechanism, steps: int
 ) -> np.ndarray:
     """How often each canary is in a sum of noised gradients `[P]`, `[m]`: a ridge regression on their gradients.
 
     With the prior that a coin and the sampling give, and the planned noise, this is the best linear guess.
     """
-    own = rig.gradients(now, canaries[0], mechanism.clip_norm)
-    others = torch.zeros_like(own) if canaries[1] is None else rig.gradients(now, canaries[1], mechanism.clip_norm)
+    own = rig.gradients(now, canaries[0], mechanism)
+    others = torch.zeros_like(own) if canaries[1] is None else rig.gradients(now, canaries[1], mechanism)
     mean = steps * mechanism.sample_rate / 2  # expected of each, included or not
     ours, rest = own - others, summed - mean * (own + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)
-    noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier) ** 2
+    noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier * mechanism.unit_std) ** 2
     gram = (ours @ ours.T).double().cpu()
     gram.diagonal().add_(noise / prior)
     return torch.linalg.solve(gram, (ours @ rest).double().cpu()).numpy()

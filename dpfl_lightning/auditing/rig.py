@@ -14,7 +14,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.engine import Batch, SerialEngine
 from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining, RoundPlan, ServerState
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 NOBODY = "nobody"  # a data set whose every Poisson draw is empty
@@ -71,18 +71,19 @@ class Rig:
         )
         engine.setup(module, self.population, streams, sampling)
 
-    def gradients(self, start: Tensor, rows: Tensor, clip_norm: float) -> Tensor:
-        """Each record's clipped gradient at `start` `[P]`: `[len(rows), P]`, few at a time."""
+    def gradients(self, start: Tensor, rows: Tensor, mechanism: Mechanism) -> Tensor:
+        """Each record's gradient at `start` `[P]`, clipped as the mechanism wants it: `[len(rows), P]`."""
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
             own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
-            parts.append(self.engine.clipped_sum(params, x, y, clip_norm, own, len(some)))
+            bound, order = mechanism.clip_norm, mechanism.clip_order
+            parts.append(self.engine.clipped_sum(params, x, y, bound, own, len(some), order=order))
         return torch.cat(parts)
 
     def releases(
         self,
         names: Sequence[str],
-        mechanism: Gaussian,
+        mechanism: Mechanism,
         steps: int,
         learning_rate: float,
         start: Tensor,
@@ -110,7 +111,7 @@ class Rig:
             found[arrived] = updates.deltas
         return found
 
-    def draws(self, name: str, mechanism: Gaussian, steps: int, start: Tensor) -> list[np.ndarray]:
+    def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
         """The rows that the engine draws for each of `steps` steps of one client."""
         plan, state, attempts = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
         return list(self.engine.local_task(plan, 0, state, attempts[0])[2].draws)
@@ -118,7 +119,7 @@ class Rig:
     def _plan(
         self,
         names: Sequence[str],
-        mechanism: Gaussian,
+        mechanism: Mechanism,
         steps: int,
         learning_rate: float,
         start: Tensor,

@@ -124,7 +124,7 @@ class Scene:
 
 
 def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
-    module, seed, clip = copy.deepcopy(loop.module), loop.seed + subject.client, subject.planned.clip_norm
+    module, seed = copy.deepcopy(loop.module), loop.seed + subject.client
     start, count = module.flat, one_run.number_of_canaries(module.num_params)
     parts = [
         made_up(loop.population, _POOL, seed, start.device, start.dtype),
@@ -135,7 +135,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
     own, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
     here = torch.from_numpy(included)
     choose = Rig(build_engine("serial"), module, loop.population, (x, y), {}, Streams(0))
-    canary, other = most_opposed(choose.gradients(start, torch.arange(_POOL), clip))
+    canary, other = most_opposed(choose.gradients(start, torch.arange(_POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
         "eight": torch.arange(8),
@@ -151,7 +151,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
         return Rig(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
 
     plain = rig("poisson")
-    shown, around = plain.gradients(start, torch.tensor([canary, other]), clip)
+    shown, around = plain.gradients(start, torch.tensor([canary, other]), subject.planned)
     return Scene(
         rig=plain,
         drawing=plain if subject.sampling == "poisson" else rig(subject.sampling),

@@ -12,8 +12,8 @@ from dpfl_lightning.federated.loop import FederatedLoop
 from dpfl_lightning.federated.settings import ClientSettings
 from dpfl_lightning.federated.state import ServerState, View
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, mechanism_of
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
 
@@ -27,8 +27,8 @@ class Release:
     """
 
     purpose: str
-    planned: Gaussian
-    mechanism: Gaussian
+    planned: Mechanism
+    mechanism: Mechanism
     steps: int
     count: int
 
@@ -39,7 +39,7 @@ class Release:
 
 @dataclass(frozen=True)
 class Subject:
-    """One client: its Gaussian releases, and what is claimed of them.
+    """One client: its noised sums, and what is claimed of them.
 
     Args:
         client: its number.
@@ -68,19 +68,24 @@ class Subject:
         return max(self.releases, key=lambda one: one.count)
 
     @property
-    def mechanism(self) -> Gaussian:
+    def mechanism(self) -> Mechanism:
         return self.main.mechanism
 
     @property
-    def planned(self) -> Gaussian:
+    def planned(self) -> Mechanism:
         return self.main.planned
 
     @property
+    def laplace(self) -> bool:
+        """Whether the noise is Laplace noise, not Gaussian."""
+        return isinstance(self.planned, Laplace)
+
+    @property
     def mu(self) -> float:
-        """Claimed of one full-batch step: the most that a record moves the sum, over the noise's std."""
+        """Claimed of one full-batch step: the most that a record moves the sum, over the noise's scale."""
         return (2.0 if self.replace_one else 1.0) / self.planned.noise_multiplier
 
-    def events(self) -> list[GaussianEvent]:
+    def events(self) -> list[NoisedEvent]:
         """Of the whole run."""
         return [one.planned.event(one.all_steps) for one in self.releases]
 
@@ -94,6 +99,7 @@ class Subject:
         return {
             "epsilon": self.epsilon,
             "delta": self.settings.delta,
+            "mechanism": type(self.planned).__name__.lower(),
             "noise_multiplier": self.planned.noise_multiplier,
             "clip_norm": self.planned.clip_norm,
             "sample_rate": self.planned.sample_rate,
@@ -138,10 +144,9 @@ def _subject(loop: FederatedLoop, view: View, client: int, own: ClientSchedule) 
     settings, releases = loop.settings[client], []
     for line in own.planned:
         event = line.event
-        if not isinstance(event, GaussianEvent) or event.steps * line.count == 0:
+        if not isinstance(event, NoisedEvent) or event.steps * line.count == 0:
             continue
-        noise, batch = event.noise_multiplier or 0.0, event.sample_rate * settings.num_records
-        planned = Gaussian(settings.clip_norm, noise, event.sample_rate, batch)
+        planned = mechanism_of(event, settings.clip_norm, settings.num_records)
         told = view.mechanism(client, line.purpose)
         releases.append(Release(line.purpose, planned, told, event.steps, line.count))
     return Subject(

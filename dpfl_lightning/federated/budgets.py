@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, Unprotected
+from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.spending import SpentEpsilon
@@ -97,14 +97,12 @@ class Budgets:
         )
 
     def noise_multiplier(self, client: int) -> float:
-        """Of the client's most frequent Gaussian release."""
+        """Of the client's most frequent noised sum."""
         return self.schedule.clients[client].main.noise_multiplier or 0.0
 
     def steps(self, client: int) -> int:
         """Noised steps the client has paid for."""
-        return sum(
-            event.steps for event in self.ledger.events(client) if isinstance(event, GaussianEvent | LaplaceEvent)
-        )
+        return sum(event.steps for event in self.ledger.events(client) if isinstance(event, NoisedEvent))
 
     def releases(self, client: int) -> int:
         """Releases the client has paid for."""

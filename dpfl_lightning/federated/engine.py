@@ -173,7 +173,7 @@ class SerialEngine:
         draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
         norms: list[Tensor] = []
         task = LocalTask(
-            clipped_sum=partial(self.clipped_sum, norms=norms),
+            clipped_sum=partial(self.clipped_sum, norms=norms, order=mechanism.clip_order),
             norms=norms,
             mechanism=mechanism,
             noise=self.streams.generator("noise", plan.round, client, attempt),

@@ -30,7 +30,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
         mechanism = plan.mechanism_of[row]
         fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
         block = client // most if fits else -1 - client  # a number of its own: alone
-        alike[block, plan.model_of[row], mechanism.clip_norm].append(row)
+        alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
     return list(alike.values())
 
 
@@ -53,7 +53,8 @@ def releases(
     group = owner * num_blocks + y if isinstance(plan.job, ClassGradients) else owner
     params = engine.module.unflatten(starts[0])
     clip_norm, norms = tasks[0].mechanism.clip_norm, [torch.empty(0, device=y.device)]
-    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms)
+    order = tasks[0].mechanism.clip_order
+    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order)
     clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
     engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
     return [_release(plan, *own) for own in zip(tasks, starts, sums.split(num_blocks), strict=True)]

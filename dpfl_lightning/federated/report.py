@@ -18,7 +18,7 @@ from dpfl_lightning.federated.settings import ClientSettings
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, View
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import mechanism_of
 
 # What the run itself has: curves of clients, and how well clusters match true groups.
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
@@ -163,6 +163,5 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
 
 def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
     """Of one update of the client's most frequent release, per parameter."""
-    event, noise = budgets.schedule.clients[client].main, budgets.noise_multiplier(client)
-    mechanism = Gaussian(own.clip_norm, noise, event.sample_rate, event.sample_rate * own.num_records)
-    return mechanism.noise_std(event.steps, own.learning_rate)
+    event = budgets.schedule.clients[client].main
+    return mechanism_of(event, own.clip_norm, own.num_records).noise_std(event.steps, own.learning_rate)

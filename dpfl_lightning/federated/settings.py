@@ -17,7 +17,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate, cut_to_budgets
 
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
@@ -64,7 +64,9 @@ def client_settings(
 
     columns: dict[str, Sequence[Any]] = {
         "num_records": num_records,
-        "batch_size": column("clients.batch_size", clients.batch_size, int),
+        "batch_size": num_records
+        if clients.batch_size is None
+        else column("clients.batch_size", clients.batch_size, int),
         "local_epochs": column("clients.local_epochs", clients.local_epochs, int),
         "learning_rate": column("clients.learning_rate", clients.learning_rate),
         "epsilon": [math.inf] * count,
@@ -79,7 +81,7 @@ def client_settings(
                 columns[name] = column(f"privacy.{name}", value)
     rows = zip(*columns.values(), strict=True)
     settings = tuple(ClientSettings(**dict(zip(columns, row, strict=True))) for row in rows)
-    _check(settings, privacy is not None)
+    _check(settings, privacy)
     return settings
 
 
@@ -90,13 +92,19 @@ def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings]
     return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
 
 
-def _check(settings: Sequence[ClientSettings], private: bool) -> None:
-    """What `resolve` cannot see: values against the client's own number of records."""
+def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
+    """What `resolve` cannot see: values against the client's own number of records, and against the mechanism."""
+    private, laplace = privacy is not None, privacy is not None and privacy.mechanism == "laplace"
     for client, own in enumerate(settings):
         advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
         require(
             own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice
         )
+        full = own.batch_size == own.num_records or not laplace
+        must = f"be null (all {own.num_records} of client {client}'s records) with Laplace noise"
+        require(full, "clients.batch_size", must, own.batch_size, "Its accounting is for full batches.")
+        must = "be in (0, 1) with Gaussian noise"
+        require(own.delta > 0 or laplace, "privacy.delta", must, own.delta, "Laplace noise (mechanism) can have 0.")
     loose = [client for client, own in enumerate(settings) if private and own.delta > 1 / own.num_records]
     if loose:
         own = settings[loose[0]]
@@ -111,7 +119,13 @@ def _check(settings: Sequence[ClientSettings], private: bool) -> None:
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """Every client trains in every round; given noise is fixed, other noise is to be solved."""
     count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
-    events = [GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps) for own in settings]
+    laplace = privacy is not None and privacy.mechanism == "laplace"
+    events: list[NoisedEvent] = [
+        LaplaceEvent(own.noise_multiplier, own.steps)
+        if laplace
+        else GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps)
+        for own in settings
+    ]
     rows = zip(settings, events, strict=True)
     clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),)) for own, event in rows]
     return RunSchedule(tuple(clients), rounds)

@@ -22,7 +22,7 @@ from dpfl_lightning.federated.gradient_counts import fates
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.privacy.clipping import ClippedSum, summing_dtype
-from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+from dpfl_lightning.privacy.mechanism import Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.stacked_clipping import StackedSums, stacked_clipped_sums
 
@@ -44,7 +44,7 @@ class StackedEngine(SerialEngine):
     B comes from sizes and sampling rates, which are public, never from a draw. A client whose steps are done draws no
     noise.
 
-    **Privacy** As `SerialEngine`: each step of each client is one `Gaussian.privatise`, row by row.
+    **Privacy** As `SerialEngine`: each step of each client is one `Mechanism.privatise`, row by row.
 
     Raises:
         UserError: the module overrides `training_step` or `configure_optimizers`, which this engine would not run, or
@@ -153,7 +153,8 @@ class Stack:
         self.module, self.population, self.sums, self.shape = module, population, sums, shape
         like = module.flat
         mechanisms = [task.mechanism for task in tasks]
-        self.noise = GaussianRows(mechanisms, [task.noise for task in tasks], like)
+        self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like)
+        self.order = mechanisms[0].clip_order
         padding = [1.0] * (shape[0] - len(tasks))
         self.clip_norm = like.new_tensor([m.clip_norm for m in mechanisms] + padding)  # [S]
         self.learning_rate = like.new_tensor([task.learning_rate for task in tasks])[:, None]  # [k, 1]
@@ -188,7 +189,8 @@ class Stack:
         for index in self.passes(draws):
             rows = self.rows_of[index.clamp(min=0)]  # padding takes any record
             x, y = self.population.x[rows], self.population.y[rows]
-            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, y if num_classes else None, groups)
+            group = y if num_classes else None
+            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, group, groups, self.order)
             total.add_(sums)
             self.norms.append(norms.clone())  # the next pass may reuse its memory
         return total[: len(draws)].to(theta.dtype)
@@ -248,9 +250,10 @@ def size_below(number: int) -> int:
     return SIZES[bisect_right(SIZES, number) - 1]
 
 
-def padded_width(mechanism: Gaussian, num_records: int) -> int:
+def padded_width(mechanism: Mechanism, num_records: int) -> int:
     """Records that a Poisson draw exceeds rarely: mean and `DEVIATIONS` standard deviations, of public facts.
 
+    >>> from dpfl_lightning.privacy.mechanism import Gaussian
     >>> padded_width(Gaussian(1.0, 1.0, sample_rate=0.5, expected_batch_size=50.0), num_records=100)
     65
     """

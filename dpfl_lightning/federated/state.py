@@ -12,9 +12,9 @@ from torch import Tensor
 
 from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.gradient_counts import Diagnostics
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import Guarantee
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ class RunSchedule:
         known = ", ".join(line.purpose for line in self.clients[client].planned)
         raise KeyError(f"client {client} has planned {known}, not {purpose!r}: declare it in `plan_run`")
 
-    def gaussian(self, client: int, purpose: str) -> GaussianEvent:
-        """One Gaussian release of that purpose."""
+    def noised(self, client: int, purpose: str) -> NoisedEvent:
+        """One noised sum of that purpose."""
         event = self.planned(client, purpose).event
-        if not isinstance(event, GaussianEvent):
-            raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no Gaussian release")
+        if not isinstance(event, NoisedEvent):
+            raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no noised sum")
         return event
 
 
@@ -80,7 +80,7 @@ class RoundPlan:
     round: int
     clients: tuple[int, ...]
     model_of: tuple[int, ...]
-    mechanism_of: tuple[Gaussian, ...]
+    mechanism_of: tuple[Mechanism, ...]
     steps: tuple[int, ...]
     learning_rate_of: tuple[float, ...]
     purpose: str = "train"
@@ -242,15 +242,10 @@ class View:
     ask: Callable[[Query], Answers] = field(repr=False)
     new_model: Callable[[int], Tensor] = field(repr=False)
 
-    def mechanism(self, client: int, purpose: str = "train") -> Gaussian:
+    def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
         """The client's calibrated mechanism for a purpose of its schedule."""
-        event = self.schedule.gaussian(client, purpose)
-        return Gaussian(
-            clip_norm=self.clip_norm[client],
-            noise_multiplier=self.schedule.clients[client].noise_multiplier(purpose),
-            sample_rate=event.sample_rate,
-            expected_batch_size=event.sample_rate * self.facts.num_records[client],
-        )
+        event = self.schedule.noised(client, purpose)
+        return mechanism_of(event, self.clip_norm[client], self.facts.num_records[client])
 
     def plan(self, purpose: str = "train", clients: Sequence[int] | None = None, job: Job | None = None) -> RoundPlan:
         """The plain plan of a round: `clients` (all), each from its model, paid by `purpose`."""
@@ -260,7 +255,7 @@ class View:
             clients=cohort,
             model_of=tuple(self.state.model_of[i] for i in cohort),
             mechanism_of=tuple(self.mechanism(i, purpose) for i in cohort),
-            steps=tuple(self.schedule.gaussian(i, purpose).steps for i in cohort),
+            steps=tuple(self.schedule.noised(i, purpose).steps for i in cohort),
             learning_rate_of=tuple(self.learning_rate[i] for i in cohort),
             purpose=purpose,
             job=job or LocalTraining(),

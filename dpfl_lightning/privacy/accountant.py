@@ -23,6 +23,9 @@ from dpfl_lightning.privacy.events import Event
 from dpfl_lightning.privacy.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, converted, laplace_rdp, sampled_gaussian_rdp
 
+#: how an epsilon without a delta was found, in words
+PURE = "addition of pure epsilons"
+
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
 #: relation between neighbouring data sets -> in words
@@ -113,7 +116,7 @@ class Rdp:
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
         if pure <= certified:
-            return rounded_up(pure, 6), "addition of pure epsilons"
+            return rounded_up(pure, 6), PURE
         return rounded_up(certified, 6), self.description
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
@@ -296,11 +299,6 @@ def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5])).tolist()
     [4.377179]
     """
-
-    def delta_of(epsilon: np.ndarray) -> np.ndarray:
-        minus = np.exp(epsilon + log_ndtr(-safe / 2 - epsilon / safe))  # this form holds at any epsilon
-        return np.exp(log_ndtr(safe / 2 - epsilon / safe)) - minus
-
     finite = np.isfinite(mu) & (mu > 0)
     safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
     low, high = (
@@ -309,11 +307,41 @@ def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     )  # Phi(-x) <= exp(-x^2 / 2)
     for _ in range(60):
         middle = (low + high) / 2
-        fits = delta_of(middle) <= delta
+        fits = gaussian_delta(middle, safe) <= delta
         low, high = np.where(fits, low, middle), np.where(fits, middle, high)
-    high = np.where(delta_of(np.zeros_like(safe)) <= delta, 0.0, high)
+    high = np.where(gaussian_delta(np.zeros_like(safe), safe) <= delta, 0.0, high)
     value = np.where(finite, high, np.where(mu > 0, np.inf, 0.0))
     return np.array([rounded_up(e, 6) for e in value])
+
+
+def gaussian_delta(epsilon: np.ndarray, mu: np.ndarray) -> np.ndarray:
+    """delta(epsilon; mu) = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), [n]; epsilon >= 0, 0 < mu < inf."""
+    minus = np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))  # this form holds at any epsilon
+    return np.exp(log_ndtr(mu / 2 - epsilon / mu)) - minus
+
+
+def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
+    """Largest mu with delta(epsilon; mu) <= delta, by bisection, never rounded up, [n]: `gaussian_epsilon` inverted.
+
+    Args:
+        epsilon: >= 0, [n]; inf allows any mu.
+        delta: in (0, 1), [n].
+
+    >>> gaussian_mu(np.array([4.377179, 1e4, np.inf]), np.array([1e-5, 1e-5, 1e-5])).round(4).tolist()
+    [1.0, 137.2277, inf]
+    """
+    bounded = np.isfinite(epsilon)
+    epsilon, low = np.where(bounded, epsilon, 1.0), np.full(np.shape(epsilon), 1e-6)
+    high = np.ones_like(low)
+    while (more := gaussian_delta(epsilon, high) <= delta).any():
+        high = np.where(more, 2 * high, high)
+    while (less := gaussian_delta(epsilon, low) > delta).any():
+        low = np.where(less, low / 2, low)
+    for _ in range(100):
+        middle = (low + high) / 2
+        fits = gaussian_delta(epsilon, middle) <= delta
+        low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+    return np.where(bounded, low, np.inf)
 
 
 def _sensitivity(adjacency: str) -> int:

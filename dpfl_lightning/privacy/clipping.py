@@ -26,22 +26,25 @@ DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
 class ClippedSum(Protocol):
     """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, `g_j` the gradient of j's loss.
 
+    The norm |.| is L2, which suits Gaussian noise, or L1, which suits Laplace noise.
+
     Args (of a call):
         params: name -> tensor, the trainable parameters; concatenated in this order: the vector `[P]`.
         x: records `[B, *X]`, B >= 0.
         y: labels `[B, ...]`.
-        clip_norm: L2 bound on one record's gradient, > 0; `math.inf` does not clip.
+        clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
         group: each record's group, `[B]` int64 in [0, num_groups); None puts all records into group 0.
         num_groups: number of rows G, >= 1.
         norms: if given, the norms of the records' gradients before clipping are appended, chunk by chunk `[b]` in
             their order, infinite or NaN where they are not finite.
+        order: of the norm, 2 or 1.
 
     Returns:
         `[G, P]` in the dtype of the parameters; chunks are added in float64 and rounded once. A group without
         records has zeros.
 
     Guarantees:
-        One record changes one row only, by at most `clip_norm` in L2 (up to rounding in the dtype). A record
+        One record changes one row only, by at most `clip_norm` in that norm (up to rounding in the dtype). A record
         whose gradient, or the norm of it, is not finite contributes exactly zero.
 
     Privacy:
@@ -57,6 +60,7 @@ class ClippedSum(Protocol):
         group: Tensor | None = None,
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
+        order: int = 2,
     ) -> Tensor: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
@@ -87,7 +91,7 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """`min(1, clip_norm / norm)`, and 0 for a norm that is not finite.
 
     Args:
-        norms: L2 norms `[B]` or `[S, B]`, >= 0, infinite or NaN.
+        norms: of gradients, `[B]` or `[S, B]`, >= 0, infinite or NaN.
         clip_norm: > 0, may be infinite; one value, or for `[S, B]` one a client, `[S, 1]`.
 
     Returns:
@@ -199,6 +203,7 @@ class VmapClippedSum:
         group: Tensor | None = None,
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
+        order: int = 2,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
@@ -206,7 +211,7 @@ class VmapClippedSum:
         for rows in chunks_of(len(x), self.chunk):
             by_name = self._grads(params, x[rows], y[rows])
             grads = torch.cat([by_name[name].flatten(1) for name in params], dim=1)
-            sizes = torch.linalg.vector_norm(grads, dim=1)
+            sizes = torch.linalg.vector_norm(grads, ord=order, dim=1)
             if norms is not None:
                 norms.append(sizes)
             grads = torch.where(torch.isfinite(sizes)[:, None], grads, 0.0)

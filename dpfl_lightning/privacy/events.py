@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 @dataclass(frozen=True)
@@ -31,11 +32,14 @@ class LaplaceEvent:
     """`steps` adaptive releases of full-batch sums, clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
 
     Args:
-        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 is no privacy.
+        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 is no privacy; None is
+            "to be solved by `calibrate`".
         steps: number of releases, >= 0.
     """
 
-    noise_multiplier: float
+    sample_rate: ClassVar[float] = 1.0
+
+    noise_multiplier: float | None
     steps: int = 1
 
 
@@ -67,6 +71,9 @@ class Unprotected:
     words: str
 
 
+#: sums of clipped gradients with noise: what training releases
+NoisedEvent = GaussianEvent | LaplaceEvent
+
 Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | Unprotected
 
 
@@ -76,7 +83,7 @@ def repeated(event: Event, times: int) -> Event:
     >>> repeated(GaussianEvent(0.1, 1.0, steps=3), 4).steps
     12
     """
-    if isinstance(event, GaussianEvent | LaplaceEvent):
+    if isinstance(event, NoisedEvent):
         return dataclasses.replace(event, steps=event.steps * times)
     if isinstance(event, SelectionEvent):
         return dataclasses.replace(event, count=event.count * times)

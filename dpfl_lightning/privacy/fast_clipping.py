@@ -167,6 +167,7 @@ class FastClippedSum:
         group: Tensor | None = None,
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
+        order: int = 2,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
@@ -177,7 +178,7 @@ class FastClippedSum:
         totals = GroupTotals(params, num_groups)
         for rows in chunks_of(len(x), self.chunk or (CPU_CHUNK if on_cpu else ACCELERATOR_CHUNK)):
             grads = self._gradients(params, x[rows], y[rows])
-            sizes = torch.linalg.vector_norm(torch.stack([g.norms() for g in grads.values()]), dim=0)
+            sizes = torch.linalg.vector_norm(torch.stack([g.norms(order) for g in grads.values()]), ord=order, dim=0)
             if norms is not None:
                 norms.append(sizes)
             finite = torch.isfinite(sizes)
@@ -400,7 +401,8 @@ def _random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) ->
 def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> list[Tensor]:
     """What tells two clipped sums apart: gradients in full, and clipped ones, record by record."""
     each = torch.arange(len(x), device=x.device)
-    return [clipped_sum(params, x, y, clip_norm, each, len(x)) for clip_norm in (math.inf, 1e-2)]
+    clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
+    return [clipped_sum(params, x, y, clip_norm, each, len(x), order=order) for clip_norm, order in clips]
 
 
 def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

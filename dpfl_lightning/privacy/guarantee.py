@@ -10,7 +10,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, finite_or_none, rounded_up
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    SelectionEvent,
+    Unprotected,
+)
 
 #: what no epsilon of this program covers, whatever a run does
 NOT_COVERED = (
@@ -138,7 +146,7 @@ def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ..
     for event, count in itertools.zip_longest(events, releases, fillvalue=1):
         if isinstance(event, SelectionEvent):
             times["selection"] += event.count
-        elif isinstance(event, GaussianEvent | LaplaceEvent):
+        elif isinstance(event, NoisedEvent):
             kind = _kind_of_step(event)
             times[kind] += count
             steps[kind] += event.steps
@@ -149,8 +157,8 @@ def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ..
     )
 
 
-def _kind_of_step(event: GaussianEvent | LaplaceEvent) -> str:
-    if isinstance(event, LaplaceEvent):
+def _kind_of_step(event: NoisedEvent) -> str:
+    if isinstance(event, LaplaceEvent) and event.noise_multiplier:
         return "Laplace-noised full-batch step"
     noised = "noised" if event.noise_multiplier else "un-noised"
     return f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"

@@ -32,8 +32,8 @@ class Unsupported(Exception):
 class Grads(Protocol):
     """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
 
-    def norms(self) -> Tensor:
-        """L2 norms `|g_j|`, `[B]`."""
+    def norms(self, order: int = 2) -> Tensor:
+        """Norms `|g_j|`, `[B]`: L2, or L1 for `order` 1."""
 
     def weighted(self, factors: Tensor) -> Tensor:
         """`sum_j factors[r, j] g_j`: `[R, B] -> [R, n]`."""
@@ -53,8 +53,8 @@ class Dense:
     grads: Tensor
     order: tuple[int, ...] = ()
 
-    def norms(self) -> Tensor:
-        return torch.linalg.vector_norm(self.grads.flatten(1), dim=1)
+    def norms(self, order: int = 2) -> Tensor:
+        return torch.linalg.vector_norm(self.grads.flatten(1), ord=order, dim=1)
 
     def weighted(self, factors: Tensor) -> Tensor:
         total = factors @ self.grads.flatten(1)
@@ -68,7 +68,8 @@ class Dense:
 class Outer:
     """`g_j = sum_t l_jt r_jt^T`, never formed; `left` `[B, T, p]`, `right` `[B, T, d]`.
 
-    `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`.
+    `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
+    has no such form: for T > 1 it takes `g_j` itself.
     `order` permutes a sum viewed as `[R, *shape]`, as in `Dense`.
     """
 
@@ -77,9 +78,11 @@ class Outer:
     shape: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
-    def norms(self) -> Tensor:
+    def norms(self, order: int = 2) -> Tensor:
         if self.left.shape[1] == 1:
-            return Dense(self.left).norms() * Dense(self.right).norms()
+            return Dense(self.left).norms(order) * Dense(self.right).norms(order)
+        if order == 1:
+            return Dense(torch.bmm(self.left.mT, self.right)).norms(1)
         squared = ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum(dim=(1, 2))
         return squared.clamp(min=0).sqrt()  # rounding may leave it below 0; NaN stays NaN
 
@@ -100,8 +103,11 @@ class Lookup:
     dy: Tensor
     rows: int
 
-    def norms(self) -> Tensor:
+    def norms(self, order: int = 2) -> Tensor:
         same = self.ids[:, :, None] == self.ids[:, None, :]
+        if order == 1:  # each row of the table once for every place that reads it
+            rows = same.to(self.dy.dtype) @ self.dy
+            return (rows.abs().sum(dim=2) / same.sum(dim=2)).sum(dim=1)
         return ((self.dy @ self.dy.mT) * same).sum(dim=(1, 2)).clamp(min=0).sqrt()
 
     def weighted(self, factors: Tensor) -> Tensor:

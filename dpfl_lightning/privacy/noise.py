@@ -134,16 +134,27 @@ def standard_normal_like(value: Tensor, generator: RandomGenerator) -> Tensor:
     return noise.to(value.device, value.dtype, non_blocking=True)
 
 
-def standard_normal_rows(value: Tensor, generators: Sequence[RandomGenerator | None]) -> Tensor:
-    """The noise of several clients in one copy: row i is `standard_normal_like(value[i], generators[i])`.
+def standard_laplace_like(value: Tensor, generator: RandomGenerator) -> Tensor:
+    """Laplace noise of scale 1 (variance 2), drawn in float64, with the shape, dtype and device of `value`."""
+    noise = torch.from_numpy(generator.laplace(0.0, 1.0, value.numel())).view(value.shape)
+    return noise.to(value.dtype).to(value.device, non_blocking=True)
+
+
+def noise_rows(
+    value: Tensor,
+    generators: Sequence[RandomGenerator | None],
+    unit_noise: Callable[[Tensor, RandomGenerator], Tensor],
+) -> Tensor:
+    """The noise of several clients in one copy: row i is `unit_noise(value[i], generators[i])`.
 
     Args:
         value: `[S, ...]`, only looked at for shape, dtype (float32 or float64) and device.
         generators: length S; None gives a row of zeros and draws nothing.
+        unit_noise: `standard_normal_like` or `standard_laplace_like`.
     """
     dtype = torch.float64 if value.dtype == torch.float64 else torch.float32
     noise = torch.zeros(value.shape, dtype=dtype, pin_memory=value.is_cuda)  # pinned: the copy does not wait
-    for row, generator in zip(noise.numpy(), generators, strict=True):
+    for row, generator in zip(noise, generators, strict=True):
         if generator is not None:
-            row[...] = generator.standard_normal(row.shape, dtype=row.dtype.type)
+            row.copy_(unit_noise(row, generator))
     return noise.to(value.device, value.dtype, non_blocking=True)

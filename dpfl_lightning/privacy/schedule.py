@@ -16,7 +16,7 @@ from scipy.optimize import elementwise
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accountant import Accountant, rounded_up
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import Event, GaussianEvent, repeated
+from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
 
 _TOLERANCE = 1e-6  # relative, of the solved noise
 _DIGITS = 7  # of the solved noise
@@ -43,11 +43,11 @@ class Planned:
     @property
     def unsolved(self) -> bool:
         """Whether its noise is still to be solved."""
-        return isinstance(self.event, GaussianEvent) and self.event.noise_multiplier is None
+        return isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None
 
     def with_noise(self, noise_multiplier: float) -> Planned:
         """The same with this noise, if its own is still to be solved."""
-        if isinstance(self.event, GaussianEvent) and self.event.noise_multiplier is None:
+        if isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None:
             return replace(self, event=replace(self.event, noise_multiplier=noise_multiplier))
         return self
 
@@ -58,7 +58,7 @@ class ClientSchedule:
 
     Args:
         target_epsilon: > 0; inf is "no budget": nothing is solved for, epsilon is only reported.
-        delta: in (0, 1).
+        delta: in (0, 1); 0 where no release is Gaussian.
         planned: every release of the run.
 
     >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
@@ -80,36 +80,36 @@ class ClientSchedule:
         return tuple(line.count for line in self.planned)
 
     @property
-    def main(self) -> GaussianEvent:
-        """One of the most frequent Gaussian releases: what "the" noise and rate of a client are.
+    def main(self) -> NoisedEvent:
+        """One of the most frequent noised sums: what "the" noise and rate of a client are.
 
         Raises:
-            KeyError: no Gaussian release is planned.
+            KeyError: no noised sum is planned.
         """
         event = self.main_line.event
-        assert isinstance(event, GaussianEvent)  # for mypy
+        assert isinstance(event, NoisedEvent)  # for mypy
         return event
 
     @property
     def main_line(self) -> Planned:
         """The line of `main`."""
-        gaussian = [line for line in self.planned if isinstance(line.event, GaussianEvent)]
-        if not gaussian:
-            raise KeyError("no Gaussian release is planned")
-        return max(gaussian, key=lambda line: line.count)
+        noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
+        if not noised:
+            raise KeyError("no noised sum is planned")
+        return max(noised, key=lambda line: line.count)
 
     def count_of(self, purpose: str) -> int:
         """Planned releases of that purpose; 0 for one that is not planned."""
         return sum(line.count for line in self.planned if line.purpose == purpose)
 
     def noise_multiplier(self, purpose: str) -> float:
-        """Noise std / clip norm of that purpose's releases.
+        """Noise std (of Laplace noise: scale) / clip norm of that purpose's releases.
 
         Raises:
-            KeyError: no Gaussian release of that purpose is planned, or its noise is not solved yet.
+            KeyError: no noised sum of that purpose is planned, or its noise is not solved yet.
         """
         events = [line.event for line in self.planned if line.purpose == purpose]
-        noises = [event.noise_multiplier for event in events if isinstance(event, GaussianEvent)]
+        noises = [event.noise_multiplier for event in events if isinstance(event, NoisedEvent)]
         if not noises or noises[0] is None:
             raise KeyError(purpose)
         return noises[0]
@@ -183,7 +183,7 @@ def cut_to_budgets(
     accountant: Accountant,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[ClientSchedule]:
-    """The schedules with no more of the most frequent Gaussian release than the budget pays beside all others.
+    """The schedules with no more of the most frequent noised sum than the budget pays beside all others.
 
     For noises that are given; where one is free, `calibrate` makes the whole schedule fit.
 
@@ -303,7 +303,8 @@ def _check(schedule: ClientSchedule) -> None:
             schedule.target_epsilon,
             "null is no budget.",
         )
-        if math.isfinite(schedule.target_epsilon):
+        pure = schedule.delta == 0 and not any(isinstance(line.event, GaussianEvent) for line in schedule.planned)
+        if math.isfinite(schedule.target_epsilon) and not pure:
             require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records.")
     for line in schedule.planned:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
@@ -370,12 +371,15 @@ def _smallest_noise(
 def _unsolved_steps(schedule: ClientSchedule) -> int:
     """Noised steps whose noise is to be solved."""
     lines = [line for line in schedule.planned if line.unsolved]
-    return sum(line.count * line.event.steps for line in lines if isinstance(line.event, GaussianEvent))
+    return sum(line.count * line.event.steps for line in lines if isinstance(line.event, NoisedEvent))
 
 
 def _guess(schedule: ClientSchedule) -> float:
     """Log of the noise that the central limit asks for: good to a third where it matters."""
     events = [event for event in schedule.events() if isinstance(event, GaussianEvent)]
+    if not events:  # pure epsilons add up
+        steps = sum(event.steps for event in schedule.events() if isinstance(event, LaplaceEvent))
+        return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
     square = sum(event.steps * event.sample_rate**2 for event in events if event.noise_multiplier is None)
     noise = math.sqrt(square * -2 * math.log(schedule.delta)) / schedule.target_epsilon
     return math.log(min(max(noise, 0.4), 1e6))

@@ -22,13 +22,14 @@ class StackedSums(Protocol):
         clip_norm: `[S]` in the dtype of the parameters, > 0, may be infinite.
         group: each record's group `[S, B]` int64 in [0, num_groups); None puts all records into group 0.
         num_groups: number of rows G a client, >= 1.
+        order: of the norm, 2 or 1.
 
     Returns:
         `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
         before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
-        One record changes one row of its own client only, by at most the client's clip norm in L2 (up to rounding).
+        One record changes one row of its own client only, by at most the client's clip norm (up to rounding).
         Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
 
     Privacy:
@@ -44,6 +45,7 @@ class StackedSums(Protocol):
         clip_norm: Tensor,
         group: Tensor | None = None,
         num_groups: int = 1,
+        order: int = 2,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,10 +73,12 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         clip_norm: Tensor,
         group: Tensor | None = None,
         num_groups: int = 1,
+        order: int = 2,
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
-        norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=2) for g in grads]), dim=0)
+        parts = torch.stack([torch.linalg.vector_norm(g, ord=order, dim=2) for g in grads])
+        norms = torch.linalg.vector_norm(parts, ord=order, dim=0)
         counts = (mask & torch.isfinite(norms))[..., None]
         factors = clip_factors(norms, clip_norm[:, None])[:, None]  # [S, 1, B]
         if group is not None:

@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import shown_epsilon
 from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.tables import duration
@@ -244,11 +244,11 @@ def _frame(view: View) -> str:
     return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.unprotected, *one.caveats])
 
 
-def _training(schedule: ClientSchedule) -> GaussianEvent:
+def _training(schedule: ClientSchedule) -> NoisedEvent:
     """The round a client repeats most: what the table of clients tells."""
-    gaussian = [line for line in schedule.planned if isinstance(line.event, GaussianEvent)]
-    event = max(gaussian, key=lambda line: line.count).event
-    assert isinstance(event, GaussianEvent)  # for mypy
+    noised = [line for line in schedule.planned if isinstance(line.event, NoisedEvent)]
+    event = max(noised, key=lambda line: line.count).event
+    assert isinstance(event, NoisedEvent)  # for mypy
     return event
 
 

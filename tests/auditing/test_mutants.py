@@ -32,13 +32,13 @@ def few(monkeypatch):
     monkeypatch.setattr(noisy, "STEPS", 300)
 
 
-def loop_of(engine: str, **privacy) -> FederatedLoop:
+def loop_of(engine: str, batch_size: int | None = 20, **privacy) -> FederatedLoop:
     options = {"epsilon": [2.0, 8.0], "delta": 1e-3, **privacy}
     return FederatedLoop(
         blobs(num_clients=2, records=100),
         ClientModule(small_net()),
         rounds=2,
-        clients=ClientOptions(count=2, batch_size=20, learning_rate=0.3),
+        clients=ClientOptions(count=2, batch_size=batch_size, learning_rate=0.3),
         privacy=PrivacyOptions(**options),
         engine=build_engine(engine),
         device="cpu",
@@ -75,6 +75,48 @@ def test_a_sound_build_is_not_refuted(engine, privacy, monkeypatch):
     by_check = {finding["check"]: finding["figures"] for finding in found["clients"][0]["findings"]}
     assert 0.99 < by_check["sensitivity"]["most_without_noise"] <= 1 + exact.TOLERANCE, "nothing was clipped"
     assert by_check["canary"]["canary_over_clip"] == pytest.approx(1, abs=1e-3)
+
+
+LAPLACE = {"mechanism": "laplace", "delta": 0.0, "batch_size": None}
+QUICK = sorted(set(ENGINES) - {"trainer"})
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("engine", QUICK)
+def test_a_sound_build_with_laplace_noise_is_not_refuted(engine, adjacency, monkeypatch):
+    found = audited(engine, monkeypatch, adjacency=adjacency, **LAPLACE)
+    assert found["refuted"] == [] and not found["not_audited"]
+    assert found["clients"][0]["claim"]["mechanism"] == "laplace"
+    figures = {one["check"]: one["figures"] for one in found["clients"][0]["findings"]}
+    assert 0.99 < figures["sensitivity"]["most_without_noise"] <= 1 + exact.TOLERANCE, "nothing was clipped"
+    assert figures["canary"]["epsilon_claimed"] == pytest.approx(1.0, rel=1e-4), "two releases share a budget of 2"
+
+
+@pytest.mark.parametrize(
+    "mutate, expected",
+    [
+        (mutants.half_the_noise, {"noise"}),
+        (mutants.no_clipping, {"sensitivity"}),
+        (mutants.clipped_in_l2, {"sensitivity"}),
+        (mutants.gaussian_in_place_of_laplace, {"noise"}),
+        (mutants.counted_twice, {"sensitivity", "sampling"}),
+    ],
+)
+@pytest.mark.parametrize("engine", QUICK)
+def test_a_broken_build_with_laplace_noise_is_refuted(engine, mutate, expected, monkeypatch):
+    mutate(monkeypatch)
+    found = audited(engine, monkeypatch, **LAPLACE)
+    assert expected <= {one["check"] for one in found["clients"][0]["findings"] if one["refuted"]}
+
+
+def test_hardly_any_laplace_noise_shows_to_the_canary(monkeypatch):
+    """A 128th of the planned noise: the likelihood ratio says so, by 300 releases of each kind."""
+    monkeypatch.setattr(exact, "engines", lambda: [])
+    for _ in range(7):
+        mutants.half_the_noise(monkeypatch)
+    found = audit(loop_of("fast", **LAPLACE), [0], CONFIDENCE)
+    (figures,) = [one["figures"] for one in found["clients"][0]["findings"] if one["check"] == "canary"]
+    assert figures["epsilon_low"] > figures["epsilon_claimed"]
 
 
 def test_half_the_noise_shows_to_the_canary_as_well(monkeypatch):

@@ -78,6 +78,38 @@ def test_engine_equals_the_reference_on_a_convolutional_net(engine, make_loop):
     torch.testing.assert_close(ours, released("serial", make_loop, module=module(), **options), rtol=1e-5, atol=1e-5)
 
 
+LAPLACE = {
+    "privacy": PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=0.0, mechanism="laplace", clip_norm=2.0),
+    "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3, local_epochs=2),
+}
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+@pytest.mark.parametrize("local_epochs", [1, 2])
+@pytest.mark.parametrize("job", [None, ClassGradients(3)], ids=["training", "class gradients"])
+def test_engine_adds_laplace_noise_to_sums_clipped_in_l1_as_the_reference(engine, local_epochs, job, make_loop):
+    clients = dataclasses.replace(LAPLACE["clients"], local_epochs=local_epochs)
+    options = {**LAPLACE, "clients": clients, "job": job}
+    torch.testing.assert_close(
+        released(engine, make_loop, **options), released("serial", make_loop, **options), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
+    """One full batch a client: what the slow form gives, with the same table of noise."""
+    options = {**LAPLACE, "clients": dataclasses.replace(LAPLACE["clients"], local_epochs=1)}
+    ours, loop = released("serial", make_loop, **options), make_loop(**options)
+    loop.plan_schedule()
+    net, count = small_net(), loop.module.num_params
+    for client, own in enumerate(loop.settings):
+        scale = 2.0 * loop.schedule.clients[client].noise_multiplier("train")
+        x, y = loop.population.records(client, torch.arange(own.num_records))
+        clipped = reference.clipped_sum(net, dict(net.named_parameters()), x, y, 2.0, order=1)
+        noise = torch.from_numpy(reference.TableNoise(seed=1000 + client).laplace(0.0, scale, count)).float()
+        expected = -0.3 * (clipped + noise) / own.num_records
+        torch.testing.assert_close(ours[client], expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
 def test_engine_pulls_to_anchors_as_the_reference(engine, make_loop):
     pulled, plain = (released(engine, make_loop, callbacks=[FedProx(pull)]) for pull in (2.0, 0.0))

@@ -18,7 +18,7 @@ from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+from dpfl_lightning.privacy.mechanism import Gaussian, MechanismRows
 
 
 class Witness:
@@ -27,7 +27,7 @@ class Witness:
     def __init__(self, monkeypatch):
         self.drawn, self.noised = Counter(), Counter()
         draw, alone = sampling.poisson_rows, Gaussian.privatise
-        begin, together = GaussianRows.__init__, GaussianRows.privatise
+        begin, together = MechanismRows.__init__, MechanismRows.privatise
 
         def poisson_rows(num_records, sample_rate, generator):
             self.drawn[num_records, sample_rate] += 1
@@ -47,8 +47,8 @@ class Witness:
 
         monkeypatch.setattr(sampling, "poisson_rows", poisson_rows)
         monkeypatch.setattr(Gaussian, "privatise", privatise)
-        monkeypatch.setattr(GaussianRows, "__init__", remember)
-        monkeypatch.setattr(GaussianRows, "privatise", privatise_rows)
+        monkeypatch.setattr(MechanismRows, "__init__", remember)
+        monkeypatch.setattr(MechanismRows, "privatise", privatise_rows)
 
     def forget(self):
         self.drawn.clear()

@@ -24,7 +24,7 @@ from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.stacked import SIZES, StackedEngine, captured, padded_width
 from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, ServerState
 from dpfl_lightning.privacy.clipping import VmapClippedSum
-from dpfl_lightning.privacy.mechanism import Gaussian, GaussianRows
+from dpfl_lightning.privacy.mechanism import Gaussian, MechanismRows
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
 
@@ -298,7 +298,7 @@ def test_rows_are_the_clipped_sums_of_the_reference():
 def test_noised_rows_are_those_of_each_client_alone():
     mechanisms = [one.mechanism for one in RAGGED]
     sums = torch.randn(5, 3, 83)
-    rows = GaussianRows(mechanisms, [np.random.default_rng(i) for i in range(5)], sums)
+    rows = MechanismRows(mechanisms, [np.random.default_rng(i) for i in range(5)], sums)
     generators = [np.random.default_rng(i) for i in range(5)]
     for active in (5, 2):
         alone = [m.privatise(one, g) for m, one, g in zip(mechanisms, sums[:active], generators, strict=False)]

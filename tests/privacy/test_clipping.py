@@ -5,6 +5,7 @@ import gc
 import math
 
 import pytest
+import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -59,9 +60,10 @@ def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True):
     wide = {name: p.double() for name, p in params.items()}
     x, wide_x = (x.to(dtype), x.to(dtype).double()) if x.is_floating_point() else (x, x)
     each, pairs, count = torch.arange(len(x)), torch.arange(len(x)) % 2, max(len(x), 1)
-    for clip_norm, group, num_groups in [(math.inf, each, count), (0.1, each, count), (1.0, pairs, 2)]:
-        ours = fast(params, x, y, clip_norm, group, num_groups).double()
-        expected = reference(wide, wide_x, y, clip_norm, group, num_groups)
+    cases = [(math.inf, 2, each, count), (0.1, 2, each, count), (0.1, 1, each, count), (1.0, 2, pairs, 2)]
+    for clip_norm, order, group, num_groups in cases:
+        ours = fast(params, x, y, clip_norm, group, num_groups, order=order).double()
+        expected = reference(wide, wide_x, y, clip_norm, group, num_groups, order=order)
         scale = expected.norm(dim=1) if group is each else torch.tensor(float(count))
         # A gradient of one number can cancel to nothing: 0.1 is small beside the terms of its sum.
         assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale.clamp(min=0.1)).all()
@@ -453,11 +455,41 @@ def test_one_record_moves_one_row_by_at_most_the_clip_norm(clip_norm, scale):
     params, x = params_of(net), IMAGES.double().clone()
     x[-1] *= scale
     for clipped_sum in (FastClippedSum(net, chunk=3), VmapClippedSum(cross_entropy_of(net), 3)):
-        with_it = clipped_sum(params, x, LABELS, clip_norm, LABELS, 3)
-        without = clipped_sum(params, x[:-1], LABELS[:-1], clip_norm, LABELS[:-1], 3)
-        moved = (with_it - without).norm(dim=1)
-        assert moved[LABELS[-1]] <= clip_norm * (1 + 1e-9)
-        assert moved.sum() - moved[LABELS[-1]] <= 1e-9 * clip_norm
+        for order in (1, 2):
+            with_it = clipped_sum(params, x, LABELS, clip_norm, LABELS, 3, order=order)
+            without = clipped_sum(params, x[:-1], LABELS[:-1], clip_norm, LABELS[:-1], 3, order=order)
+            moved = (with_it - without).norm(p=order, dim=1)
+            assert moved[LABELS[-1]] <= clip_norm * (1 + 1e-9)
+            assert moved.sum() - moved[LABELS[-1]] <= 1e-9 * clip_norm
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_replacing_a_record_by_its_opposite_moves_the_sum_by_twice_the_clip_norm(engine, order):
+    """Softmax of two classes at zero parameters: gradients of the two labels are opposite."""
+    net = nn.Linear(3, 2)
+    params = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in net.named_parameters()}
+    x = torch.tensor([[3.0, -5.0, 1.0]], dtype=torch.float64)
+    one, other = (engine(net)(params, x, torch.tensor([label]), 0.25, order=order) for label in (0, 1))
+    assert float((one - other).norm(p=order)) == pytest.approx(2 * 0.25, rel=1e-6)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_sums_are_those_of_plain_autograd(engine, net, order):
+    params = params_of(net)
+    for clip_norm in (0.05, 1.0):
+        ours = engine(net)(params, IMAGES.double(), LABELS, clip_norm, order=order)[0]
+        expected = reference.clipped_sum(net, params, IMAGES.double(), LABELS, clip_norm, order)
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
+
+
+def test_an_l1_norm_needs_every_number_and_rules_know_it(engine, net):
+    """Clipped in L1 each record has the L1 norm that it had, or the bound; noted norms are L1 as well."""
+    params, each, norms = params_of(net), torch.arange(7), []
+    free = engine(net)(params, IMAGES.double(), LABELS, math.inf, each, 7)
+    clipped = engine(net)(params, IMAGES.double(), LABELS, 2.0, each, 7, norms, order=1)
+    sizes = free.norm(p=1, dim=1)
+    torch.testing.assert_close(torch.cat(norms), sizes, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(clipped, free * (2.0 / sizes).clamp_max(1)[:, None], rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0])

@@ -1,0 +1,95 @@
+"""Runs with Laplace noise: pure budgets, spent to the last, keyed and secure, and what cannot go together."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from conftest import FIXED_KEY
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.plan import main as plan
+from dpfl_lightning.privacy.events import LaplaceEvent
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Laplace
+
+FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.3)
+
+
+def laplace(**more) -> PrivacyOptions:
+    return PrivacyOptions(**{"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 0.0, "mechanism": "laplace", **more})
+
+
+@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
+@pytest.mark.parametrize("secure", [False, True], ids=["keyed", "secure"])
+def test_a_run_spends_pure_budgets(secure, adjacency, make_loop, capsys):
+    privacy = laplace(secure=secure, adjacency=adjacency, noise_key=None if secure else FIXED_KEY)
+    loop = make_loop(privacy=privacy, clients=FULL)
+    result = loop.run()
+    for client, (row, promise) in enumerate(zip(result.clients, loop.budgets.guarantees(), strict=True)):
+        budget = [4.0, 6.0, 8.0, 10.0][client]
+        assert budget * (1 - 1e-5) <= row["epsilon_spent"] <= budget and row["delta"] == 0
+        assert promise.accountant == "addition of pure epsilons" and f"({budget:g}, 0)-diff" in promise.words()
+        sensitivity = 2 if adjacency == "replace_one" else 1
+        assert row["noise_multiplier"] == pytest.approx(3 * sensitivity / budget, rel=1e-5)
+        own = Laplace(1.0, row["noise_multiplier"], 1.0, float(row["num_records"]))
+        assert row["noise_std"] == pytest.approx(own.noise_std(1, 0.3)), "the divisor is the number of records"
+    assert {charge.event for charge in read_ledger(loop.folder.ledger_file) if charge.client == 0} == {
+        LaplaceEvent(result.clients[0]["noise_multiplier"], 1)
+    }
+    assert plan(["--ledger", str(loop.output_dir), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [c["epsilon"] for c in again["clients"]] == [c["epsilon_spent"] for c in result.clients]
+    assert again["guarantee"]["accountant"] == "addition of pure epsilons"
+
+
+def test_keyed_noise_repeats_and_secure_noise_does_not(make_loop):
+    def models(**more):
+        loop = make_loop(privacy=laplace(**more), clients=FULL, rounds=1)
+        loop.run()
+        return loop.state.models
+
+    assert torch.equal(models(noise_key=FIXED_KEY), models(noise_key=FIXED_KEY))
+    assert not torch.equal(models(secure=True), models(secure=True))
+
+
+def test_huge_noise_ruins_accuracy_and_little_does_not(make_loop):
+    quiet, loud = (
+        make_loop(
+            privacy=laplace(epsilon=None, noise_multiplier=z, clip_norm=5.0, noise_key=FIXED_KEY),
+            clients=FULL,
+            rounds=20,
+        )
+        .run()
+        .test_accuracy
+        for z in (0.05, 1000.0)
+    )
+    assert quiet > 0.9 and loud < 0.6
+
+
+@pytest.mark.parametrize(
+    ("clients", "privacy", "words"),
+    [
+        (
+            ClientOptions(count=4, batch_size=16),
+            laplace(),
+            r"`clients\.batch_size` must be null \(all 48 of client 0's records\) with Laplace noise, got 16",
+        ),
+        (FULL, PrivacyOptions(epsilon=1.0, delta=0.0), r"`privacy\.delta` must be in \(0, 1\) with Gaussian noise"),
+        (FULL, laplace(accountant="gdp"), "`accountant` must be rdp or prv for selections and Laplace noise"),
+    ],
+)
+def test_what_does_not_go_together_is_one_sentence(clients, privacy, words, make_loop):
+    with pytest.raises(UserError, match=words):
+        make_loop(privacy=privacy, clients=clients).run()
+
+
+def test_null_batches_are_full_batches_with_gaussian_noise_as_well(make_loop):
+    privacy = PrivacyOptions(epsilon=4.0, delta=1e-3, accountant="gdp", noise_key=FIXED_KEY)
+    loop = make_loop(privacy=privacy, clients=FULL)
+    result = loop.run()
+    assert [c["batch_size"] for c in result.clients] == [c["num_records"] for c in result.clients]
+    assert all(line.event.sample_rate == 1 for own in loop.schedule.clients for line in own.planned)
+    assert all(3.9999 < c["epsilon_spent"] <= 4.0 for c in result.clients)
