@@ -98,3 +98,20 @@ class TableNoise:
         rows = (self.position + np.arange(count)) % len(self.table)
         self.position += count
         return self.table[rows].reshape(shape).astype(dtype)
+
+
+def layerwise_cosine(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+    """The condensation paper's distance of two gradients, parameter by parameter and output node by output node."""
+    total = torch.zeros((), dtype=ours[0].dtype)
+    for a, b in zip(ours, theirs, strict=True):
+        if a.dim() >= 2:
+            for one, other in zip(a.reshape(len(a), -1), b.reshape(len(b), -1), strict=True):
+                total = total + 1 - (one @ other) / (one.norm() * other.norm() + 1e-6)
+    return total
+
+
+def class_gradient(net, params: dict[str, Tensor], x: Tensor, label: int, create_graph: bool = False) -> list[Tensor]:
+    """The gradient of the mean cross entropy of records of one class, a tensor a parameter."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    loss = F.cross_entropy(functional_call(net, leaves, (x,)), torch.full((len(x),), label))
+    return list(torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph))

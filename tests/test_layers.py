@@ -41,7 +41,7 @@ ALLOWED = {
         "client",
         "strategies",
     },
-    "strategies": {"errors", "registry", "privacy", "data", "federated"},
+    "strategies": {"errors", "registry", "privacy", "data", "client", "federated"},
     "watchers": {"errors", "privacy", "federated", "tables"},
     "figures": {"federated"},
     "tables": {"privacy"},
