@@ -241,7 +241,7 @@ class FederatedLoop:
     def plan_schedule(self) -> RunSchedule:
         """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
         self.info = self._info(first_round=1)
-        self.schedule = default_schedule(self.settings, self.privacy, self.rounds, self.accountant)
+        self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
         state = ServerState(self.module.flat[None], (0,) * self.population.num_clients)
         self.schedule = fold(self.callbacks, "plan_run", self.schedule, self.view(state))
         self.schedule = solved(self.schedule, self.accountant)

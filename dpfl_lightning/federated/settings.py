@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.per_client import resolve
 from dpfl_lightning.privacy.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import GaussianEvent, repeated
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, affordable_counts, calibrate
 
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
@@ -108,32 +109,57 @@ def _check(settings: Sequence[ClientSettings], private: bool) -> None:
         )
 
 
-def default_schedule(
-    settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int, accountant: Accountant
-) -> RunSchedule:
-    """Every client trains in every round; given noise is fixed, and then the budget decides how many rounds it pays."""
+def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
+    """Every client trains in every round, and in those that are set aside."""
     count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
     events = [GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps) for own in settings]
-    counts = [count] * len(settings)
-    bounded = [i for i, own in enumerate(settings) if own.noise_multiplier is not None and own.epsilon < math.inf]
-    offers = [(events[i], settings[i].epsilon, settings[i].delta) for i in bounded]
-    paid = affordable_counts(offers, accountant, count, slow_notice("counting the rounds that budgets pay"))
-    for i, number in zip(bounded, paid, strict=True):
-        counts[i] = number
-    rows = zip(settings, events, counts, strict=True)
-    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, n),)) for own, event, n in rows]
+    clients = [
+        ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),))
+        for own, event in zip(settings, events, strict=True)
+    ]
     return RunSchedule(tuple(clients), rounds)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
     """The schedule with every client's free noise solved, or remembered from an earlier command.
 
+    Where all noise is given, the budget decides how many of the client's most frequent releases it pays.
+
     Raises:
         UserError: a budget that no noise fits.
     """
     cache = CalibrationCache(cache_folder("calibration"))
-    clients = calibrate(schedule.clients, accountant, slow_notice("solving noise multipliers"), cache)
+    clients = _paid(schedule.clients, accountant)
+    clients = calibrate(clients, accountant, slow_notice("solving noise multipliers"), cache)
     return dataclasses.replace(schedule, clients=tuple(clients))
+
+
+def _paid(clients: Sequence[ClientSchedule], accountant: Accountant) -> list[ClientSchedule]:
+    """The schedules with no more releases than budgets pay, where noise is given beside a budget."""
+    paid, alike = list(clients), defaultdict(list)
+    for client, own in enumerate(clients):
+        if own.target_epsilon < math.inf and own.planned and not any(line.unsolved for line in own.planned):
+            main = max(range(len(own.planned)), key=lambda line, own=own: own.planned[line].count)  # type: ignore[misc]
+            others = tuple(repeated(line.event, line.count) for i, line in enumerate(own.planned) if i != main)
+            alike[others].append((client, main))
+    for others, group in alike.items():
+        lines = [clients[client].planned[main] for client, main in group]
+        offers = [
+            (line.event, clients[client].target_epsilon, clients[client].delta)
+            for line, (client, _) in zip(lines, group, strict=True)
+        ]
+        most = max(line.count for line in lines)
+        counts = affordable_counts(offers, accountant, most, slow_notice("counting what budgets pay"), others)
+        for (client, main), line, count in zip(group, lines, counts, strict=True):
+            own = clients[client]
+            if count == 0 and others:
+                least = accountant.epsilon(others, own.delta)
+                must = f"be at least {least:g}, what client {client} releases beside {line.purpose} costs"
+                require(least <= own.target_epsilon, "privacy.epsilon", must, own.target_epsilon)
+            planned = list(clients[client].planned)
+            planned[main] = dataclasses.replace(line, count=min(count, line.count))
+            paid[client] = dataclasses.replace(clients[client], planned=tuple(planned))
+    return paid
 
 
 def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
