@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -112,6 +113,7 @@ class FederatedLoop:
         self.device = self.ranks.fabric.device
         self.population = population.to(self.device)
         self.module = module.to(self.device)
+        self._servers_module = copy.deepcopy(self.module)
         check_fits(self.module, self.population)
         own = FastEngine() if engine is None else engine
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
@@ -229,6 +231,7 @@ class FederatedLoop:
             round=state.round + 1,
             state=state,
             facts=self.facts,
+            module=self._servers_module,
             schedule=self.schedule,
             run=self.info,
             clip_norm=tuple(own.clip_norm for own in self.settings),

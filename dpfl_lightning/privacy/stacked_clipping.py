@@ -20,15 +20,13 @@ class StackedSums(Protocol):
         y: labels `[S, B]`.
         mask: `[S, B]` bool, False for padding.
         clip_norm: `[S]` in the dtype of the parameters, > 0, may be infinite.
-        group: each record's group `[S, B]` int64 in [0, num_groups); None puts all records into group 0.
-        num_groups: number of rows G a client, >= 1.
 
     Returns:
-        `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
+        `[S, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
         before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
-        One record changes one row of its own client only, by at most the client's clip norm in L2 (up to rounding).
+        One record changes its own client's row only, by at most the client's clip norm in L2 (up to rounding).
         Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
 
     Privacy:
@@ -42,8 +40,6 @@ class StackedSums(Protocol):
         y: Tensor,
         mask: Tensor,
         clip_norm: Tensor,
-        group: Tensor | None = None,
-        num_groups: int = 1,
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -57,7 +53,7 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
-    >>> clipped[:, 0, 0], norms
+    >>> clipped[:, 0], norms
     (tensor([3.4641, 6.0000]), tensor([[10.3923, 10.3923],
             [10.3923, -1.0000]]))
     """
@@ -69,18 +65,14 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         y: Tensor,
         mask: Tensor,
         clip_norm: Tensor,
-        group: Tensor | None = None,
-        num_groups: int = 1,
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
         norms = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g, dim=2) for g in grads]), dim=0)
         counts = (mask & torch.isfinite(norms))[..., None]
         factors = clip_factors(norms, clip_norm[:, None])[:, None]  # [S, 1, B]
-        if group is not None:
-            factors = factors * (group[:, None] == torch.arange(num_groups, device=group.device)[:, None])
         # 0 x NaN is NaN: what does not count is replaced, not multiplied away
-        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)
+        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)[:, 0]
         return clipped, torch.where(mask, norms, -1.0)
 
     return sums
