@@ -33,10 +33,15 @@ class DataOptions:
         records_per_client: training records of each client, >= 1; null deals out all records.
         held_out_per_client: records that each client holds out beside them to be evaluated on: a fraction
             below 1 or a number of records; 0 gives it a share of the test set instead.
+        test_per_client: test records that each client draws in place of such a share, >= 1, whatever the others draw;
+            null deals out disjoint shares.
         public_records: the last so many training records belong to no client and are public, >= 0.
         use_public: deal out the public records instead, to choose settings without a look at private ones.
         partition: who gets which records: {name, options}; iid, stratified, dirichlet (alpha), shards
             (max_classes), sizes (sizes), overlapping.
+        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; rotation
+            (images of group k turned by 90 k degrees) or label_shift (label y + k); null is none. Test accuracy is then
+            the clients' mean on their own held-out or test records, which are shifted like those they train on.
     """
 
     name: str = "fashion_mnist"
@@ -44,9 +49,11 @@ class DataOptions:
     download: bool = True
     records_per_client: int | None = None
     held_out_per_client: float = 0.0
+    test_per_client: int | None = None
     public_records: int = 0
     use_public: bool = False
     partition: dict = field(default_factory=lambda: {"name": "iid"})
+    groups: dict | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +250,7 @@ _SCALARS = {
     "seed": _AT_LEAST_ZERO,
     "data.records_per_client": _AT_LEAST_ONE,
     "data.held_out_per_client": _FRACTION_OR_COUNT,
+    "data.test_per_client": _AT_LEAST_ONE,
     "data.public_records": _AT_LEAST_ZERO,
     "clients.count": _AT_LEAST_ONE,
     "privacy.reserve_rounds": _AT_LEAST_ZERO,
@@ -276,8 +284,9 @@ def check(options: Options) -> None:
         value = _at(options, key)
         if value is not None:
             resolve(key, value, options.clients.count, options.seed, kind)
-    partition, model = options.data.partition, options.model
+    partition, groups, model = options.data.partition, options.data.groups, options.model
     require("name" in partition, "data.partition", "have a `name`", partition)
+    require(groups is None or "name" in groups, "data.groups", "have a `name` or be null", groups)
     require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
     require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
@@ -335,7 +344,7 @@ def all_keys() -> dict[str, Key]:
 
 def nearest_key(key: str, flags: Iterable[str] = ()) -> str:
     """The hint for an unknown key: the same last part in another section, else the most alike."""
-    everything = [*all_keys(), *SECTIONS, "model.name", "data.partition.name", *flags]
+    everything = [*all_keys(), *SECTIONS, "model.name", "data.partition.name", "data.groups.name", *flags]
     same_end = [one for one in everything if one.rpartition(".")[2] == key.rpartition(".")[2]]
     return nearest(key, same_end) or nearest(key, everything)
 

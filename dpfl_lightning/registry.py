@@ -21,6 +21,10 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         "a list of whole numbers",
         lambda value: isinstance(value, Sequence) and all(map(_KINDS[int][1], value)),
     ),
+    Sequence[int] | None: (
+        "a list of whole numbers or null",
+        lambda value: value is None or _KINDS[Sequence[int]][1](value),
+    ),
 }
 
 

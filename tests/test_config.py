@@ -122,6 +122,15 @@ def test_a_mapping_can_be_given_whole() -> None:
         options_of("--strategies", "pfa")
 
 
+def test_groups_may_be_given_whole_or_by_option_and_taken_away(tmp_path: Path) -> None:
+    assert options_of("--data.groups", "{name: rotation, count: 2}").data.groups == {"name": "rotation", "count": 2}
+    by_option = options_of("--data.groups.name", "label_shift", "--data.groups.sizes", "[3, 6]")
+    assert by_option.data.groups == {"name": "label_shift", "sizes": [3, 6]}
+    path = written(tmp_path, "data: {groups: {name: rotation, sizes: [10, 10]}}\n")
+    assert options_of("--config", path, "--data.groups", "null").data.groups is None
+    assert options_of("--config", path, "--data.groups.sizes", "[5, 15]").data.groups["sizes"] == [5, 15]
+
+
 def test_strategies_of_a_file_replace_the_default(tmp_path: Path) -> None:
     path = written(tmp_path, "strategies:\n  uniform:\n  fedprox: {pull: 1}\n")
     options = options_of("--config", path, "--strategies.uniform.x", "y")
@@ -269,6 +278,7 @@ except SystemExit as end:
 def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
     from dpfl_lightning.data.datasets import names as dataset_names
+    from dpfl_lightning.data.groups import names as group_names
     from dpfl_lightning.data.partition import names as partition_names
     from dpfl_lightning.privacy.accountant import get_accountant
 
@@ -276,6 +286,7 @@ def test_help_lists_the_names_there_are() -> None:
     for key, names in {
         "data.name": dataset_names(),
         "data.partition": partition_names(),
+        "data.groups": group_names(),
         "model": models.names(),
         "strategies": list(strategies.STRATEGIES),
     }.items():
@@ -314,6 +325,12 @@ def test_help_lists_the_names_there_are() -> None:
         ("data: {held_out_per_client: 1.5}", ["a fraction below 1 or a whole number, got 1.5"]),
         ("data: {partition: iid}", ["`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."]),
         ("data: {partition: {alpha: 1}}", ["`data.partition` must have a `name`"]),
+        ("data: {test_per_client: 0}", ["`data.test_per_client` must be >= 1, got 0"]),
+        ("data: {test_per_clients: 9}", ["Did you mean `data.test_per_client`?"]),
+        ("data: {groups: rotation}", ["`data.groups` must be a mapping or null", "Write {name: rotation}."]),
+        ("data: {groups: {count: 2}}", ["`data.groups` must have a `name` or be null, got {'count': 2}"]),
+        ("data: {group: {count: 2}}", ["`data.group` must be a known key", "Did you mean `data.groups`?"]),
+        ("groups: {name: rotation}", ["Did you mean `data.groups`?"]),
         ("model: {name: x, class_path: y.Z}", ["`model` must have a `name` or a `class_path`"]),
         ("strategies: uniform", ["`strategies` must be a mapping", "Write {uniform: {}}."]),
         ("strategies: {uniform: 3}", ["`strategies` must be a mapping"]),

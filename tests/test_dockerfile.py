@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from dpfl_lightning.config import load
-from dpfl_lightning.data.datasets import SOURCES
+from dpfl_lightning.data.sources import SOURCES
 
 ROOT = Path(__file__).parents[1]
 

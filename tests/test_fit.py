@@ -29,6 +29,10 @@ def in_the_repository(monkeypatch, request):
         ([*DIGITS, "--clients.count", "5000"], ["5000"]),
         ([*DIGITS, "--clients.batch_size", "1000"], ["clients.batch_size", "1000"]),
         ([*DIGITS, "--data.name", "digit"], ["digit", "Did you mean `digits`"]),
+        ([*DIGITS, "--data.groups.name", "rotate"], ["data.groups.name", "rotate", "Did you mean `rotation`"]),
+        ([*DIGITS, "--data.groups", "{name: rotation, sizes: [2, 2]}"], ["data.groups.sizes", "5, clients.count"]),
+        ([*DIGITS, "--data.groups", "{name: rotation, size: [2, 3]}"], ["data.groups.size", "Did you mean `sizes`"]),
+        ([*DIGITS, "--data.test_per_client", "360"], ["data.test_per_client", "at most 359", "360"]),
         ([*DIGITS, "--model.name", "logistik"], ["logistik", "Did you mean `logistic`"]),
         ([*DIGITS, "--strategies.size_weighted.x", "1"], ["strategies.size_weighted.x", "it has none"]),
         ([*DIGITS, "--seeds", "0,0"], ["--seeds", "0,0"]),
@@ -81,6 +85,23 @@ def test_resume_goes_on_only_with_the_run_it_was(tmp_path, capsys):
     assert fit(["--resume", run, "--rounds", "9"]) == 2
     assert "`rounds` must stay" in capsys.readouterr().err
     assert fit(["--resume", run, "--engine.workers", "1"]) == 0
+
+
+def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
+    run = str(tmp_path / "run")
+    groups = ["--data.groups", "{name: label_shift, sizes: [1, 4]}", "--data.test_per_client", "100"]
+    fixed = ["--rounds", "10", "--privacy.noise_key", "0" * 32]
+    assert fit([*DIGITS, *groups, *fixed, "--output_dir", run]) == 0
+    result = json.loads((tmp_path / "run" / "result.json").read_text())
+    accuracies = [client["accuracy"] for client in result["clients"]]
+    assert result["test_accuracy"] == pytest.approx(sum(accuracies) / 5) == result["accuracy_mean"]
+    assert accuracies[0] < 0.4 < 0.6 < min(accuracies[1:])  # one model cannot serve two namings of the classes
+    capsys.readouterr()
+    assert evaluate([run]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [client["accuracy"] for client in again["clients"]] == pytest.approx(accuracies)
+    assert fit(["--resume", run, "--data.groups.sizes", "[2, 3]"]) == 2
+    assert "`data` must stay" in capsys.readouterr().err
 
 
 def test_evaluate_names_what_is_wrong(tmp_path, capsys):

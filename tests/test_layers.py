@@ -89,7 +89,7 @@ ONLY_IN = {
     "flwr": {"benchmark/peer_scripts/flower.py"},
     "pfl": {"benchmark/peer_scripts/pfl_research.py"},
     "jsonargparse": {"config.py", "plan.py"},
-    "pooch": {"data/datasets.py", "folders.py"},
+    "pooch": {"data/sources.py", "folders.py"},
     "rich": {"watchers/progress.py"},
     "torchmetrics": {"federated/evaluation.py"},
     "lightning": {"client.py", "federated/engine.py", "federated/ranks.py"},

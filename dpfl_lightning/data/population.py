@@ -14,6 +14,7 @@ from torch.utils.data import Dataset as TorchDataset
 from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.data.datasets import Dataset
+from dpfl_lightning.data.groups import Groups, grouped, stored
 from dpfl_lightning.data.partition import Parts, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import UserError, require
@@ -36,7 +37,8 @@ class Facts:
         input_shape: shape X of one record.
         batch_size: [N] expected batch sizes.
         reported_epsilon: [N] budgets as the clients report them: claims, which may be false.
-        truth: what only a simulation knows, such as the true clusters; for reports, never for a strategy.
+        truth: what only a simulation knows: `groups`, [N] true group of each client; None where there is nothing of
+            the kind. For reports, and for strategies whose `caveats` say that the run is a simulation.
     """
 
     num_records: tuple[int, ...]
@@ -65,6 +67,8 @@ class Population:
         num_classes: number of classes; 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
         caveats: what a guarantee of this run must say of the data, in words.
+        groups: [N] true group of each client of a simulation with groups, else None; `x` and `y` hold the records as
+            the groups have them.
 
     Privacy:
         Engines read records; strategies get `facts()`. Held-out records only ever score a released model:
@@ -79,6 +83,7 @@ class Population:
     num_classes: int
     public: Tensor | None = None
     caveats: tuple[str, ...] = ()
+    groups: tuple[int, ...] | None = None
 
     @property
     def num_clients(self) -> int:
@@ -97,7 +102,8 @@ class Population:
 
     def facts(self, **extra: Any) -> Facts:
         """What the server may know; `extra` are further fields of `Facts`."""
-        return Facts(self.num_records, self.num_classes, self.input_shape, **extra)
+        truth = None if self.groups is None else {"groups": self.groups}
+        return Facts(self.num_records, self.num_classes, self.input_shape, truth=truth, **extra)
 
     def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Training records of a client: `rows` [b] count within its own; returns x [b, *X] and y [b]."""
@@ -139,8 +145,10 @@ class Population:
         partition: tuple[str, Mapping[str, Any]] = ("iid", {}),
         records_per_client: int | None = None,
         held_out_per_client: int | float = 0,
+        test_per_client: int | None = None,
         public_records: int = 0,
         use_public: bool = False,
+        groups: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
         """A public data set dealt out to simulated clients.
@@ -154,23 +162,35 @@ class Population:
             held_out_per_client: how many of its own records a client holds out, beside its training records:
                 a count, or a share in (0, 1). With 0 each client gets a disjoint share of the test set
                 instead, whose classes are like those of its training records.
+            test_per_client: instead of such a share each client draws so many of the test records whose classes are
+                like those of its training records, without repetition and whatever the others draw.
             public_records: the last so many training records belong to no client and are declared public.
             use_public: deal out the public records instead, the last sixth of which is the test set: for
                 choosing settings without a look at private records.
+            groups: groups of `dpfl_lightning.data.groups` and their options: all records of a client, whether to train
+                or to test, are as its group has them. Then there is no common test set (a test record looks different
+                in every group), and the mean over clients on their own held-out records stands in for it. Public
+                records stay as they are. Partitions and test shares go by the labels before the shift.
             seed: of the division (public).
 
         Returns:
             The population, on the CPU.
 
         Raises:
-            UserError: more clients, records or held-out records than there are; an unknown partition.
+            UserError: more clients, records or held-out records than there are; an unknown partition; groups that do
+                not fit.
 
         >>> from dpfl_lightning.data import load
         >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
         >>> population.num_records, [len(rows) for rows in population.held_out_of]
         ((200, 200, 200, 200), [90, 90, 90, 89])
+        >>> Population.partitioned(load("digits"), num_clients=4, groups=("rotation", {"count": 2})).groups
+        (0, 0, 1, 1)
         """
-        _check_held_out(held_out_per_client)
+        _check_held_out(held_out_per_client, test_per_client)
+        shifts = None
+        if groups is not None:
+            shifts = grouped(groups[0], num_clients, dataset.input_shape, dataset.num_classes, **groups[1])
         rng = np.random.default_rng(seed)
         name, options = partition[0], dict(partition[1])
         if records_per_client is not None:
@@ -182,9 +202,10 @@ class Population:
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
         if not held_out_per_client:
-            shares = _test_shares(name, labels[test], [labels[rows] for rows in train], dataset.num_classes, rng)
+            told = (name, labels[test], [labels[rows] for rows in train], dataset.num_classes, rng)
+            shares = _test_shares(*told) if test_per_client is None else _test_draws(*told, test_per_client)
             held_out = [test.start + share for share in shares]
-        return cls(
+        made = cls(
             x=x,
             y=y,
             train_of=_tensors(train),
@@ -193,6 +214,24 @@ class Population:
             num_classes=dataset.num_classes,
             public=public,
             caveats=(_SHARED,) if name == "overlapping" else (),
+        )
+        return made if shifts is None else made._shifted(shifts)
+
+    def _shifted(self, groups: Groups) -> Population:
+        """The same clients with their records as their groups have them, and no common test set."""
+        public = [] if self.public is None else [self.public]
+        rows_of, group_of = [*self.train_of, *self.held_out_of, *public], [*groups.of, *groups.of, *(0 for _ in public)]
+        x, y, rows_of = stored(self.x, self.y, rows_of, group_of, groups.shift)
+        clients = self.num_clients
+        return dataclasses.replace(
+            self,
+            x=x,
+            y=y,
+            train_of=rows_of[:clients],
+            held_out_of=rows_of[clients : 2 * clients],
+            test=None,
+            public=rows_of[-1] if public else None,
+            groups=groups.of,
         )
 
     @classmethod
@@ -259,9 +298,13 @@ def _stored(
     return x, y, slice(0, private), slice(total, len(y)), public
 
 
-def _check_held_out(held_out: int | float) -> None:
+def _check_held_out(held_out: int | float, test_each: int | None) -> None:
     whole = held_out < 1 or held_out == int(held_out)
     require(held_out >= 0 and whole, "data.held_out_per_client", "be a count, or a share in [0, 1)", held_out)
+    alone = test_each is None or not held_out
+    advice = "Clients are evaluated on records of their own, or on test records: leave out one of the two."
+    require(alone, "data.test_per_client", f"be null with data.held_out_per_client {held_out}", test_each, advice)
+    require(test_each is None or test_each >= 1, "data.test_per_client", "be at least 1, or null", test_each)
 
 
 def _with_held_out(records: int, held_out: int | float) -> int:
@@ -290,6 +333,19 @@ def _test_shares(
         return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
     counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
     return matched_shares(test_labels, counts, rng)
+
+
+def _test_draws(
+    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int
+) -> Parts:
+    """`each` test records for each client, like its own records, whatever the others draw."""
+    draws = []
+    for client, labels in enumerate(labels_of):
+        (like,) = _test_shares(name, test_labels, [labels], num_classes, rng)  # as if it were the only client
+        must = f"be at most {len(like)}, the test records with classes like those of client {client}"
+        require(each <= len(like), "data.test_per_client", must, each)
+        draws.append(rng.choice(like, each, replace=False))
+    return draws
 
 
 def _tensors(parts: Parts) -> list[Tensor]:

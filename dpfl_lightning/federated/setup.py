@@ -32,15 +32,17 @@ ENGINES: dict[str, type[SerialEngine]] = {
 def build_population(options: Options) -> Population:
     """The clients of a configuration, from the data set it names."""
     own = options.data
-    partition = dict(own.partition)
+    partition, groups = dict(own.partition), dict(own.groups or {})
     return Population.partitioned(
         data.load(own.name, own.folder, own.download),
         num_clients=options.clients.count,
         partition=(partition.pop("name", "iid"), partition),
         records_per_client=own.records_per_client,
         held_out_per_client=own.held_out_per_client,
+        test_per_client=own.test_per_client,
         public_records=own.public_records,
         use_public=own.use_public,
+        groups=None if own.groups is None else (groups.pop("name", ""), groups),
         seed=options.seed,
     )
 

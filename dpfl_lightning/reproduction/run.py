@@ -108,7 +108,7 @@ def without_data(cells: Sequence[Cell], work: Work) -> tuple[list[Cell], list[st
 @functools.cache
 def _lacks(name: str, folder: str | None, download: bool) -> bool:
     from dpfl_lightning import data
-    from dpfl_lightning.data.datasets import DataMissing
+    from dpfl_lightning.data.sources import DataMissing
 
     try:
         data.load(name, folder, download)

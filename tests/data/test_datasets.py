@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpfl_lightning.data import datasets, load
+from dpfl_lightning.data import formats, load, sources
 from dpfl_lightning.errors import UserError
 
-TRAIN_X, TRAIN_Y, TEST_X, TEST_Y = datasets.IdxFiles.stems
+TRAIN_X, TRAIN_Y, TEST_X, TEST_Y = formats.IdxFiles.stems
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +49,9 @@ def write(folder: Path, files: dict[str, bytes], gz: bool = False) -> Path:
     return folder
 
 
-def cifar_layout(name: str) -> datasets.CifarFiles:
-    layout = datasets.SOURCES[name].layout
-    assert isinstance(layout, datasets.CifarFiles)
+def cifar_layout(name: str) -> formats.CifarFiles:
+    layout = sources.SOURCES[name].layout
+    assert isinstance(layout, formats.CifarFiles)
     return layout
 
 
@@ -286,11 +286,11 @@ def mirrored(server, monkeypatch):
     files = {f"{stem}.gz": gzip.compress(content, mtime=0) for stem, content in idx_files().items()}
     server.files = {f"/good/{name}": content for name, content in files.items()}
     source = replace(
-        datasets.SOURCES["mnist"],
+        sources.SOURCES["mnist"],
         mirrors=(f"{server.address}/empty/", f"{server.address}/good/"),
         md5_of={name: hashlib.md5(content).hexdigest() for name, content in files.items()},
     )
-    monkeypatch.setitem(datasets.SOURCES, "mnist", source)
+    monkeypatch.setitem(sources.SOURCES, "mnist", source)
     return files
 
 
@@ -342,15 +342,15 @@ esac
 @pytest.fixture
 def debian(tmp_path, server, monkeypatch):
     """Fashion-MNIST with no mirror that answers, on a machine whose apt-get and dpkg-deb are scripts of ours."""
-    package = datasets.SOURCES["fashion_mnist"].package
+    package = sources.SOURCES["fashion_mnist"].package
     root = tmp_path / "tree"
     write(root / package.folder.lstrip("/"), idx_files(), gz=True)
     md5_of = {f"{stem}.gz": hashlib.md5(content).hexdigest() for stem, content in idx_files().items()}
     here = replace(package, folder=str(tmp_path / "nowhere"), content_md5_of=md5_of)
     (root / here.folder.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
     (root / package.folder.lstrip("/")).rename(root / here.folder.lstrip("/"))
-    source = replace(datasets.SOURCES["fashion_mnist"], mirrors=(f"{server.address}/empty/",), package=here)
-    monkeypatch.setitem(datasets.SOURCES, "fashion_mnist", source)
+    source = replace(sources.SOURCES["fashion_mnist"], mirrors=(f"{server.address}/empty/",), package=here)
+    monkeypatch.setitem(sources.SOURCES, "fashion_mnist", source)
     with tarfile.open(tmp_path / "package.deb", "w") as archive:
         archive.add(root, ".")
     tools = tmp_path / "tools"
@@ -398,10 +398,10 @@ def test_everything_fails_in_one_error(tmp_path, debian):
 
 def test_debian_package_with_other_content_is_refused(tmp_path, monkeypatch, debian):
     debian()
-    source = datasets.SOURCES["fashion_mnist"]
+    source = sources.SOURCES["fashion_mnist"]
     other = dict.fromkeys(source.package.content_md5_of, "0" * 32)
     package = replace(source.package, content_md5_of=other)
-    monkeypatch.setitem(datasets.SOURCES, "fashion_mnist", replace(source, package=package))
+    monkeypatch.setitem(sources.SOURCES, "fashion_mnist", replace(source, package=package))
     with pytest.raises(UserError, match="must hold data of md5 0000"):
         load("fashion_mnist")
     assert os.listdir(tmp_path / "cache") == []

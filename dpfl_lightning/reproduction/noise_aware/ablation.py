@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.reproduction.experiment import Column, Computation, Experiment, Found, Panel, Row, Values
 from dpfl_lightning.reproduction.noise_aware.formula_figures import accountant
@@ -18,16 +18,14 @@ DIST = "dist1"
 #: how the signal grows with a client's local steps, and how that is called
 _SIGNALS = {"equal": "equal signals", "steps": "signal as the number of steps"}
 #: row -> what the table calls it, and the options of its estimator
-_ESTIMATORS = {
+_ESTIMATORS: dict[str, tuple[str, dict[str, Any]]] = {
     "rpca": ("robust PCA", {"name": "rpca", "rows": None}),
     "rpca5000": ("robust PCA, 5,000 parameters", {"name": "rpca", "rows": 5000}),
     "hetero_pca": ("hetero_pca", {"name": "hetero_pca"}),
     "raw_norm": ("raw_norm", {"name": "raw_norm"}),
     "mean_residual": ("mean_residual", {"name": "mean_residual"}),
 }
-_COLUMNS = {
-    f"{signal}_{ratio:g}": Column(f"{signal}, {ratio:g}") for signal in _SIGNALS for ratio in RATIOS
-}
+_COLUMNS = {f"{signal}_{ratio:g}": Column(f"{signal}, {ratio:g}") for signal in _SIGNALS for ratio in RATIOS}
 
 
 def updates(signal: str, ratio: float, seed: int, accountant: str = "rdp") -> tuple[Tensor, list[float]]:
@@ -101,18 +99,18 @@ _TITLES = {**{name: title for name, (title, _) in _ESTIMATORS.items()}, "uniform
 ABLATION = Experiment(
     name="noise_aware.ablation",
     title="Estimators of noise where the common signal grows, made-up updates of 20 clients, Dist1",
-    shows="noise of the sum under the estimated weights of least variance, divided by the least possible; mean of three",
+    shows="noise of the sum under weights from the estimates, divided by the least possible; mean of three",
     rows={name: Row(title, name, "all") for name, title in _TITLES.items()},
     columns=_COLUMNS,
     cells={"all": Computation(_excess, ("privacy.accountant",))},
     scales={"paper": "28,938 parameters; beside the common direction each client has one of its own, a tenth as long"},
     draw=_draw,
     notes=(
-        "Columns: how long the quietest client's signal is, in lengths of its noise; either equally long for all clients, "
-        "or in proportion to their numbers of steps.",
-        "In the paper's settings (noise_aware.table3_measured) the squared length of an update is as good an estimate as "
-        "robust PCA. Where the signal is not small, an estimator that takes it for noise gives the quiet clients too "
-        "little weight, and what a client has of its own no estimator can tell from noise.",
+        "Columns: how long the quietest client's signal is, in lengths of its noise; either equally long for all "
+        "clients, or in proportion to their numbers of steps.",
+        "In the paper's settings (noise_aware.table3_measured) the squared length of an update is as good an estimate "
+        "as robust PCA. Where the signal is not small, an estimator that takes it for noise gives the quiet clients "
+        "too little weight, and what a client has of its own no estimator can tell from noise.",
         "hetero_pca, one Gram matrix and no parameter-wise work, is nowhere behind robust PCA here.",
     ),
 )

@@ -30,9 +30,7 @@ _ACCOUNTANT = (
     "The paper's accountant asks for 1.2 to 2 times the noise variance that is needed, and for far more below epsilon "
     "0.25; here it is rdp's, and --privacy.accountant paper_ma is the paper's."
 )
-_RATES = (
-    "Learning rates are the paper's choice ({}), made with its noise; another: --clients.learning_rate X."
-)
+_RATES = "Learning rates are the paper's choice ({}), made with its noise; another: --clients.learning_rate X."
 _VARIANTS = (
     "PFA is that of the paper's released code (variant hdpfl), and Robust-HDP estimates the noise once, in the first "
     "round, as that code does."

@@ -24,8 +24,8 @@ ROWS_WITHOUT_MINIMUM = {name: row for name, row in ROWS.items() if name != "min_
 
 SMALL_ROUNDS, PAPER_ROUNDS = 60, 200
 SCALES = {
-    "small": "60 rounds with noise calibrated for them and learning rates times 200 / 60, so that signal and noise of the "
-    "whole run are nearly those of the paper's 200 rounds",
+    "small": "60 rounds with noise calibrated for them and learning rates times 200 / 60, so that signal and noise of "
+    "the whole run are nearly those of the paper's 200 rounds",
     "paper": "200 rounds, as in the paper",
 }
 

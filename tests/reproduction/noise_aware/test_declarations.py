@@ -115,7 +115,7 @@ def test_settings_are_the_papers(name, row, column, expected):
 
 
 def test_fewer_rounds_take_larger_steps():
-    """Noise of T steps has a variance ~ T each: with a learning rate ~ 1 / T the noise of the run does not depend on T."""
+    """Noise of T steps has a variance ~ T each: with a learning rate ~ 1 / T the run's noise does not depend on T."""
     small, whole = (options(Cell("noise_aware.table13", "weiavg", "dist1", scale, 0)) for scale in ("small", "paper"))
     path = small.rounds * small.clients.learning_rate, whole.rounds * whole.clients.learning_rate
     assert path[0] == pytest.approx(path[1], rel=1e-3)

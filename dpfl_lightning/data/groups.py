@@ -1,0 +1,160 @@
+"""Simulated groups of clients whose data differ: images turned (covariate shift), or classes renamed (concept shift).
+
+Each kind of groups is a function `(num_clients, input_shape, num_classes, **options) -> Groups`; `grouped` finds one by
+its name. Groups are a simulation: which records a client has is the partition's business, how they look its group's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.registry import call
+
+Shift = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which group each client belongs to, and how records look there.
+
+    Args:
+        of: [N] group of each client, from 0; clients of one group follow each other.
+        shift: (x [n, *X], y [n], group) -> the same records as the group has them; group 0 has them as they are.
+    """
+
+    of: tuple[int, ...]
+    shift: Shift
+
+
+def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_classes: int, /, **options: Any) -> Groups:
+    """The groups called `name`.
+
+    Args:
+        name: one of `names()`.
+        num_clients: N, >= 1.
+        input_shape: shape X of one record.
+        num_classes: number of classes; 1 for a regression.
+        options: `sizes`, clients of each group (in this order, >= 1, N in all); or `count`, for so many groups of sizes
+            as equal as possible, the smaller ones first.
+
+    Raises:
+        UserError: an unknown name or option, sizes that do not fit, records that cannot be shifted so.
+
+    Reference:
+        Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in Federated
+        Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
+
+    >>> grouped("rotation", 5, (1, 8, 8), 10, sizes=[1, 2, 2]).of
+    (0, 1, 1, 2, 2)
+    >>> grouped("label_shift", 5, (1, 8, 8), 10, count=2).of
+    (0, 0, 1, 1, 1)
+    """
+    return call("data.groups", GROUPS, name, num_clients, input_shape, num_classes, **options)
+
+
+def names() -> list[str]:
+    """The groups `grouped` knows.
+
+    >>> names()
+    ['rotation', 'label_shift']
+    """
+    return list(GROUPS)
+
+
+def rotation(
+    num_clients: int,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    sizes: Sequence[int] | None = None,
+    count: int | None = None,
+) -> Groups:
+    """Covariate shift: images of group k are turned by 90 k degrees, counter-clockwise; at most four groups."""
+    square = len(input_shape) >= 2 and input_shape[-1] == input_shape[-2]
+    must = f"be label_shift where records are not square images but of shape {input_shape}"
+    require(square, "data.groups.name", must, "rotation")
+    return Groups(_in_order(num_clients, sizes, count, most=4, why="there are 4 quarter turns"), turned)
+
+
+def label_shift(
+    num_clients: int,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    sizes: Sequence[int] | None = None,
+    count: int | None = None,
+) -> Groups:
+    """Concept shift: in group k class y is called (y + k) mod `num_classes`; at most `num_classes` groups."""
+    require(num_classes > 1, "data.groups.name", "be rotation where there are no classes to rename", "label_shift")
+    of = _in_order(num_clients, sizes, count, most=num_classes, why=f"there are {num_classes} classes")
+    return Groups(of, lambda x, y, group: (x, renamed(y, group, num_classes)))
+
+
+GROUPS: dict[str, Callable[..., Groups]] = {"rotation": rotation, "label_shift": label_shift}
+
+
+def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Images [..., S, S], each turned by 90 * `group` degrees counter-clockwise; labels stay.
+
+    >>> turned(torch.tensor([[1, 2], [3, 4]]), torch.tensor(0), 1)[0].tolist()
+    [[2, 4], [1, 3]]
+    """
+    return torch.rot90(x, group, dims=(-2, -1)), y
+
+
+def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
+    """Labels (y + `group`) mod `num_classes`.
+
+    >>> renamed(torch.tensor([0, 8, 9]), 1, num_classes=10).tolist()
+    [1, 9, 0]
+    """
+    return (y + group) % num_classes
+
+
+def stored(
+    x: Tensor, y: Tensor, rows_of: Sequence[Tensor], group_of: Sequence[int], shift: Shift
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """One storage of records as their groups have them: a copy of each record for each group that uses it, no other.
+
+    Args:
+        x: [n, *X] inputs, as they are.
+        y: [n] labels, as they are.
+        rows_of: lists of rows of `x`, in which a row may occur several times.
+        group_of: the group of each list.
+        shift: how records look in a group.
+
+    Returns:
+        x [m, *X] and y [m] as the groups have them, and the lists as rows of these. Where no row occurs twice, m is the
+        sum of their lengths.
+    """
+    total, last = len(y), max(group_of)
+    pairs = torch.cat([group * total + rows for rows, group in zip(rows_of, group_of, strict=True)])
+    copies, places = pairs.unique(return_inverse=True)  # sorted: one group after the other
+    ends = torch.searchsorted(copies, total * torch.arange(last + 2)).tolist()
+    new_x, new_y = x.new_empty(len(copies), *x.shape[1:]), y.new_empty(len(copies))
+    for group, (first, end) in enumerate(pairwise(ends)):
+        rows = copies[first:end] - group * total
+        new_x[first:end], new_y[first:end] = shift(x[rows], y[rows], group)
+    return new_x, new_y, list(places.split([len(rows) for rows in rows_of]))
+
+
+def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, most: int, why: str) -> tuple[int, ...]:
+    """[N] group of each client, group 0 first."""
+    key, advice = "data.groups.sizes", "Give sizes: [3, 6, 6, 6], or count: 4 for sizes as equal as possible."
+    require((sizes is None) != (count is None), key, "be given, or else data.groups.count, not both", sizes, advice)
+    if sizes is None:
+        assert count is not None  # for mypy
+        limit = min(most, num_clients)
+        require(1 <= count <= limit, "data.groups.count", f"be from 1 to {limit}: {why}, {num_clients} clients", count)
+        each, larger = divmod(num_clients, count)
+        sizes = [each] * (count - larger) + [each + 1] * larger
+    require(1 <= len(sizes) <= most, key, f"have from 1 to {most} sizes, one a group: {why}", list(sizes))
+    require(min(sizes) >= 1, key, "be at least 1 each", list(sizes))
+    total = f"It is {sum(sizes)}."
+    require(sum(sizes) == num_clients, key, f"have the sum {num_clients}, clients.count", list(sizes), total)
+    return tuple(group for group, size in enumerate(sizes) for _ in range(size))

@@ -1,0 +1,259 @@
+"""Where public data sets come from: found on this machine, else fetched and checked.
+
+A data set is looked for in the given folder; without one in the operating system's package of it, then in the
+user's cache (`DPFL_DATA` moves it), and is else fetched into that cache: from its public addresses, and where
+none answers on a Debian-like machine from Debian's package, for which no root is needed. A fetched file is
+checked against its published md5 before it gets its name; a file that was already there is checked by its own
+structure and is never written to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pooch
+
+from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.folders import cache_folder
+
+TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for its next bytes
+
+
+class DataMissing(UserError):
+    """A data set that is neither on this machine nor can be fetched; whole runs depend on it, so it can be caught."""
+
+
+@dataclass(frozen=True)
+class DebianPackage:
+    """Debian's package of a data set: its gzip files are Debian's own, so the md5 is of what is in them."""
+
+    name: str
+    folder: str
+    content_md5_of: Mapping[str, str]
+
+    def fetch(self, target: Path) -> None:
+        """Put the files into `target`; neither installs anything nor needs root."""
+        with tempfile.TemporaryDirectory() as scratch:
+            try:
+                _run("apt-get", "download", self.name, cwd=scratch)
+            except subprocess.CalledProcessError:  # no package lists, as in a container: get some of our own
+                settings = (f"Dir::State={scratch}", f"Dir::Cache={scratch}", "APT::Sandbox::User=root")
+                own = [word for setting in settings for word in ("-o", setting)]
+                _run("apt-get", *own, "update", cwd=scratch)
+                _run("apt-get", *own, "download", self.name, cwd=scratch)
+            (package,) = Path(scratch).glob(f"{self.name}_*.deb")
+            _run("dpkg-deb", "-x", str(package), "tree", cwd=scratch)
+            for file, md5 in self.content_md5_of.items():
+                path = Path(scratch, "tree", self.folder.lstrip("/"), file)
+                got = hashlib.md5(content_of(path), usedforsecurity=False).hexdigest()
+                require(got == md5, file, f"hold data of md5 {md5}", got)
+                shutil.copyfile(path, target / file)
+
+
+def _run(*argv: str, cwd: str) -> None:
+    environment = {**os.environ, "LC_ALL": "C"}
+    subprocess.run(argv, cwd=cwd, env=environment, check=True, capture_output=True, text=True, timeout=300)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a data set is and where the public has it.
+
+    Args:
+        layout: how its files are read.
+        num_classes: number of classes.
+        mean: subtracted from values in [0, 1]; every channel alike.
+        std: divides the rest.
+        md5_of: published files -> md5.
+        mirrors: addresses that hold all of them.
+        package: Debian's package of it.
+    """
+
+    layout: IdxFiles | CifarFiles
+    num_classes: int
+    mean: float
+    std: float
+    md5_of: Mapping[str, str]
+    mirrors: tuple[str, ...]
+    package: DebianPackage | None = None
+
+
+SOURCES: Mapping[str, Source] = {
+    "fashion_mnist": Source(
+        layout=IdxFiles(),
+        num_classes=10,
+        mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
+        std=0.3081,
+        md5_of={
+            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
+            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
+            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
+        },
+        mirrors=(
+            "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
+            "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
+        ),
+        package=DebianPackage(
+            name="dataset-fashion-mnist",
+            folder="/usr/share/datasets/fashion-mnist",
+            content_md5_of={
+                "train-images-idx3-ubyte.gz": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+                "train-labels-idx1-ubyte.gz": "9018921c3c673c538a1fc5bad174d6f9",
+                "t10k-images-idx3-ubyte.gz": "8181f5470baa50b63fa0f6fddb340f0a",
+                "t10k-labels-idx1-ubyte.gz": "15d484375f8d13e6eb1aabb0c3f46965",
+            },
+        ),
+    ),
+    "mnist": Source(
+        layout=IdxFiles(),
+        num_classes=10,
+        mean=0.1307,
+        std=0.3081,
+        md5_of={
+            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
+            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
+            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
+        },
+        mirrors=(
+            "https://ossci-datasets.s3.amazonaws.com/mnist/",
+            "https://storage.googleapis.com/cvdf-datasets/mnist/",
+        ),
+    ),
+    "cifar10": Source(
+        layout=CifarFiles(
+            archive="cifar-10-binary.tar.gz",
+            folder="cifar-10-batches-bin",
+            train=tuple(f"data_batch_{number}.bin" for number in range(1, 6)),
+            test="test_batch.bin",
+            label_bytes=1,
+        ),
+        num_classes=10,
+        mean=0.5,
+        std=0.5,
+        md5_of={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+    ),
+    "cifar100": Source(
+        layout=CifarFiles(
+            archive="cifar-100-binary.tar.gz",
+            folder="cifar-100-binary",
+            train=("train.bin",),
+            test="test.bin",
+            label_bytes=2,
+        ),
+        num_classes=100,
+        mean=0.5,
+        std=0.5,
+        md5_of={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
+        mirrors=("https://www.cs.toronto.edu/~kriz/",),
+    ),
+}
+
+
+def find(name: str, source: Source, folder: Path | None, download: bool) -> Path:
+    """The first place that holds the whole data set; fetched if need be."""
+    if folder is not None:
+        return _given(name, source, folder)
+    cache = cache_folder(name)
+    tried = []
+    installed = [Path(source.package.folder)] if source.package else []
+    for place in [*installed, cache]:
+        missing = source.layout.missing(place)
+        if not missing:
+            return place
+        tried.append(f"{place}: " + (f"lacks {', '.join(missing)}" if place.is_dir() else "no such folder"))
+    if download and _fetch(name, source, cache, tried):
+        return cache
+    install = f"`apt-get install {source.package.name}`, or " if source.package else ""
+    raise DataMissing(
+        f"`data.name` must be a data set that is on this machine or can be fetched, got {name!r}. Tried:\n"
+        + "".join(f"  {line}\n" for line in tried)
+        + ("" if download else "  the network: not allowed (download=False)\n")
+        + f"Two ways out: {install}put {', '.join(source.md5_of)} into a folder and pass --data.folder FOLDER"
+        + ("." if source.package else f", or into {cache}.")
+    )
+
+
+def _given(name: str, source: Source, folder: Path) -> Path:
+    """The user's folder or its sub folder `name`. Strict: a slip must not train on data that nobody meant."""
+    places = (folder, folder / name)
+    lacks = [source.layout.missing(place) for place in places]
+    whole = next((place for place, missing in zip(places, lacks, strict=True) if not missing), None)
+    if whole is None:
+        lacking = min(lacks, key=lambda missing: len(missing))
+        got = f"a folder that lacks {', '.join(lacking)}" if folder.is_dir() else "no such folder"
+        way_out = "Mend the path, or leave it out to use the system's package, the cache or the network."
+        raise UserError(f"`data.folder` must hold the files of {name}, got {str(folder)!r}: {got}. {way_out}")
+    return whole
+
+
+def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
+    """Fill `folder` from the first way that works: all files are checked before one of them gets its name."""
+    cache = folder.parent
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=cache).close()
+    except OSError as error:
+        tried.append(f"{cache}: cannot write there ({error.strerror}); DPFL_DATA may name another folder")
+        return False
+    lock = os.open(cache, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks that begin at once, one fetches
+        return not source.layout.missing(folder) or _fetch_into(folder, name, source, tried)
+    finally:
+        os.close(lock)
+
+
+def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bool:
+    cache = folder.parent
+    for label, fetch in _ways(source):
+        try:
+            with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as fresh:
+                print(f"fetching {name} from {label} into {folder}", file=sys.stderr, flush=True)
+                fetch(Path(fresh))
+                folder.mkdir(exist_ok=True)
+                for path in Path(fresh).iterdir():
+                    os.replace(path, folder / path.name)
+            return True
+        except (OSError, ValueError, subprocess.SubprocessError) as error:
+            tried.append(f"{label}: {_reason(error)}")
+    return False
+
+
+def _ways(source: Source) -> Iterator[tuple[str, Callable[[Path], None]]]:
+    for mirror in source.mirrors:
+        yield mirror, partial(_from_mirror, mirror, source.md5_of)
+    if source.package is not None:
+        yield f"Debian's package {source.package.name}", source.package.fetch
+
+
+def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
+    pooch.get_logger().setLevel("WARNING")  # our own line says what is fetched
+    get = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
+    for file, md5 in md5_of.items():
+        pooch.retrieve(mirror + file, known_hash=f"md5:{md5}", fname=file, path=target, downloader=get)
+
+
+def _reason(error: Exception) -> str:
+    """Why a way failed, in a few words."""
+    if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
+        return error.stderr.strip().splitlines()[-1]
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"{error.cmd[0]} took more than {error.timeout:.0f} s"
+    # requests keeps urllib3's reason in its first argument
+    cause = getattr(error.args[0], "reason", None) if error.args else None
+    return type(cause).__name__ if cause else textwrap.shorten(str(error), 160)

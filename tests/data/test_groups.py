@@ -1,0 +1,275 @@
+"""Groups with shifted data: everyone's records as its group has them, nobody else's touched, and no copy too many."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Dataset, Population
+from dpfl_lightning.data.groups import grouped, names, renamed, stored, turned
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.evaluation import evaluate
+from dpfl_lightning.federated.run_folder import data_fingerprint
+from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.privacy.noise import Streams
+
+CLASSES = 5
+SIZES = {"sizes": [1, 2, 2, 2]}
+ROTATION, LABEL_SHIFT = ("rotation", SIZES), ("label_shift", SIZES)
+GROUP_OF = (0, 1, 1, 2, 2, 3, 3)
+
+
+def dataset(records: int = 420, test: int = 105) -> Dataset:
+    """2 x 2 images, no two turns of them equal, whose first pixel is the record's number; test records from 10,000."""
+
+    def images(numbers: torch.Tensor) -> torch.Tensor:
+        return torch.stack([numbers, *(torch.full_like(numbers, -one) for one in (1, 2, 3))], dim=1).view(-1, 1, 2, 2)
+
+    number, test_number = torch.arange(records), 10_000 + torch.arange(test)
+    images_of = images(number.float()), images(test_number.float())
+    return Dataset("numbers", images_of[0], number % CLASSES, images_of[1], test_number % CLASSES, CLASSES)
+
+
+def made(groups=None, **options) -> Population:
+    return Population.partitioned(dataset(), num_clients=7, groups=groups, **options)
+
+
+def train(population: Population, client: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return population.records(client, torch.arange(population.num_records[client]))
+
+
+# --- the shifts themselves ---
+
+
+@settings(deadline=None)
+@given(side=st.integers(1, 5), group=st.integers(0, 3), seed=st.integers(0, 2**32))
+def test_four_quarter_turns_are_the_identity_and_one_is_counter_clockwise(side, group, seed):
+    x, y = torch.randn(3, 2, side, side, generator=torch.Generator().manual_seed(seed)), torch.arange(3)
+    image = x
+    for _ in range(group):  # the top row is what was the right column
+        corner = torch.arange(side)
+        image = image[..., corner[None, :], side - 1 - corner[:, None]]
+    assert torch.equal(turned(x, y, group)[0], image) and torch.equal(turned(x, y, group)[1], y)
+    assert torch.equal(turned(turned(x, y, group)[0], y, 4 - group)[0], x)
+
+
+@given(num_classes=st.integers(2, 100), group=st.integers(0, 99))
+def test_renamed_labels_are_a_bijection_that_only_group_0_leaves_alone(num_classes, group):
+    group %= num_classes
+    y = torch.arange(num_classes)
+    assert sorted(renamed(y, group, num_classes).tolist()) == y.tolist()
+    assert bool((renamed(y, group, num_classes) == y).any()) == (group == 0)
+
+
+def test_sizes_are_kept_and_the_minority_may_come_first():
+    for name in names():
+        assert grouped(name, 21, (1, 2, 2), 10, sizes=[3, 6, 6, 6]).of == (0,) * 3 + (1,) * 6 + (2,) * 6 + (3,) * 6
+
+
+@given(num_clients=st.integers(1, 100), count=st.integers(1, 9))
+def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, count):
+    count = min(count, num_clients)
+    of = grouped("label_shift", num_clients, (3,), 9, count=count).of
+    sizes = np.bincount(of, minlength=count)
+    assert list(of) == sorted(of) and len(of) == num_clients and len(sizes) == count
+    assert list(sizes) == sorted(sizes) and sizes.max() - sizes.min() <= 1
+
+
+# --- in a population ---
+
+PARTITIONS = {
+    "iid": {},
+    "stratified": {},
+    "dirichlet": {"alpha": 0.5, "min_records": 10},
+    "shards": {"max_classes": 2},
+    "sizes": {"sizes": [4, 8, 12, 16, 12, 8, 4]},
+    "overlapping": {"records_per_client": 50},
+}
+EVALUATED = ({}, {"held_out_per_client": 3}, {"held_out_per_client": 0.2}, {"test_per_client": 5})
+PUBLIC = ({}, {"public_records": 210}, {"public_records": 210, "use_public": True})
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    name=st.sampled_from(list(PARTITIONS)),
+    kind=st.sampled_from([ROTATION, LABEL_SHIFT]),
+    evaluated=st.sampled_from(EVALUATED),
+    public=st.sampled_from(PUBLIC),
+    seed=st.integers(0, 1000),
+)
+def test_every_client_has_the_records_of_a_run_without_groups_shifted_as_its_group(name, kind, evaluated, public, seed):
+    options = {"partition": (name, PARTITIONS[name]), "seed": seed, **evaluated, **public}
+    plain, population = made(**options), made(kind, **options)
+    used = set()  # (group, record) as told by the plain run
+    for client, group in enumerate(GROUP_OF):
+        for part, rows in ((train, plain.train_of), (lambda who, client: who.held_out(client), plain.held_out_of)):
+            (x, y), (new_x, new_y) = part(plain, client), part(population, client)
+            if kind == ROTATION:
+                assert torch.equal(new_x, turned(x, y, group)[0]) and torch.equal(new_y, y)
+            else:
+                assert torch.equal(new_x, x) and torch.equal(new_y, renamed(y, group, CLASSES))
+            used |= {(group, row) for row in rows[client].tolist()}
+        assert not set(population.train_of[client].tolist()) & set(population.held_out_of[client].tolist())
+    for ours, theirs in zip(population.public_records(), plain.public_records(), strict=True):
+        assert torch.equal(ours, theirs)  # belong to nobody, and are shifted for nobody
+    used |= {(0, row) for row in ([] if plain.public is None else plain.public.tolist())}
+    assert len(population.x) == len(population.y) == len(used), "a copy for each group that uses a record, no other"
+    assert population.groups == GROUP_OF and plain.groups is None
+    assert population.caveats == plain.caveats and (len(plain.caveats) == 1) == (name == "overlapping")
+
+
+def test_where_nobody_shares_a_record_memory_is_what_it_was():
+    for kind in (ROTATION, LABEL_SHIFT):
+        assert len(made(kind).x) == 420 + 105 == len(made().x)
+
+
+def test_overlapping_clients_of_one_group_share_a_copy_and_others_have_their_own():
+    plain = made(partition=("overlapping", {"records_per_client": 400}))
+    population = made(ROTATION, partition=("overlapping", {"records_per_client": 400}))
+    for one, two in itertools.combinations(range(7), 2):
+        both = set(plain.train_of[one].tolist()) & set(plain.train_of[two].tolist())
+        shared = set(population.train_of[one].tolist()) & set(population.train_of[two].tolist())
+        assert len(both) >= 380 and len(shared) == (len(both) if GROUP_OF[one] == GROUP_OF[two] else 0)
+    assert len(population.x) <= 4 * 420 + 105 and "several clients" in population.caveats[0]
+
+
+def test_rows_stay_within_what_is_stored_and_lists_may_be_empty():
+    x, y = torch.arange(4.0).view(4, 1, 1, 1), torch.arange(4)
+    rows = [torch.tensor([3, 3, 0]), torch.tensor([], dtype=torch.long), torch.tensor([0, 3])]
+    new_x, new_y, new_rows = stored(x, y, rows, [2, 1, 0], lambda x, y, group: (x + 10 * group, y + 10 * group))
+    assert new_x.flatten().tolist() == new_y.tolist() == [0, 3, 20, 23]
+    assert [one.tolist() for one in new_rows] == [[3, 3, 2], [], [0, 1]]
+
+
+def test_test_shares_have_the_clients_classes_after_the_shift():
+    population = made(LABEL_SHIFT, partition=("dirichlet", {"alpha": 0.3, "min_records": 20}))
+    for client in range(7):
+        train_classes, held = (
+            y.bincount(minlength=CLASSES) for y in (train(population, client)[1], population.held_out(client)[1])
+        )
+        assert (held - train_classes * 105 / 420).abs().max() < 1
+
+
+def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
+    data = dataset()
+    data = Dataset("zeros", data.x, data.y * 0, data.test_x, data.test_y * 0, CLASSES)
+    population = Population.partitioned(data, num_clients=7, groups=LABEL_SHIFT)
+    assert population.test_records() is None
+    module, engine = ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(4, CLASSES))), SerialEngine()
+    engine.setup(module, population, Streams(0), "poisson")
+    models = torch.zeros(CLASSES, 5 * CLASSES)
+    models[:, -CLASSES:] = torch.eye(CLASSES)  # model k says class k, whatever comes
+    right = evaluate(module, population, Delivered(models, GROUP_OF), engine)
+    assert {one.accuracy for one in right.clients} == {1.0} and right.test.accuracy == 1.0
+    first = evaluate(module, population, Delivered(models, (0,) * 7), engine)
+    assert [one.accuracy for one in first.clients] == [1.0] + [0.0] * 6
+    assert first.test.accuracy == pytest.approx(1 / 7)  # the mean over clients
+
+
+def test_who_is_in_which_group_is_the_truth_of_a_simulation():
+    assert made(ROTATION).facts().truth == {"groups": GROUP_OF} and made().facts().truth is None
+
+
+def test_to_moves_everything():
+    population = made(ROTATION, public_records=70)
+    moved = population.to("meta")
+    tensors = [moved.x, moved.y, moved.public, *moved.train_of, *moved.held_out_of]
+    assert {tensor.device.type for tensor in tensors} == {"meta"} and moved.test is None
+    assert moved.groups == GROUP_OF and moved.num_records == population.num_records
+
+
+def test_other_groups_are_other_data():
+    """A resumed run is compared with the one that was begun by this digest."""
+    kinds = [None, *((name, sizes) for name in names() for sizes in ({"count": 2}, {"count": 3}, SIZES))]
+    assert len({data_fingerprint(made(kind)) for kind in kinds}) == len(kinds)
+    assert data_fingerprint(made(ROTATION)) == data_fingerprint(made(ROTATION))
+
+
+@pytest.mark.parametrize(
+    "kind, message",
+    [
+        (
+            ("rotatoin", {"count": 2}),
+            "`data.groups.name` must be one of rotation, label_shift.*Did you mean `rotation`",
+        ),
+        (("rotation", {"size": [7]}), r"`data.groups.size` must be an option of rotation \(sizes, count\).*`sizes`\?"),
+        (("rotation", {}), "`data.groups.sizes` must be given, or else data.groups.count.*Give sizes:"),
+        (("rotation", {"count": 2, "sizes": [3, 4]}), "or else data.groups.count, not both"),
+        (("rotation", {"count": 5}), "`data.groups.count` must be from 1 to 4: there are 4 quarter turns.*got 5"),
+        (("rotation", {"count": 0}), "`data.groups.count` must be from 1 to 4"),
+        (("rotation", {"count": 2.0}), "`data.groups.count` must be a whole number or null, got 2.0"),
+        (("label_shift", {"count": 6}), "from 1 to 5: there are 5 classes, 7 clients, got 6"),
+        (("rotation", {"sizes": [1, 1, 1, 2, 2]}), r"have from 1 to 4 sizes, one a group.*got \[1, 1, 1, 2, 2\]"),
+        (("rotation", {"sizes": []}), r"have from 1 to 4 sizes, one a group: there are 4 quarter turns, got \[\]"),
+        (("rotation", {"sizes": [8, -1]}), "`data.groups.sizes` must be at least 1 each"),
+        (("rotation", {"sizes": [3, 6]}), r"have the sum 7, clients.count, got \[3, 6\]. It is 9."),
+        (("rotation", {"sizes": 7}), "`data.groups.sizes` must be a list of whole numbers or null, got 7"),
+    ],
+)
+def test_wrong_groups_are_named(kind, message):
+    with pytest.raises(UserError, match=message):
+        made(kind)
+
+
+def test_data_that_cannot_be_shifted_so_is_named():
+    data = dataset()
+    flat = Dataset("flat", data.x.flatten(1), data.y, data.test_x.flatten(1), data.test_y, CLASSES)
+    with pytest.raises(UserError, match=r"must be label_shift where records are not square images but of shape \(4,\)"):
+        Population.partitioned(flat, num_clients=2, groups=("rotation", {"count": 2}))
+    wide = Dataset("wide", data.x[..., :1], data.y, data.test_x[..., :1], data.test_y, CLASSES)
+    with pytest.raises(UserError, match=r"not square images but of shape \(1, 2, 1\), got 'rotation'"):
+        Population.partitioned(wide, num_clients=2, groups=("rotation", {"count": 2}))
+    regression = Dataset("regression", data.x, data.y.float(), data.test_x, data.test_y.float(), 1)
+    with pytest.raises(UserError, match=r"`data.groups.name` must be rotation where there are no classes to rename"):
+        Population.partitioned(regression, num_clients=2, groups=("label_shift", {"count": 2}))
+    turned_targets = Population.partitioned(regression, num_clients=2, groups=("rotation", {"count": 2}))
+    assert turned_targets.y.dtype == torch.float32
+
+
+# --- test records that each client draws for itself ---
+
+
+@pytest.mark.parametrize("kind", [None, ROTATION])
+def test_test_records_that_clients_draw_are_their_own_choice(kind):
+    population, plain = made(kind, test_per_client=60), made(test_per_client=60)
+    assert [len(set(rows.tolist())) for rows in population.held_out_of] == [60] * 7
+    drawn = [set(rows.tolist()) for rows in plain.held_out_of]
+    assert len(set.union(*drawn)) <= 105 < sum(map(len, drawn)) and drawn[0] != drawn[1]
+    assert min(set.union(*drawn)) >= 420 and len(plain.test) == 105
+    # nobody's training records depend on it
+    assert all(torch.equal(*pair) for pair in zip(plain.train_of, made().train_of, strict=True))
+
+
+def test_test_records_that_clients_draw_have_their_classes():
+    population = made(partition=("shards", {"max_classes": 2}), test_per_client=21)
+    for client in range(7):
+        assert set(population.held_out(client)[1].tolist()) <= set(train(population, client)[1].tolist())
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"test_per_client": 106},
+            "`data.test_per_client` must be at most 105, the test records .* of client 0, got 106",
+        ),
+        ({"test_per_client": 0}, "`data.test_per_client` must be at least 1, or null, got 0"),
+        (
+            {"test_per_client": 5, "held_out_per_client": 2},
+            "`data.test_per_client` must be null with data.held_out_per_client 2, got 5. .* leave out one of the two",
+        ),
+        (
+            {"test_per_client": 80, "partition": ("shards", {"max_classes": 1})},
+            "must be at most 21, the test records with classes like those of client",
+        ),
+    ],
+)
+def test_wrong_draws_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        made(**options)
