@@ -44,6 +44,7 @@ ALLOWED = {
     "strategies": {"errors", "registry", "privacy", "data", "client", "federated"},
     "watchers": {"errors", "privacy", "federated", "tables"},
     "figures": {"federated"},
+    "distilled": {"federated", "tracking"},
     "tables": {"privacy"},
     "ledger_report": {"errors", "privacy", "tables"},
     "auditing": {"errors", "tables", "privacy", "data", "client", "federated"},

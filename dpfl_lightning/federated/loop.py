@@ -131,6 +131,7 @@ class FederatedLoop:
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
+        self.noise_std: dict[int, float] = {}  # client -> of its last update
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
@@ -201,6 +202,7 @@ class FederatedLoop:
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived
+        self.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
         say = aggregate.say(self.callbacks, plan, updates, view) if say is None else say  # [K, C]
         weights = aggregate.normalised(say)  # an empty row leaves its model alone
         combined = one_of(self.callbacks, "combine", updates, weights, view)
@@ -289,6 +291,7 @@ class FederatedLoop:
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
         self.training_seconds, self.told = saved["training_seconds"], saved["told"]
+        self.noise_std = dict(saved["noise_std"])
         self.saved_at, self.snapshot = time.perf_counter(), saved
         self.info = self._measured_info(first_round=state.round + 1)
         return state
@@ -309,6 +312,7 @@ class FederatedLoop:
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
             "told": self.told,
+            "noise_std": dict(self.noise_std),
             "ended": None,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
@@ -378,7 +382,7 @@ class FederatedLoop:
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, self.noise_std),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             told=for_json(self.told),

@@ -17,7 +17,6 @@ from dpfl_lightning.federated.settings import ClientSettings
 from dpfl_lightning.federated.state import RoundPlan, View
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
-from dpfl_lightning.privacy.mechanism import Gaussian
 
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite")  # curves of clients that the run itself has
 
@@ -88,8 +87,13 @@ def client_rows(
     guarantees: Sequence[Guarantee],
     scores: Evaluation | None,
     model_of: Sequence[int],
+    noise_std: Mapping[int, float],
 ) -> tuple[dict[str, Any], ...]:
-    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated."""
+    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated.
+
+    Args:
+        noise_std: of each client that has sent an update, in one number of its last one.
+    """
     return tuple(
         {
             "client": client,
@@ -97,7 +101,7 @@ def client_rows(
             "epsilon_budget": finite_or_none(own.epsilon),
             "delta": own.delta,
             "noise_multiplier": budgets.noise_multiplier(client),
-            "noise_std": _noise_std(own, budgets, client),
+            "noise_std": noise_std.get(client),
             "batch_size": own.batch_size,
             "num_records": own.num_records,
             "releases": budgets.releases(client),
@@ -120,10 +124,3 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
         "against everyone who sees its updates."
     )
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
-
-
-def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
-    """Of one update of the client's most frequent release, per parameter."""
-    event, noise = budgets.schedule.clients[client].main, budgets.noise_multiplier(client)
-    mechanism = Gaussian(own.clip_norm, noise, event.sample_rate, event.sample_rate * own.num_records)
-    return mechanism.noise_std(event.steps, own.learning_rate)

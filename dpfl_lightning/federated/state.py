@@ -335,7 +335,7 @@ class RunResult:
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each parameter in one round's update), batch_size,
+            noise_multiplier, noise_std (of each number in its last update; None: it sent none), batch_size,
             num_records, releases, steps, accuracy in [0, 1].
         accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.
         accuracy_std: over clients (population standard deviation): how unequally the model serves them.

@@ -13,6 +13,7 @@ from dpfl_lightning.registry import call
 
 #: registry name -> (file, class)
 STRATEGIES = {
+    "distillation": ("distillation", "Distillation"),
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),

@@ -80,9 +80,10 @@ def _flat(by_class: ByClass) -> Tensor:
 
 
 def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
-    """Weights of the target's rows, `[G, rows]` for each name: `max(0, 1 - n s^2 / |row|^2)` for a row of n numbers.
+    """Weights of the target's rows, `[G, rows]` for each name: ~ `max(0, 1 - n s^2 / |row|^2)` for a row of n numbers.
 
-    A row that is all noise has a random direction and should not drive the images.
+    A row that is all noise has a random direction and should not drive the images. A class's weights add up to its
+    number of rows, so that the images move no slower; where all rows are noise, they are zeros.
 
     Args:
         target: released gradients.
@@ -96,7 +97,8 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
             rows = one.flatten(2)
             size = rows.square().sum(dim=-1)
             weights[name] = (1 - rows.shape[-1] * noise_std**2 / size.clamp_min(_NEAR_ZERO)).clamp_min(0.0)
-    return weights
+    mean = torch.cat(list(weights.values()), dim=1).mean(dim=1, keepdim=True)
+    return {name: torch.where(mean > 0, one / mean.clamp_min(_NEAR_ZERO), 0.0) for name, one in weights.items()}
 
 
 def coordinate_median(blocks: Tensor, holds: Tensor, fewest: int = 3) -> Tensor:
@@ -228,6 +230,9 @@ class SyntheticSet:
         """Standard normal images, which need nobody's data."""
         images = torch.randn(num_classes, images_per_class, *shape, generator=generator)
         return cls(images, torch.zeros_like(images))
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> SyntheticSet:
+        return SyntheticSet(self.images.to(device, dtype), self.velocity.to(device, dtype))
 
     @property
     def records(self) -> tuple[Tensor, Tensor]:
