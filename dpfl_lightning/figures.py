@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from torch import Tensor
 
+from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.group_metrics import smallest
 from dpfl_lightning.federated.state import RunResult, Sketch
 
@@ -51,12 +52,15 @@ def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]
     return curves
 
 
-def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) -> dict[str, Figure]:
+def figures(
+    history: Callable[[str], Mapping[int, float]], result: RunResult, distilled: DistilledSet | None = None
+) -> dict[str, Figure]:
     """Name -> figure, of those that have data.
 
     Args:
         history: metric name -> {round: value}, as logged.
         result: for budgets, final accuracies, and what strategies told of the last round.
+        distilled: the set that the run made, if it made one.
     """
     drawn = {
         "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
@@ -66,8 +70,9 @@ def figures(history: Callable[[str], Mapping[int, float]], result: RunResult) ->
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
         "clients": None if result.sketch is None else _clients_figure(result.sketch, result),
+        "distilled_images": None if distilled is None else _images_figure(distilled),
     }
-    for name in ("epsilon_over_rounds", "accuracy_over_budget"):
+    for name in ("epsilon_over_rounds", "accuracy_over_budget", "distilled_images"):
         if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
             figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
     return {name: figure for name, figure in drawn.items() if figure is not None}
@@ -290,6 +295,20 @@ def _clients_figure(sketch: Sketch, result: RunResult) -> Figure:
 def _true_groups(result: RunResult) -> dict[int, int]:
     """Client -> its true group; nothing where nobody knows them."""
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
+
+
+def _images_figure(distilled: DistilledSet) -> Figure | None:
+    """A row of images for each class."""
+    grid = distilled.grid()
+    if grid is None:
+        return None
+    height, width = grid.shape[:2]
+    inches = 6.5
+    figure = Figure(figsize=(inches, max(1.5, inches * height / width) + 0.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot(title="Synthetic images, a row for each class")
+    axes.imshow(grid.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_axis_off()
+    return figure
 
 
 def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:

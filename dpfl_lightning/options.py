@@ -188,7 +188,7 @@ class Options:
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
         strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, minimum_epsilon, noise_aware, pfa; and fedprox (pull), clustered, ifca,
+            epsilon_weighted, minimum_epsilon, noise_aware, pfa, distillation; and fedprox (pull), clustered, ifca,
             kmeans_clusters, oracle_clusters, local, mr_mtl; or your own by package.module.Class.
         engine: see EngineOptions.
         evaluation: see EvaluationOptions.

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,8 +25,9 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
 import dpfl_lightning
-from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.distilled import CARD, TENSORS, DistilledSet
 from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.group_metrics import MATCHES, accuracy_of_groups, true_groups
 from dpfl_lightning.federated.report import accuracy_over_clients
@@ -41,7 +43,7 @@ _MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
 _LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
 # Never the whole folder: `noise_key` lets its reader subtract the noise, and checkpoint and counts are no releases.
 _LEDGER = ("ledger.jsonl", "ledger.head")
-_FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt")
+_FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
 
 
 class Tracking(ServerCallback):
@@ -184,7 +186,10 @@ class Tracking(ServerCallback):
         for pattern in _FILES if result.finished else _LEDGER:
             for path in sorted(folder.glob(pattern)):
                 self._client.log_artifact(self._known_run, str(path))
-        for name, figure in figures(self._history, result).items() if result.finished else ():
+        if not result.finished:
+            return
+        distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
+        for name, figure in figures(self._history, result, distilled).items():
             self._client.log_figure(self._known_run, figure, f"figures/{name}.png")
 
     def _send_status(self, result: RunResult) -> None:
@@ -246,6 +251,25 @@ def log_report(
         if figure is not None:
             client.log_figure(run.info.run_id, figure, "figure.png")
         client.set_terminated(run.info.run_id, "FINISHED")
+
+
+@contextmanager
+def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
+    """A folder with those artifacts of a run, while it is used.
+
+    Raises:
+        UserError: the store cannot be reached, or has no such run or artifact.
+    """
+    uri = store_uri(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        with _patience(), _reported(uri):
+            client = MlflowClient(uri)
+            has = {one.path for one in client.list_artifacts(run_id)}
+            for name in names:
+                must = f"have the artifact {name}"
+                require(name in has, f"run {run_id}", must, sorted(has) or "none", "Was it finished?")
+                client.download_artifacts(run_id, name, folder)
+        yield Path(folder)
 
 
 # ---- where

@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
 from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
@@ -43,6 +45,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         round=1,
         state=ServerState(torch.zeros(1, 2), (0,) * num_clients),
         facts=Facts(num_records=records, num_classes=10, input_shape=(4,)),
+        module=ClientModule(nn.Linear(4, 10)),
         schedule=RunSchedule(schedules, rounds),
         run=RunInfo(**{**told, **info}),
         clip_norm=(1.0,) * num_clients,

@@ -145,9 +145,9 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         factor = self.expected_batch_size / max(1.0, float(drawn.sizes[first : first + len(clipped)].sum()))
         return alone(self, clipped, generator) * factor if noise_too else alone(self, clipped * factor, generator)
 
-    def clipped_sums(self, theta, draws, num_classes=None):
+    def clipped_sums(self, theta, draws):
         drawn.sizes = torch.tensor([max(1.0, len(own)) for own in draws])[:, None, None]
-        return sums(self, theta, draws, num_classes)
+        return sums(self, theta, draws)
 
     def privatise_rows(self, clipped):
         factor = (self._divisor[: len(clipped)] / drawn.sizes).to(clipped.dtype)
@@ -159,8 +159,8 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
 
 
 def _remembering(call, drawn):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2):
-        found = call(self, params, x, y, clip_norm, group, num_groups, norms, order)
+    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2, only=None):
+        found = call(self, params, x, y, clip_norm, group, num_groups, norms, order, only)
         own = torch.zeros(len(y), dtype=torch.long) if group is None else group
         drawn.place, drawn.row_bytes = found.data_ptr(), found[0].nbytes
         drawn.sizes = torch.bincount(own, minlength=num_groups)
@@ -170,9 +170,9 @@ def _remembering(call, drawn):
 
 
 def _counted_once(call):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2):
+    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2, only=None):
         if norms is not None:
             norms.append(torch.zeros(len(y)))
-        return call(self, params, x, y, clip_norm, group, num_groups, order=order)
+        return call(self, params, x, y, clip_norm, group, num_groups, order=order, only=only)
 
     return summed

@@ -101,3 +101,48 @@ class TableNoise:
 
     def laplace(self, loc, scale, size):
         return loc + scale * self.standard_normal((size,))
+
+
+def layerwise_cosine(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
+    """The condensation paper's distance of two gradients, parameter by parameter and output node by output node."""
+    total = torch.zeros((), dtype=ours[0].dtype)
+    for a, b in zip(ours, theirs, strict=True):
+        if a.dim() >= 2:
+            for one, other in zip(a.reshape(len(a), -1), b.reshape(len(b), -1), strict=True):
+                total = total + 1 - (one @ other) / (one.norm() * other.norm() + 1e-6)
+    return total
+
+
+def class_gradient(net, params: dict[str, Tensor], x: Tensor, label: int, create_graph: bool = False) -> list[Tensor]:
+    """The gradient of the mean cross entropy of records of one class, a tensor a parameter."""
+    leaves = {name: value.detach().clone().requires_grad_() for name, value in params.items()}
+    loss = F.cross_entropy(functional_call(net, leaves, (x,)), torch.full((len(x),), label))
+    return list(torch.autograd.grad(loss, list(leaves.values()), create_graph=create_graph))
+
+
+def condensation_round(net, theta: Tensor, optimizers, images: list[Tensor], real: dict[int, Tensor]) -> None:
+    """One round of dataset condensation, a class after the other: `images[c]`, a leaf, moves towards `real[c]`."""
+    names = [name for name, _ in net.named_parameters()]
+    shapes = [p.shape for p in net.parameters()]
+    parts = theta.split([shape.numel() for shape in shapes])
+    params = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
+    for label, records in real.items():
+        theirs = class_gradient(net, params, records, label)
+        ours = class_gradient(net, params, images[label], label, create_graph=True)
+        optimizers[label].zero_grad()
+        layerwise_cosine(ours, theirs).backward()
+        optimizers[label].step()
+
+
+def sgd_epochs(net, theta: Tensor, x: Tensor, y: Tensor, epochs: int, learning_rate: float, seed: int) -> Tensor:
+    """Plain SGD over the whole shuffled set as one batch, from `theta`; returns the parameters."""
+    torch.nn.utils.vector_to_parameters(theta.clone(), net.parameters())
+    optimizer = torch.optim.SGD(net.parameters(), learning_rate)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        for _ in range(epochs):
+            order = torch.randperm(len(x))
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[order]), y[order]).backward()
+            optimizer.step()
+    return torch.nn.utils.parameters_to_vector(net.parameters()).detach()

@@ -15,8 +15,10 @@ import torch
 from fakes import a_report, a_result, a_view
 from matplotlib.figure import Figure
 
+from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import register
+from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.state import Sketch
 from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
@@ -128,6 +130,25 @@ def test_a_finished_run(store, experiment, folder):
     assert json.loads(tags["ledger_head"]) == a_result(view).ledger
     figure_names = {"accuracy_over_rounds", "epsilon_over_rounds", "accuracy_over_budget", "weights", "noise_estimated"}
     assert files_of(client, run, "figures") == {f"figures/{name}.png" for name in figure_names}
+
+
+def test_a_distilled_set_is_kept_shown_and_found_again(store, experiment, folder):
+    own = DistilledSet(torch.randn(6, 1, 4, 4), torch.arange(3).repeat_interleave(2), {"epsilon_max": 8.0})
+    own.save(folder)
+    play(Tracking(experiment, uri=store), a_view(folder), [])
+    client, run = only_run(store, experiment)
+    assert "figures/distilled_images.png" in files_of(client, run, "figures")
+    again = load_distilled(f"runs:/{run.info.run_id}", uri=store)
+    assert torch.equal(again.x, own.x) and again.card == {"epsilon_max": 8.0}
+    with pytest.raises(UserError, match=r"tracking\.uri"):
+        load_distilled("runs:/0123456789abcdef0123456789abcdef", uri=store)
+
+
+def test_a_run_without_a_set_says_what_it_has(store, experiment, folder):
+    play(Tracking(experiment, uri=store), a_view(folder), [])
+    _, run = only_run(store, experiment)
+    with pytest.raises(UserError, match=r"must have the artifact distilled\.pt, got \[.*'guarantee"):
+        load_distilled(f"runs:/{run.info.run_id}", uri=store)
 
 
 def test_own_tags_stand_beside_ours_and_never_replace_them(store, experiment, folder):

@@ -49,7 +49,8 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
     unit = subject.planned.expected_batch_size / subject.planned.clip_norm  # as learning rate: releases in clip norms
     jobs: list[Job] = [LocalTraining()]
     if not like.y.is_floating_point():
-        jobs.append(ClassGradients(like.num_classes))
+        some = tuple(name for name, p in module.named_trainable.items() if p.dim() >= 2)
+        jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=some)]
     ratios = {
         f"{words} noise": max(
             _moves(rig, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.engine import Batch, SerialEngine
-from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.federated.state import Job, LocalTraining, RoundPlan, ServerState
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -100,12 +100,12 @@ class Rig:
             together: let the engine put clients that take one step into one batch, as it does in a run.
 
         Returns:
-            `[len(names), P]`, or `[len(names), G, P]` for class gradients; infinite where a release was not finite.
+            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
         """
         plan, state, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
         updates = self.engine.train(plan, state, attempts)
-        blocks = (job.num_classes,) if isinstance(job, ClassGradients) else ()
-        found = start.new_full((len(names), *blocks, len(start)), torch.inf)
+        shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
+        found = start.new_full((len(names), *shape), torch.inf)
         if updates.deltas is not None:
             arrived = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
             found[arrived] = updates.deltas

@@ -49,7 +49,7 @@ def normalised(say: Tensor) -> Tensor:
 
 def say_beforehand(callbacks: Sequence[ServerCallback], plan: RoundPlan, view: View) -> Tensor | None:
     """`say` before anybody has trained, for updates that are streamed; None if a callback sees single ones."""
-    if any(cb.sees(plan, view) or type(cb).combine is not ServerCallback.combine for cb in callbacks):
+    if any(cb.sees(plan, view) for cb in callbacks):
         return None
     return say(callbacks, plan, ClientUpdates.announced(plan), view)
 

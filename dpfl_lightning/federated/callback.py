@@ -58,9 +58,10 @@ class ServerCallback:
     def sees(self, plan: RoundPlan, view: View) -> bool:
         """Whether this round's single updates must be kept and shown; they are streamed if nobody sees them.
 
-        Asked when it is settled who takes part, and again when it is known whose updates arrived.
+        Asked when it is settled who takes part, and again when it is known whose updates arrived. Who combines sees
+        them, unless it says otherwise here.
         """
-        return self.needs == "deltas"
+        return self.needs == "deltas" or type(self).combine is not ServerCallback.combine
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         """Factors >= 0, `[C]` or `[K, C]`; None is no say."""

@@ -23,7 +23,7 @@ from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
 from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.sampling import draw_steps
+from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 
 Batch = tuple[Tensor, Tensor]
 
@@ -149,15 +149,15 @@ class SerialEngine:
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
-        """One client's noised change `[P]`, or its class gradients `[num_classes, P]`."""
+        """One client's noised change `[P]`, or its class gradients `[num_classes, p]`."""
         begun, client = time.perf_counter(), plan.clients[row]
         task, start, batches = self.local_task(plan, row, state, attempt)
         if isinstance(plan.job, ClassGradients):
-            released = self._class_gradients(task, start, batches, plan.job.num_classes)
+            released = self._class_gradients(client, plan.job, task, start, batches[0])
         else:
             released = self.change(client, start, self.local_training(task, start, batches))
         if task.norms:
-            self.counts[client] += fates(torch.cat(task.norms), task.mechanism.clip_norm).sum(dim=0)
+            self.counts[client] += fates(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
         self.seconds[client] = time.perf_counter() - begun
         return released
 
@@ -169,8 +169,11 @@ class SerialEngine:
         start = self.personalised(state.models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
         stream = self.streams.generator("sampling", plan.round, client, attempt)
-        num_records = self.population.num_records[client]
-        draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
+        if isinstance(plan.job, ClassGradients) and plan.job.most_records is not None:
+            draws = [rows_of_each_class(self.held_labels(client).cpu().numpy(), plan.job.most_records, stream)]
+        else:
+            num_records = self.population.num_records[client]
+            draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
         norms: list[Tensor] = []
         task = LocalTask(
             clipped_sum=partial(self.clipped_sum, norms=norms, order=mechanism.clip_order),
@@ -191,14 +194,20 @@ class SerialEngine:
             delta[self._mask] = 0.0
         return delta
 
-    def _class_gradients(self, task: LocalTask, start: Tensor, batches: DrawnBatches, num_classes: int) -> Tensor:
-        """`[num_classes, P]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
-        x, y = batches[0]
-        mechanism = task.mechanism
+    def held_labels(self, client: int) -> Tensor:
+        """Of all the client's training records, `[n]`."""
+        return self.population.y[self.population.train_of[client]]
+
+    def _class_gradients(
+        self, client: int, job: ClassGradients, task: LocalTask, start: Tensor, batch: Batch
+    ) -> Tensor:
+        """`[num_classes, p]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
+        x, y = batch
+        params, clip_norm = self.module.unflatten(start), job.clip_norm(task.mechanism)
         sums = task.clipped_sum(
-            self.module.unflatten(start), x, y, mechanism.clip_norm, group=y, num_groups=num_classes
+            params, job.seen(x, y), y, clip_norm, group=y, num_groups=job.num_classes, only=job.parameters
         )
-        return mechanism.privatise(sums, task.noise)
+        return job.released(sums, task.mechanism, task.noise, y, self.held_labels(client))
 
 
 class DrawnBatches:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import time
@@ -115,6 +116,7 @@ class FederatedLoop:
         self.device = self.ranks.fabric.device
         self.population = population.to(self.device)
         self.module = module.to(self.device)
+        self._servers_module = copy.deepcopy(self.module)
         check_fits(self.module, self.population)
         own = FastEngine() if engine is None else engine
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
@@ -133,6 +135,7 @@ class FederatedLoop:
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
         self.asked = 0  # numbers sent within the round's queries
+        self.noise_std: dict[int, float] = {}  # client -> of its last update
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
@@ -203,6 +206,7 @@ class FederatedLoop:
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived
+        self.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
         say = aggregate.say(self.callbacks, plan, updates, view) if say is None else say  # [K, C]
         weights = aggregate.normalised(say)  # an empty row leaves its model alone
         combined = one_of(self.callbacks, "combine", updates, weights, view)
@@ -233,6 +237,7 @@ class FederatedLoop:
             round=state.round + 1,
             state=state,
             facts=self.facts,
+            module=self._servers_module,
             schedule=self.schedule,
             run=self.info,
             clip_norm=tuple(own.clip_norm for own in self.settings),
@@ -295,6 +300,7 @@ class FederatedLoop:
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
         self.training_seconds, self.told = saved["training_seconds"], saved["told"]
+        self.noise_std = dict(saved["noise_std"])
         self.saved_at, self.snapshot = time.perf_counter(), saved
         self.info = self._measured_info(first_round=state.round + 1)
         return state
@@ -315,6 +321,7 @@ class FederatedLoop:
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
             "told": self.told,
+            "noise_std": dict(self.noise_std),
             "ended": None,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
@@ -385,7 +392,7 @@ class FederatedLoop:
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, groups),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, self.noise_std, groups),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             told=for_json(self.told),

@@ -48,24 +48,28 @@ def releases(
         return [engine.release(plan, row, state, attempts[row]) for row in rows]
     tasks, starts, drawn = zip(*(engine.local_task(plan, row, state, attempts[row]) for row in rows), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, num_blocks = torch.cat(xs), torch.cat(ys), blocks(plan)
+    x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
-    group = owner * num_blocks + y if isinstance(plan.job, ClassGradients) else owner
     params = engine.module.unflatten(starts[0])
-    clip_norm, norms = tasks[0].mechanism.clip_norm, [torch.empty(0, device=y.device)]
+    clip_norm, norms = plan.clip_norm(rows[0]), [torch.empty(0, device=y.device)]
     order = tasks[0].mechanism.clip_order
-    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order)
+    group, only = owner, None
+    if isinstance(job, ClassGradients):
+        x, group, only = job.seen(x, y), owner * num_blocks + y, job.parameters
+    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order, only)
     clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
     engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
-    return [_release(plan, *own) for own in zip(tasks, starts, sums.split(num_blocks), strict=True)]
+    clipped = sums.split(num_blocks)
+    if isinstance(job, ClassGradients):
+        held = [engine.held_labels(plan.clients[row]) for row in rows]
+        each = zip(clipped, tasks, ys, held, strict=True)
+        return [job.released(own, task.mechanism, task.noise, *labels) for own, task, *labels in each]
+    return [_change(task, *own) for task, *own in zip(tasks, starts, clipped, strict=True)]
 
 
-def _release(plan: RoundPlan, task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
-    """One client's release from its clipped sums `[G, P]`."""
-    noised = task.mechanism.privatise(clipped, task.noise)
-    if isinstance(plan.job, ClassGradients):
-        return noised
-    step = noised[0]
+def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
+    """One client's change `[P]` from its clipped sum `[1, P]`."""
+    step = task.mechanism.privatise(clipped, task.noise)[0]
     if task.anchor is not None:
         step.add_(start - task.anchor, alpha=task.pull)
     return step.mul_(-task.learning_rate)

@@ -18,7 +18,6 @@ from dpfl_lightning.federated.settings import ClientSettings
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, View
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
-from dpfl_lightning.privacy.mechanism import mechanism_of
 
 # What the run itself has: curves of clients, and how well clusters match true groups.
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
@@ -124,9 +123,14 @@ def client_rows(
     guarantees: Sequence[Guarantee],
     scores: Evaluation | None,
     model_of: Sequence[int],
+    noise_std: Mapping[int, float],
     groups: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], ...]:
-    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated."""
+    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated.
+
+    Args:
+        noise_std: of each client that has sent an update, in one number of its last one.
+    """
     return tuple(
         {
             "client": client,
@@ -134,7 +138,7 @@ def client_rows(
             "epsilon_budget": finite_or_none(own.epsilon),
             "delta": own.delta,
             "noise_multiplier": budgets.noise_multiplier(client),
-            "noise_std": _noise_std(own, budgets, client),
+            "noise_std": noise_std.get(client),
             "batch_size": own.batch_size,
             "num_records": own.num_records,
             "releases": budgets.releases(client),
@@ -159,9 +163,3 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
         "against everyone who sees its updates."
     )
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
-
-
-def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
-    """Of one update of the client's most frequent release, per parameter."""
-    event = budgets.schedule.clients[client].main
-    return mechanism_of(event, own.clip_norm, own.num_records).noise_std(event.steps, own.learning_rate)

@@ -117,7 +117,7 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
 
 
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
-    """Every client trains in every round; given noise is fixed, other noise is to be solved."""
+    """Every client trains in every round, and in those that are set aside; noise that is not given is to be solved."""
     count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
     laplace = privacy is not None and privacy.mechanism == "laplace"
     events: list[NoisedEvent] = [

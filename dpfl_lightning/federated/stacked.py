@@ -74,6 +74,9 @@ class StackedEngine(SerialEngine):
                 alone += rows
             else:
                 yield from zip(rows, one_step.releases(self, plan, rows, state, attempts), strict=True)
+        if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
+            yield from ((row, self.release(plan, row, state, attempts[row])) for row in alone)
+            return
         for rows, shape in self.stacks(plan, alone):
             yield from zip(rows, self.stack_releases(plan, rows, shape, state, attempts), strict=True)
 
@@ -85,7 +88,7 @@ class StackedEngine(SerialEngine):
         widest = max(padded_width(plan.mechanism_of[row], num_records[plan.clients[row]]) for row in rows)
         most = max(1, self.bytes // self.module.flat.nbytes)  # gradients at once
         width = min(size_above(widest), size_below(most))
-        most_clients = size_below(max(1, most // max(width, 2 * one_step.blocks(plan))))  # the sums are in float64
+        most_clients = size_below(max(1, most // max(width, 2)))  # the sums are in float64
         size = size_above(math.ceil(len(rows) / math.ceil(len(rows) / most_clients)))
         # equal numbers of steps share a stack; the client breaks ties, so that the plan's order does not count
         ordered = sorted(rows, key=lambda row: (-plan.steps[row], plan.clients[row]))
@@ -106,12 +109,8 @@ class StackedEngine(SerialEngine):
         stack = Stack(self.module, self.population, self._sums, clients, tasks, shape)
         starts = torch.stack([start for _, start, _ in begun])
         draws = [batches.draws for _, _, batches in begun]
-        if isinstance(plan.job, ClassGradients):
-            sums = stack.clipped_sums(stack.padded(starts), [own[0] for own in draws], plan.job.num_classes)
-            changes = list(stack.noise.privatise(sums))
-        else:
-            ends = stack.local_training(starts, draws)
-            changes = [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
+        ends = stack.local_training(starts, draws)
+        changes = [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
         counts = fates(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
         self.counts.index_add_(0, torch.tensor(clients, device=counts.device), counts[: len(clients)])
         return changes
@@ -170,27 +169,25 @@ class Stack:
         for step in range(len(draws[0])):
             active = [own[step] for own in draws if step < len(own)]  # the first so many clients
             now = theta[: len(active)]
-            move = self.noise.privatise(self.clipped_sums(theta, active))[:, 0]
+            move = self.noise.privatise(self.clipped_sums(theta, active)[:, None])[:, 0]
             if self.anchors is not None:
                 move.add_(now - self.anchors[: len(active)], alpha=self.pull)
             now.sub_(move.mul_(self.learning_rate[: len(active)]))
         return theta[: len(starts)]
 
-    def clipped_sums(self, theta: Tensor, draws: Sequence[np.ndarray], num_classes: int | None = None) -> Tensor:
-        """`[k, G, P]` of one draw a client; G is 1, or one for each class.
+    def clipped_sums(self, theta: Tensor, draws: Sequence[np.ndarray]) -> Tensor:
+        """`[k, P]` of one draw a client.
 
         Args:
             theta: `[S, P]`.
             draws: rows of the first k clients, `[b]` each, within their own records.
         """
-        groups = num_classes or 1
         params = vmap(self.module.unflatten)(theta)
-        total = theta.new_zeros(len(theta), groups, theta.shape[1], dtype=summing_dtype(theta))
+        total = torch.zeros_like(theta, dtype=summing_dtype(theta))
         for index in self.passes(draws):
             rows = self.rows_of[index.clamp(min=0)]  # padding takes any record
             x, y = self.population.x[rows], self.population.y[rows]
-            group = y if num_classes else None
-            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, group, groups, self.order)
+            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, self.order)
             total.add_(sums)
             self.norms.append(norms.clone())  # the next pass may reuse its memory
         return total[: len(draws)].to(theta.dtype)

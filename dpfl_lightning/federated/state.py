@@ -8,16 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Facts
+from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
+from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 if TYPE_CHECKING:
+    from dpfl_lightning.client import ClientModule
     from dpfl_lightning.federated.aggregate import WeightedSum
     from dpfl_lightning.federated.query import Answers, Query
 
@@ -56,12 +60,58 @@ class LocalTraining:
 
 @dataclass(frozen=True)
 class ClassGradients:
-    """One noised sum of clipped gradients for each class, divided by the expected batch size, `[num_classes, P]`.
+    """One noised sum of clipped gradients for each class, divided by the expected batch size, `[num_classes, p]`.
 
-    A record has one label, so the whole stack has the sensitivity of one clipped gradient.
+    Args:
+        num_classes: blocks of the release; a class that the client lacks has one, too.
+        parameters: names of those whose gradients are measured, clipped and sent, p numbers; None is all, p = P.
+        augmentation: what every record becomes before its gradient is taken: public, the same for all clients.
+        most_records: of each class, drawn without replacement in place of a Poisson draw.
+        counts: whether two columns follow: how many records of each class were drawn and how many there are, divided
+            as the sums are. They are exact, so only releases without noise may have them.
+
+    **Privacy** A record has one label, so the whole stack has the sensitivity of one clipped gradient. Of
+    `most_records` a record more may push another out: records are then clipped to half the mechanism's norm.
     """
 
     num_classes: int
+    parameters: tuple[str, ...] | None = None
+    augmentation: ClassAugmentation | None = None
+    most_records: int | None = None
+    counts: bool = False
+
+    def clip_norm(self, mechanism: Mechanism) -> float:
+        """Of one record's gradient, so that one record moves the stack by at most the mechanism's."""
+        return mechanism.clip_norm if self.most_records is None else mechanism.clip_norm / 2
+
+    def seen(self, x: Tensor, y: Tensor) -> Tensor:
+        """What the records `x` `[B, *X]` of the classes `y` `[B]` become."""
+        return x if self.augmentation is None else self.augmentation(x, y)
+
+    def released(
+        self, sums: Tensor, mechanism: Mechanism, noise: RandomGenerator, drawn: Tensor, held: Tensor
+    ) -> Tensor:
+        """What the client sends.
+
+        Args:
+            sums: `[num_classes, p]`, clipped.
+            noise: the client's generator.
+            drawn: labels of the records in `sums`, `[B]`.
+            held: labels of all its records, `[n]`.
+        """
+        noised = mechanism.privatise(sums, noise)
+        if not self.counts:
+            return noised
+        numbers = torch.stack([labels.bincount(minlength=self.num_classes) for labels in (drawn, held)], dim=1)
+        return torch.cat([noised, numbers.to(noised.dtype) / mechanism.expected_batch_size], dim=1)
+
+    def problem(self, mechanism: Mechanism) -> str:
+        """Why this job's releases would not be what the mechanism's event says; empty if they are."""
+        if self.counts and mechanism.noise_multiplier > 0:
+            return "exact counts beside noised sums are covered by no epsilon"
+        if self.most_records is not None and mechanism.sample_rate < 1:
+            return "draws of a fixed number of records are not amplified: their sample rate is 1"
+        return ""
 
 
 Job = LocalTraining | ClassGradients
@@ -93,11 +143,19 @@ class RoundPlan:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
             raise ValueError(f"a plan has one entry a client in every column, and each client once: {self}")
+        if isinstance(self.job, ClassGradients):
+            for problem in filter(None, map(self.job.problem, self.mechanism_of)):
+                raise ValueError(f"{problem}: {self.job}")
 
     @property
     def expected_records(self) -> tuple[float, ...]:
         """Records each client's steps process in expectation, `[C]`: the observed number is private."""
         return tuple(m.expected_batch_size * steps for m, steps in zip(self.mechanism_of, self.steps, strict=True))
+
+    def clip_norm(self, row: int) -> float:
+        """Of one record's gradient, at the client of a row."""
+        mechanism = self.mechanism_of[row]
+        return self.job.clip_norm(mechanism) if isinstance(self.job, ClassGradients) else mechanism.clip_norm
 
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""
@@ -136,7 +194,8 @@ class ClientUpdates:
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
         """What is known of a plan's updates before they come."""
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
-        noise_std = tuple(mechanism.noise_std(steps, rate) for mechanism, steps, rate in rows)
+        sums = isinstance(plan.job, ClassGradients)  # of one step, and no learning rate
+        noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of)
 
     @property
@@ -226,13 +285,17 @@ class RunInfo:
 class View:
     """What a callback may see: public facts and released values; never data, never the loop.
 
-    `ask(query)` charges the ledger first and returns noised answers; `new_model(seed)` gives the parameters `[P]` that
-    the net is initialised with from that public seed.
+    Args:
+        module: the server's own copy: architecture and loss for its work on public data. Its parameters mean nothing,
+            and whoever works may overwrite them.
+        ask: `ask(query)` charges the ledger first and returns noised answers.
+        new_model: `new_model(seed)` gives the parameters `[P]` that the net is initialised with from that public seed.
     """
 
     round: int
     state: ServerState
     facts: Facts
+    module: ClientModule = field(repr=False)
     schedule: RunSchedule
     run: RunInfo
     clip_norm: tuple[float, ...]
@@ -301,7 +364,7 @@ class RunResult:
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each parameter in one round's update), batch_size,
+            noise_multiplier, noise_std (of each number in its last update; None: it sent none), batch_size,
             num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records, model (row of
             what was delivered), true_group (of a simulation, else None).
         accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.

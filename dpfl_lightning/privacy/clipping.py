@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Protocol
 
@@ -38,6 +38,8 @@ class ClippedSum(Protocol):
         norms: if given, the norms of the records' gradients before clipping are appended, chunk by chunk `[b]` in
             their order, infinite or NaN where they are not finite.
         order: of the norm, 2 or 1.
+        only: names of the parameters whose gradients count: norm, clipping and sum are of these alone, in the order of
+            `params`; None is all of them.
 
     Returns:
         `[G, P]` in the dtype of the parameters; chunks are added in float64 and rounded once. A group without
@@ -61,6 +63,7 @@ class ClippedSum(Protocol):
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
         order: int = 2,
+        only: Collection[str] | None = None,
     ) -> Tensor: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
@@ -117,6 +120,11 @@ def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
         stop = start + size + (i < longer)
         yield slice(start, stop)
         start = stop
+
+
+def wanted_of(params: Params, only: Collection[str] | None) -> Params:
+    """Those of `params` whose gradients count, in their order."""
+    return params if only is None else {name: p for name, p in params.items() if name in only}
 
 
 def summing_dtype(like: Tensor) -> torch.dtype:
@@ -204,13 +212,15 @@ class VmapClippedSum:
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
         order: int = 2,
+        only: Collection[str] | None = None,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
-        totals = GroupTotals(params, num_groups)
+        wanted = wanted_of(params, only)
+        totals = GroupTotals(wanted, num_groups)
         for rows in chunks_of(len(x), self.chunk):
             by_name = self._grads(params, x[rows], y[rows])
-            grads = torch.cat([by_name[name].flatten(1) for name in params], dim=1)
+            grads = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1)
             sizes = torch.linalg.vector_norm(grads, ord=order, dim=1)
             if norms is not None:
                 norms.append(sizes)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,7 @@ from dpfl_lightning.privacy.clipping import (
     chunks_of,
     clip_factors,
     cross_entropy_of,
+    wanted_of,
 )
 from dpfl_lightning.privacy.layer_rules import (
     RULES,
@@ -168,16 +169,17 @@ class FastClippedSum:
         num_groups: int = 1,
         norms: list[Tensor] | None = None,
         order: int = 2,
+        only: Collection[str] | None = None,
     ) -> Tensor:
         require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         on_cpu = x.device.type == "cpu"
-        x = self.enter(x)
-        totals = GroupTotals(params, num_groups)
+        x, wanted = self.enter(x), wanted_of(params, only)
+        totals = GroupTotals(wanted, num_groups)
         for rows in chunks_of(len(x), self.chunk or (CPU_CHUNK if on_cpu else ACCELERATOR_CHUNK)):
-            grads = self._gradients(params, x[rows], y[rows])
+            grads = self._gradients(params, wanted, x[rows], y[rows])
             sizes = torch.linalg.vector_norm(torch.stack([g.norms(order) for g in grads.values()]), ord=order, dim=0)
             if norms is not None:
                 norms.append(sizes)
@@ -185,7 +187,7 @@ class FastClippedSum:
             if not on_cpu or not finite.all():  # to ask an accelerator is to wait for it
                 grads = {name: g.only(finite) for name, g in grads.items()}
             groups = None if group is None else group[rows]
-            totals.add(clip_factors(sizes, clip_norm), groups, partial(_weighted, params, grads))
+            totals.add(clip_factors(sizes, clip_norm), groups, partial(_weighted, wanted, grads))
         return totals.rounded()
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
@@ -197,26 +199,26 @@ class FastClippedSum:
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """How many numbers at most enter a unit for one record."""
-        with self._watched(params, {}) as (calls, _, _):
+        with self._watched({}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
         return max(a[0].numel() for inputs in calls.values() for a in inputs)
 
-    def _gradients(self, params: Params, x: Tensor, y: Tensor) -> ByName:
-        """Each record's gradients by parameter name; parameters that no loss depends on are left out."""
+    def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
+        """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out."""
         grads: ByName = {}
-        with torch.enable_grad(), self._watched(params, grads) as (calls, edges, anchor):
+        with torch.enable_grad(), self._watched(wanted, grads) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
-        wanted: list[Any] = [*edges.values(), anchor]
-        *dys, _ = torch.autograd.grad(losses, wanted, torch.ones_like(losses), allow_unused=True)
+        begins: list[Any] = [*edges.values(), anchor]
+        *dys, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
         for name, dy in zip(edges, dys, strict=True):
             if dy is not None:
-                grads |= self._units[name].gradients(params, calls[name], dy)
+                grads |= self._units[name].gradients(wanted, calls[name], dy)
         return grads
 
     @contextmanager
-    def _watched(self, params: Params, grads: ByName) -> Iterator[tuple[Calls, Edges, Tensor]]:
+    def _watched(self, wanted: Params, grads: ByName) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
 
         A convolution on a CPU gets a backward pass of its own instead of an edge, and it fills `grads`. The graph
@@ -225,7 +227,6 @@ class FastClippedSum:
         calls: Calls = {}
         edges: Edges = {}
         anchor = torch.zeros((), requires_grad=True)
-        on_cpu = next(iter(params.values())).device.type == "cpu"
 
         def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
@@ -234,12 +235,12 @@ class FastClippedSum:
                 if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                     raise Unsupported(f"`{name}` does not go from tensors to one tensor")
                 calls[name] = plain = tuple(a.detach() for a in inputs)  # what keeps a graph alive makes a circle
-                if on_cpu and has_own_backward(module):
+                if output.device.type == "cpu" and has_own_backward(module):
                     weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
 
                     def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
                         by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0])
-                        grads.update(unit.in_net(by_name, params))
+                        grads.update(unit.in_net(by_name, wanted))
                         return (dx,)
 
                     return _Seam.apply(output.detach(), anchor, own_backward, *inputs)

@@ -31,6 +31,20 @@ def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerato
     return generator.choice(num_records, size, replace=False, shuffle=False)
 
 
+def rows_of_each_class(labels: np.ndarray, most: int, generator: RandomGenerator) -> np.ndarray:
+    """At most `most` records of each class, drawn without replacement: row numbers `[B]`, ascending.
+
+    A record more can push another out, so it moves a sum over the draw by two records, whatever is drawn: no draw of
+    this kind makes noise count for more.
+
+    >>> rows_of_each_class(np.array([0, 1, 1, 1]), 2, np.random.default_rng(0))
+    array([0, 1, 2])
+    """
+    order = generator.permutation(len(labels))
+    kept = [own[:most] for label in np.unique(labels) if len(own := order[labels[order] == label])]
+    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
+
+
 def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator) -> Iterator[np.ndarray]:
     """Endless epochs of shuffled batches of `batch_size` (the last of an epoch may be smaller)."""
     while True:

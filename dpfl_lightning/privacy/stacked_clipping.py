@@ -20,16 +20,14 @@ class StackedSums(Protocol):
         y: labels `[S, B]`.
         mask: `[S, B]` bool, False for padding.
         clip_norm: `[S]` in the dtype of the parameters, > 0, may be infinite.
-        group: each record's group `[S, B]` int64 in [0, num_groups); None puts all records into group 0.
-        num_groups: number of rows G a client, >= 1.
         order: of the norm, 2 or 1.
 
     Returns:
-        `[S, G, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
+        `[S, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
         before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
-        One record changes one row of its own client only, by at most the client's clip norm (up to rounding).
+        One record changes its own client's row only, by at most the client's clip norm (up to rounding).
         Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
 
     Privacy:
@@ -43,8 +41,6 @@ class StackedSums(Protocol):
         y: Tensor,
         mask: Tensor,
         clip_norm: Tensor,
-        group: Tensor | None = None,
-        num_groups: int = 1,
         order: int = 2,
     ) -> tuple[Tensor, Tensor]: ...
 
@@ -59,7 +55,7 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
-    >>> clipped[:, 0, 0], norms
+    >>> clipped[:, 0], norms
     (tensor([3.4641, 6.0000]), tensor([[10.3923, 10.3923],
             [10.3923, -1.0000]]))
     """
@@ -71,8 +67,6 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         y: Tensor,
         mask: Tensor,
         clip_norm: Tensor,
-        group: Tensor | None = None,
-        num_groups: int = 1,
         order: int = 2,
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
@@ -81,10 +75,8 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         norms = torch.linalg.vector_norm(parts, ord=order, dim=0)
         counts = (mask & torch.isfinite(norms))[..., None]
         factors = clip_factors(norms, clip_norm[:, None])[:, None]  # [S, 1, B]
-        if group is not None:
-            factors = factors * (group[:, None] == torch.arange(num_groups, device=group.device)[:, None])
         # 0 x NaN is NaN: what does not count is replaced, not multiplied away
-        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)
+        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)[:, 0]
         return clipped, torch.where(mask, norms, -1.0)
 
     return sums

@@ -14,6 +14,7 @@ from dpfl_lightning.registry import call
 #: registry name -> (file, class)
 STRATEGIES = {
     "clustered": ("clustered", "Clustered"),
+    "distillation": ("distillation", "Distillation"),
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
     "ifca": ("ifca", "Ifca"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -16,6 +17,8 @@ from dpfl_lightning.federated.settings import (
 )
 from dpfl_lightning.notice import slow_notice
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.schedule import Planned
 
 
 def test_each_client_has_its_own():
@@ -58,11 +61,34 @@ def test_neither_budget_nor_noise_is_refused():
 def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
     privacy = PrivacyOptions(epsilon=[2.0, math.inf], noise_multiplier=2.0, delta=1e-3)
     settings = client_settings((100, 100), ClientOptions(batch_size=20), privacy, seed=0)
-    schedule = solved(default_schedule(settings, privacy, rounds=1000), accountant_of(privacy))
+    judge = accountant_of(privacy)
+    schedule = solved(default_schedule(settings, privacy, rounds=1000), judge)
     paid, free = (own.planned[0].count for own in schedule.clients)
     assert 1 <= paid < 1000 and free == 1000
-    judge = accountant_of(privacy)
     assert judge.epsilon(schedule.clients[0].events(), 1e-3) <= 2.0
+
+
+def test_what_strategies_plan_beside_given_noise_is_paid_first():
+    privacy = PrivacyOptions(epsilon=4.0, noise_multiplier=2.0, delta=1e-3)
+    settings = client_settings((100,) * 3, ClientOptions(batch_size=20), privacy, seed=0)
+    judge = accountant_of(privacy)
+
+    def change(client, own):
+        (train,) = own.planned
+        full = Planned("full", GaussianEvent(1.0, 3.0), 5)
+        quiet = dataclasses.replace(train, event=GaussianEvent(1.0, 2.0), count=1000)
+        return dataclasses.replace(own, planned=((full, train), (train, full), (quiet,))[client])
+
+    schedule = solved(default_schedule(settings, privacy, rounds=1000).replan(change), judge)
+    counts = [{line.purpose: line.count for line in own.planned} for own in schedule.clients]
+    assert counts[0] == counts[1] and counts[0]["full"] == 5 and 1 <= counts[0]["train"] < 1000
+    assert 1 <= counts[2]["train"] < 10, "full batches cost more than those that were counted on by default"
+    assert all(judge.epsilon(own.events(), 1e-3) <= 4.0 for own in schedule.clients)
+    loud = default_schedule(settings, privacy, rounds=5).replan(
+        lambda _, own: dataclasses.replace(own, planned=(Planned("full", GaussianEvent(1.0, 0.1), 2), *own.planned))
+    )
+    with pytest.raises(UserError, match=r"`epsilon` must be above .*, what full costs with the given noise.* got 4"):
+        solved(loud, judge)
 
 
 def test_reserve_rounds_are_planned():

@@ -514,6 +514,22 @@ def test_groups_split_the_sum(engine, net):
     torch.testing.assert_close(rows.sum(0), engine(net)(params, IMAGES.double(), LABELS, 0.5)[0])
 
 
+@pytest.mark.parametrize("only", [("3.bias",), ("0.weight", "3.weight", "8.weight")])
+@pytest.mark.parametrize("order", [2, 1])
+def test_only_wanted_gradients_are_measured_clipped_and_summed(engine, net, only, order):
+    params, x, each = {name: p + 0.1 for name, p in params_of(net).items()}, IMAGES.double(), torch.arange(7)
+    sizes = [p.numel() for p in params.values()]
+    everything = engine(net)(params, x, LABELS, math.inf, each, 7).split(sizes, dim=1)
+    free = torch.cat([part for name, part in zip(params, everything, strict=True) if name in only], dim=1)
+    norms: list[torch.Tensor] = []
+    true = free.norm(order, dim=1)
+    clip_norm = float(true.median())
+    clipped = engine(net)(params, x, LABELS, clip_norm, each, 7, norms, order, only)
+    torch.testing.assert_close(torch.cat(norms), true)
+    torch.testing.assert_close(clipped, free * (clip_norm / true).clamp_max(1)[:, None])
+    assert torch.equal(engine(net)(params, x[:0], LABELS[:0], 1.0, only=only), torch.zeros(1, free.shape[1]).double())
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("place", [(2, 0, 0, 0), (2,)])
 def test_record_without_finite_gradient_contributes_exactly_zero(engine, net, bad, place):

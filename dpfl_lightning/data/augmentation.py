@@ -1,0 +1,135 @@
+"""Differentiable augmentations of images: the same one for the real and the synthetic images of a class."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_MOST_SCALE, _MOST_DEGREES, _CROP, _CUTOUT = 1.2, 15.0, 0.125, 0.5
+NUMBERS = 3  # uniform ones in [0, 1) that decide one augmentation of one image
+
+
+def _flip(x: Tensor, u: Tensor) -> Tensor:
+    return torch.where((u[:, 0] < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
+
+
+def _scale(x: Tensor, u: Tensor) -> Tensor:
+    factors = 1 / _MOST_SCALE + u[:, :2] * (_MOST_SCALE - 1 / _MOST_SCALE)
+    return _warped(x, torch.diag_embed(factors))
+
+
+def _rotate(x: Tensor, u: Tensor) -> Tensor:
+    angle = (u[:, 0] - 0.5) * 2 * math.radians(_MOST_DEGREES)
+    cos, sin = angle.cos(), angle.sin()
+    return _warped(x, torch.stack([cos, -sin, sin, cos], dim=1).view(-1, 2, 2))
+
+
+def _warped(x: Tensor, matrix: Tensor) -> Tensor:
+    """The images at linearly moved places, zeros beyond their edges."""
+    affine = F.pad(matrix, (0, 1)).to(x.dtype)
+    grid = F.affine_grid(affine, list(x.shape), align_corners=True)
+    return F.grid_sample(x, grid, align_corners=True)
+
+
+def _crop(x: Tensor, u: Tensor) -> Tensor:
+    """Moved by whole pixels, zeros where nothing comes in."""
+    height, width = x.shape[2:]
+    reach = [math.floor(_CROP * size + 0.5) for size in (height, width)]
+    padded = F.pad(x, (reach[1], reach[1], reach[0], reach[0]))
+    first = [(u[:, axis] * (2 * far + 1)).long() for axis, far in enumerate(reach)]
+    rows = first[0][:, None] + torch.arange(height, device=x.device)
+    columns = first[1][:, None] + torch.arange(width, device=x.device)
+    image = torch.arange(len(x), device=x.device).view(-1, 1, 1)
+    return padded.permute(0, 2, 3, 1)[image, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
+
+
+def _cutout(x: Tensor, u: Tensor) -> Tensor:
+    """A square of zeros around any place, cut off at the edges of the image."""
+    holes = []
+    for axis, size in enumerate(x.shape[2:]):
+        side = math.floor(_CUTOUT * size + 0.5)
+        first = (u[:, axis] * (size + 1 - side % 2)).long() - side // 2
+        away = torch.arange(size, device=x.device) - first[:, None]
+        holes.append((away >= 0) & (away < side))
+    hole = holes[0][:, None, :, None] & holes[1][:, None, None, :]
+    return torch.where(hole, 0.0, x)
+
+
+def _color(x: Tensor, u: Tensor) -> Tensor:
+    """Brightness, then saturation, then contrast."""
+    brightness, saturation, contrast = u.to(x.dtype).T[:, :, None, None, None]
+    x = x + (brightness - 0.5)
+    grey = x.mean(dim=1, keepdim=True)
+    x = (x - grey) * (2 * saturation) + grey
+    mean = x.mean(dim=(1, 2, 3), keepdim=True)
+    return (x - mean) * (contrast + 0.5) + mean
+
+
+#: name -> function(images [B, C, H, W], uniform numbers [B, 3]) -> images; differentiable in the images
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "color": _color,
+    "crop": _crop,
+    "cutout": _cutout,
+    "flip": _flip,
+    "scale": _scale,
+    "rotate": _rotate,
+}
+
+
+@dataclass(frozen=True)
+class ClassAugmentation:
+    """One operation for each class, with one set of parameters: every image of the class gets the same.
+
+    Args:
+        operations: `[num_classes]` names in `OPERATIONS`.
+        numbers: `[num_classes][3]` uniform in [0, 1), which the operation turns into its parameters.
+
+    **Privacy** A record becomes one other record, whatever else there is: what clipping bounds stays bounded.
+
+    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with its strengths. Here its parameters are
+    values that a server can send, in place of a seed of the global generator.
+
+    >>> shift = ClassAugmentation(("flip", "crop"), ((0.0, 0.0, 0.0), (0.5, 0.5, 0.0)))
+    >>> shift(torch.tensor([[[[1.0, 2.0]]], [[[1.0, 2.0]]]]), torch.tensor([0, 1]))[:, 0, 0]
+    tensor([[2., 1.],
+            [1., 2.]])
+    """
+
+    operations: tuple[str, ...]
+    numbers: tuple[tuple[float, ...], ...]
+
+    @classmethod
+    def draw(cls, generator: np.random.Generator, num_classes: int, operations: Sequence[str]) -> ClassAugmentation:
+        """An operation of `operations` for each class, all equally likely, and its numbers."""
+        chosen = generator.integers(len(operations), size=num_classes)
+        numbers = generator.random((num_classes, NUMBERS))
+        return cls(tuple(operations[one] for one in chosen), tuple(map(tuple, numbers.tolist())))
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        """The images `x` `[B, C, H, W]` of the classes `y` `[B]`, shape kept; differentiable in `x`."""
+        numbers = torch.tensor(self.numbers, dtype=x.dtype, device=x.device)
+        changed = x
+        for name in sorted(set(self.operations)):
+            own = torch.tensor([one == name for one in self.operations], device=y.device)[y]
+            rows = own.nonzero().flatten()
+            if len(rows) == 0:  # a Poisson draw may be empty
+                continue
+            changed = changed.index_put((rows,), OPERATIONS[name](x[rows], numbers[y[rows]]))
+        return changed
+
+
+def augmented(x: Tensor, operation: str, generator: torch.Generator | None = None) -> Tensor:
+    """`operation` on the images `x` `[B, C, H, W]`, with parameters of its own for each image.
+
+    Args:
+        operation: a name in `OPERATIONS`.
+        generator: on the CPU; None is torch's global one.
+    """
+    numbers = torch.rand(len(x), NUMBERS, generator=generator, dtype=torch.float64)
+    return OPERATIONS[operation](x, numbers.to(x.device, x.dtype))

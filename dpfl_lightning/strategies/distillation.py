@@ -1,0 +1,517 @@
+"""Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import dpfl_lightning
+from dpfl_lightning.data.augmentation import OPERATIONS, ClassAugmentation
+from dpfl_lightning.errors import UserNotice, nearest, require
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.federated.state import (
+    ClassGradients,
+    ClientUpdates,
+    Delivered,
+    RoundPlan,
+    RunResult,
+    RunSchedule,
+    ServerState,
+    View,
+)
+from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.strategies.gradient_matching import (
+    MATCHINGS,
+    Matching,
+    SyntheticSet,
+    coordinate_median,
+    fastest_class_gradients,
+    matched_names,
+    noise_aware_rows,
+    num_rows,
+)
+from dpfl_lightning.strategies.server_training import (
+    Training,
+    fresh_parameters,
+    public_generator,
+    torch_seed,
+    trained_on,
+)
+
+PURPOSE = "class_gradients"
+
+_KEY = "strategies.distillation"
+_COUNTS = 2  # columns beside a block: records drawn, records held
+_AUGMENTATIONS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "dsa": tuple(OPERATIONS),
+    "dsa_without_flip": tuple(name for name in OPERATIONS if name != "flip"),
+}
+_CHOICES: dict[str, Iterable[str]] = {
+    "mode": ("default", "paper_literal"),
+    "matching": MATCHINGS,
+    "row_weights": ("equal", "noise_aware"),
+    "augmentation": _AUGMENTATIONS,
+    "net_update": ("synthetic", "aggregate"),
+    "aggregation": ("sampled", "uniform", "class_count", "median", "by_base_rule"),
+    "sampling": ("full", "poisson", "fixed"),
+    "noise_scale": ("sum", "paper_mean"),
+}
+#: what an option that is left out is, by mode; None: see `Distillation`
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "default": {"aggregation": "sampled", "sampling": None, "reinit_every": None},
+    "paper_literal": {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0},
+}
+#: images per class -> (rounds from one initialisation to the next, epochs on the set after a round)
+_LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
+
+
+def loops(images_per_class: int) -> tuple[int, int]:
+    """The condensation paper's loops: rounds from one initialisation to the next, epochs on the set after a round.
+
+    A number that its code does not know takes those of the next larger one, and above 50 those of 50.
+
+    >>> loops(1), loops(10), loops(12), loops(100)
+    ((1, 1), (10, 50), (20, 25), (50, 10))
+    """
+    return _LOOPS[min((known for known in _LOOPS if known >= images_per_class), default=50)]
+
+
+def participants(num_clients: int, fraction: float) -> int:
+    """Clients of a round: the fraction of all, a half rounded up, at least one.
+
+    >>> participants(5, 0.5), participants(20, 0.5), participants(3, 0.1)
+    (3, 10, 1)
+    """
+    return max(1, math.floor(fraction * num_clients + 0.5))
+
+
+def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
+    """`sum_i share_i block_i / sum_i share_i` of every class, `[G, d]`; zeros where nobody has a share.
+
+    Args:
+        blocks: `[C, G, d]`.
+        shares: `[C, G]`, >= 0.
+    """
+    shares = shares.to(blocks.dtype)
+    total = torch.einsum("cg,cgd->gd", shares, blocks)
+    return total / shares.sum(dim=0).clamp_min(torch.finfo(blocks.dtype).tiny)[:, None]
+
+
+class Distillation(ServerCallback):
+    """DistDD: synthetic images whose gradients match those of the clients' records, class by class, round by round.
+
+    In every round clients send one noised sum of clipped gradients for each class, at the server's throw-away net. The
+    server moves its images until the net's gradient on them is like the released one, then trains the net on the
+    images. What a run delivers is a fresh net trained on the set, and the set (`distilled.pt`). It pays where many
+    trainings follow, such as a search for hyperparameters: they all run on the set, without clients and without
+    privacy loss.
+
+    Args:
+        mode: which defaults hold where an option is left out: `default`, or `paper_literal` (aggregation `uniform`,
+            sampling `fixed`, never a new initialisation).
+        images_per_class: >= 1.
+        matching: distance of two gradients: `layerwise_cosine`, `cos` or `mse`.
+        image_steps: steps of the images for each release, >= 1: more cost neither traffic nor privacy.
+        image_learning_rate: > 0.
+        image_momentum: in [0, 1).
+        row_weights: `noise_aware` counts a row of the target the less, the more of it is noise; or `equal`.
+        augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`: one operation a class and round, for records
+            and images alike.
+        net_update: how the net moves between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
+            the released gradients).
+        reinit_every: rounds from one initialisation of the net to the next; 0 is never; null is what `loops` says.
+        net_epochs: epochs on the set after a round, >= 0; null is what `loops` says.
+        net_learning_rate: of the net's SGD, > 0.
+        aggregation: `sampled` (sums of sums: each drawn record counts the same), `uniform` (each client's mean counts
+            the same), `class_count` (each client's mean counts as the records it has; only without noise), `median`
+            (of every coordinate, over the clients that have the class; with noise over all), or `by_base_rule`: what
+            a base rule beside it says.
+        participation_fraction: of the clients, drawn anew every round, in (0, 1]; no privacy is claimed for it.
+        sampling: `full` (all records of a client), `poisson` (at its batch_size), or `fixed` (`records_per_class`
+            without replacement, accounted without amplification); null is `full` with noise, else `fixed`.
+        records_per_class: of `fixed`, >= 1.
+        noise_scale: `sum`, or `paper_mean`: given noise multipliers are those of a class's mean, as in the paper's
+            appendix; the ledger holds them as what they are on the sum.
+        min_participants: fewer clients a round are refused, >= 1.
+        min_records_per_target: without noise a class with fewer drawn records in a round is left out of it, >= 1.
+        evaluation_epochs: of the delivered net on the set, >= 1.
+
+    **Guarantees** One release a client and round, of one block for each class, also for those that it lacks: the
+    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size. The cohorts
+    of all rounds are drawn before the first one, so a client's budget is spread over the rounds that it takes part in.
+
+    **Privacy** One step of the mechanism for each round of a client. Images, nets and all that follows are
+    post-processing: images begin as noise. A run without noise also sends exact counts, and single gradients of few
+    records from which they can be reconstructed.
+
+    Raises:
+        UserError: an unknown name, a number out of range, options that contradict each other, or a population without
+            classes.
+
+    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
+    place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
+    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps a
+    release are ours.
+    """
+
+    def __init__(
+        self,
+        mode: str = "default",
+        images_per_class: int = 10,
+        matching: str = "layerwise_cosine",
+        image_steps: int = 1,
+        image_learning_rate: float = 0.1,
+        image_momentum: float = 0.5,
+        row_weights: str = "equal",
+        augmentation: str = "none",
+        net_update: str = "synthetic",
+        reinit_every: int | None = None,
+        net_epochs: int | None = None,
+        net_learning_rate: float = 0.01,
+        aggregation: str | None = None,
+        participation_fraction: float = 1.0,
+        sampling: str | None = None,
+        records_per_class: int = 256,
+        noise_scale: str = "sum",
+        min_participants: int = 5,
+        min_records_per_target: int = 32,
+        evaluation_epochs: int = 300,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        require(mode in _DEFAULTS, f"{_KEY}.mode", f"be one of {', '.join(_DEFAULTS)}", mode, nearest(mode, _DEFAULTS))
+        given |= {name: value for name, value in _DEFAULTS[mode].items() if given[name] is None}
+        _check(given)
+        every, epochs = loops(images_per_class)
+        self._switches = given
+        self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
+        augmentations = _AUGMENTATIONS[augmentation]
+        self._between = Training(
+            epochs=epochs if net_epochs is None else net_epochs,
+            learning_rate=net_learning_rate,
+            augmentations=augmentations,
+        )
+        self._evaluation = Training(
+            epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
+        )
+        self.role = "correction" if given["aggregation"] == "by_base_rule" else "base"
+        self._private, self._sampling = True, ""
+        self._matching: Matching | None = None
+        self._set: SyntheticSet | None = None
+        self._age = 0  # rounds of the net since it was initialised
+        self._target_noise_std = self._expected_records = 0.0  # of the round
+        self._told: dict[str, float] = {}
+
+    # -- the plan
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        self._check_population(view)
+        self._private = any(map(_is_noised, schedule.clients))
+        self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
+        if not self._private:
+            warnings.warn(
+                "strategy distillation: gradients of single classes go out without noise: whoever sees them can "
+                "reconstruct records, more easily than from a usual update. Set privacy.epsilon for more than a study.",
+                UserNotice,
+                stacklevel=2,
+            )
+        must = "not be class_count where clients add noise: how many records of a class they have is private"
+        allowed = not (self._private and self._switches["aggregation"] == "class_count")
+        require(allowed, f"{_KEY}.aggregation", must, self._switches["aggregation"])
+        rounds_of = [0] * view.facts.num_clients
+        for round in range(1, schedule.rounds + 1):
+            for client in self._cohort(view, round):
+                rounds_of[client] += 1
+        return schedule.replan(lambda client, own: self._planned(client, own, schedule.rounds, rounds_of[client], view))
+
+    def _planned(self, client: int, own: ClientSchedule, rounds: int, takes_part: int, view: View) -> ClientSchedule:
+        """The client's training replaced by a release of class gradients in each of its rounds."""
+        lines = []
+        for line in own.planned:
+            if line.purpose == "train" and isinstance(line.event, NoisedEvent):
+                rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
+                noise = self._on_the_sum(line.event.noise_multiplier, rate * view.facts.num_records[client], view)
+                reserve = max(0, line.count - rounds)
+                count = min(line.count, takes_part + reserve)
+                laplace = isinstance(line.event, LaplaceEvent)
+                event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
+                lines.append(Planned(PURPOSE, event, count))
+            else:
+                lines.append(line)
+        return dataclasses.replace(own, planned=tuple(lines))
+
+    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float, view: View) -> float | None:
+        """The noise of a class's mean over its expected records is so many times smaller on the sum."""
+        if self._switches["noise_scale"] == "sum":
+            return noise_multiplier
+        advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
+        require(noise_multiplier is not None, f"{_KEY}.noise_scale", "be sum here", "paper_mean", advice)
+        return noise_multiplier * expected_records / view.facts.num_classes  # type: ignore[operator]
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        cohort = self._cohort(view, view.round)
+        return view.plan(PURPOSE, [client for client in plan.clients if client in cohort], self._job(view))
+
+    def _cohort(self, view: View, round: int) -> frozenset[int]:
+        """Who takes part in a round: a public draw."""
+        everybody = view.facts.num_clients
+        size = participants(everybody, self._switches["participation_fraction"])
+        drawn = public_generator(view.seed, "participants", round).choice(everybody, size, replace=False)
+        return frozenset(drawn.tolist())
+
+    def _job(self, view: View) -> ClassGradients:
+        names = self._names(view)
+        return ClassGradients(
+            num_classes=view.facts.num_classes,
+            parameters=None if names == tuple(view.module.named_trainable) else names,
+            augmentation=self._augmentation(view),
+            most_records=self._switches["records_per_class"] if self._sampling == "fixed" else None,
+            counts=not self._private,
+        )
+
+    def _names(self, view: View) -> tuple[str, ...]:
+        """Parameters whose gradients are used, and so are sent."""
+        if self._switches["net_update"] == "aggregate":
+            return tuple(view.module.named_trainable)
+        return matched_names(_shapes(view), self._switches["matching"])
+
+    def _augmentation(self, view: View) -> ClassAugmentation | None:
+        """Of this round, for clients and server alike."""
+        if not self._between.augmentations:
+            return None
+        generator = public_generator(view.seed, "augmentation", view.round)
+        return ClassAugmentation.draw(generator, view.facts.num_classes, self._between.augmentations)
+
+    # -- the target
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        aggregation = self._switches["aggregation"]
+        return aggregation == "median" or (not self._private and aggregation in ("uniform", "class_count"))
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        if self.role != "base":
+            return None
+        if self._switches["aggregation"] != "sampled":
+            return torch.ones(len(updates.clients), dtype=torch.float64)
+        return torch.tensor(_divisors(updates, view), dtype=torch.float64)
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
+        must = "stand alone among strategies that make several models"
+        require(len(weights) == 1, _KEY, must, f"{len(weights)} models")
+        divisors, noise_std = (
+            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates, view), updates.noise_std)
+        )
+        self._expected_records = float(divisors.sum())
+        self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
+        if updates.deltas is None:
+            return None
+        weigh, deltas = weights[0].to(updates.deltas), updates.deltas
+        if self._private:
+            return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
+        numbers = deltas[..., -_COUNTS:] * divisors.to(deltas)[:, None, None]  # [C, num_classes, 2]
+        drawn, held = numbers.round().unbind(dim=2)
+        means = deltas[..., :-_COUNTS] * (divisors.to(deltas)[:, None] / drawn.clamp_min(1.0))[..., None]
+        shares = weigh[:, None] * (held if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
+        total = drawn.sum(dim=0)[:, None]
+        sums = torch.cat([self._of_holders(means, shares) * total, numbers.sum(dim=0)], dim=1)
+        return (sums / self._expected_records)[None]
+
+    def _of_holders(self, blocks: Tensor, shares: Tensor) -> Tensor:
+        if self._switches["aggregation"] == "median":
+            return coordinate_median(blocks, shares > 0)
+        return mean_of_holders(blocks, shares)
+
+    def _target(self, combined: Tensor) -> tuple[Tensor, Tensor]:
+        """Each class's mean gradient `[num_classes, d]`, over a public number of records where clients add noise; and
+        which classes have one, `[num_classes]` bool."""
+        if self._private:
+            return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
+        records = combined[:, -_COUNTS]
+        present = (records * self._expected_records).round() >= self._switches["min_records_per_target"]
+        return combined[:, :-_COUNTS] / records.clamp_min(torch.finfo(records.dtype).tiny)[:, None], present
+
+    # -- the server's own work
+
+    def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState:
+        target, present = self._target(combined[0])
+        params = view.module.unflatten(state.models[0])
+        names = self._names(view)
+        sizes = [params[name].numel() for name in names]
+        by_class = {
+            name: part.view(-1, *params[name].shape)
+            for name, part in zip(names, target.split(sizes, dim=1), strict=True)
+        }
+        before = self._move_images(params, by_class, present, view)
+        reinitialised = self._age + 1 == self._reinit_every
+        self._told = {
+            "matching_loss": float(before[present].sum()),
+            "classes_left_out": float((~present).sum()),
+            "net_reinitialised": float(reinitialised),
+        }
+        if self._switches["matching"] == "layerwise_cosine" and bool(present.any()):
+            self._told["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
+        self._age = 0 if reinitialised else self._age + 1
+        theta = (
+            self._new_net(view) if reinitialised else self._moved_net(state.models[0], target * present[:, None], view)
+        )
+        return dataclasses.replace(state, models=theta[None])
+
+    def _move_images(
+        self, params: Mapping[str, Tensor], target: Mapping[str, Tensor], present: Tensor, view: View
+    ) -> Tensor:
+        """Some steps towards one target; the distances before them, `[num_classes]`."""
+        matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
+        noise_aware = self._switches["row_weights"] == "noise_aware"
+        rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
+        self._set, before = matching.step(self._synthetic(view), params, target, present, rows)
+        for _ in range(self._switches["image_steps"] - 1):
+            self._set, _ = matching.step(self._set, params, target, present, rows)
+        return before
+
+    def _new_net(self, view: View) -> Tensor:
+        return fresh_parameters(view.module, torch_seed(public_generator(view.seed, "initialisation", view.round)))
+
+    def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
+        if self._switches["net_update"] == "aggregate":
+            return theta - self._between.learning_rate * target.mean(dim=0)
+        seed = torch_seed(public_generator(view.seed, "net", view.round))
+        return trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
+
+    def deliver(self, state: ServerState, view: View) -> Delivered:
+        init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))
+        start = fresh_parameters(view.module, init)
+        model = trained_on(view.module, start, self._synthetic(view).records, self._evaluation, order)
+        return Delivered(model[None], (0,) * view.facts.num_clients)
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        if result.finished:
+            x, y = self._synthetic(view).records
+            DistilledSet(x, y, self._card(view, result)).save(view.run.output_dir)
+
+    def _card(self, view: View, result: RunResult) -> dict[str, Any]:
+        """How the set was made, from whom, and what that cost them."""
+        facts, options = view.facts, view.run.options
+        spent = [client["epsilon_spent"] for client in result.clients]
+        return {
+            "what": "a distilled set: synthetic images whose gradients match those of clients' records",
+            "values": "normalised as the records of the run's data",
+            "images_per_class": self._switches["images_per_class"],
+            "num_classes": facts.num_classes,
+            "shape": list(facts.input_shape),
+            "options": dict(self._switches),
+            "sampling": self._sampling,
+            "data": options.get("data"),
+            "model": options.get("model"),
+            "seed": view.seed,
+            "rounds": result.rounds,
+            "clients": facts.num_clients,
+            "records": sum(facts.num_records),
+            "guarantee": result.guarantee,
+            "epsilon_max": None if None in spent else max(spent),
+            "delta_max": max(client["delta"] for client in result.clients),
+            "ledger": result.ledger,
+            "test_accuracy": result.test_accuracy,
+            "dpfl_lightning": dpfl_lightning.__version__,
+        }
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        return self._told
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._set is None else {**vars(self._set), "age": self._age}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._set, self._age = SyntheticSet(state["images"], state["velocity"]), state["age"]
+
+    def _synthetic(self, view: View) -> SyntheticSet:
+        if self._set is None:
+            seed = torch_seed(public_generator(view.seed, "images"))
+            facts, like = view.facts, view.module.flat
+            self._set = SyntheticSet.of_noise(
+                facts.num_classes,
+                self._switches["images_per_class"],
+                facts.input_shape,
+                torch.Generator().manual_seed(seed),
+            ).to(like.device, like.dtype)
+        return self._set
+
+    def _matching_of(self, view: View) -> Matching:
+        if self._matching is None:
+            own, loss, names = self._switches, view.module.sample_loss, self._names(view)
+            params = view.module.unflatten(view.module.flat)
+            self._matching = Matching(
+                loss,
+                names,
+                own["matching"],
+                own["image_learning_rate"],
+                own["image_momentum"],
+                fastest_class_gradients(loss, params, names, view.facts.input_shape),
+            )
+        return self._matching
+
+    def _check_population(self, view: View) -> None:
+        facts, own = view.facts, self._switches
+        classes = facts.num_classes
+        require(classes >= 2, _KEY, "have records of classes", f"{classes} class", "A regression has none.")
+        image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are no images."
+        must = "be none for these data"
+        require(image or own["augmentation"] == "none", f"{_KEY}.augmentation", must, own["augmentation"], advice)
+        must = "be empty: a net that the server trains by itself has no clients' own parameters"
+        require(not view.module.personal, "personal", must, view.module.personal)
+        size = participants(facts.num_clients, own["participation_fraction"])
+        must = f"be at most the {size} clients of a round"
+        advice = "A gradient of few clients' records gives them away; raise clients.count or participation_fraction."
+        require(own["min_participants"] <= size, f"{_KEY}.min_participants", must, own["min_participants"], advice)
+
+
+def _check(given: Mapping[str, Any]) -> None:
+    """Every option by itself, and those that exclude each other."""
+    for name, choices in _CHOICES.items():
+        value, known = given[name], list(choices)
+        ok = value in known or (value is None and name == "sampling")
+        require(ok, f"{_KEY}.{name}", f"be one of {', '.join(known)}", value, nearest(str(value), known))
+    for name, least in (
+        ("images_per_class", 1),
+        ("image_steps", 1),
+        ("reinit_every", 0),
+        ("net_epochs", 0),
+        ("records_per_class", 1),
+        ("min_participants", 1),
+        ("min_records_per_target", 1),
+        ("evaluation_epochs", 1),
+    ):
+        require(given[name] is None or given[name] >= least, f"{_KEY}.{name}", f"be >= {least}", given[name])
+    for name in ("image_learning_rate", "net_learning_rate"):
+        require(0 < given[name] < math.inf, f"{_KEY}.{name}", "be above 0", given[name])
+    require(0 <= given["image_momentum"] < 1, f"{_KEY}.image_momentum", "be in [0, 1)", given["image_momentum"])
+    fraction = given["participation_fraction"]
+    require(0 < fraction <= 1, f"{_KEY}.participation_fraction", "be in (0, 1]", fraction)
+    rows = given["row_weights"] == "equal" or (
+        given["matching"] == "layerwise_cosine" and given["aggregation"] != "median"
+    )
+    must = "be equal unless matching is layerwise_cosine and the target is a mean"
+    require(rows, f"{_KEY}.row_weights", must, given["row_weights"])
+
+
+def _is_noised(own: ClientSchedule) -> bool:
+    """Whether the client's training adds noise."""
+    noise = own.main.noise_multiplier
+    return own.target_epsilon < math.inf if noise is None else noise > 0
+
+
+def _divisors(updates: ClientUpdates, view: View) -> list[float]:
+    """What each client divided its sums by."""
+    return [view.mechanism(client, PURPOSE).expected_batch_size for client in updates.clients]
+
+
+def _shapes(view: View) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in view.module.named_trainable.items()}

@@ -1,0 +1,71 @@
+"""A distilled set on disk: tensors and card belong together, damage is one sentence, and it can be looked at."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.distilled import CARD, TENSORS, DistilledSet
+
+
+def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:
+    x = torch.randn(6, *shape, generator=torch.Generator().manual_seed(seed))
+    return DistilledSet(x, torch.arange(3).repeat_interleave(2), {"rounds": 5, "epsilon_max": 8.0})
+
+
+def test_it_comes_back_as_it_was(tmp_path):
+    a_set().save(tmp_path)
+    again = DistilledSet.load(tmp_path)
+    assert torch.equal(again.x, a_set().x) and torch.equal(again.y, a_set().y)
+    assert again.card == {"rounds": 5, "epsilon_max": 8.0}
+    assert set(torch.load(tmp_path / TENSORS, weights_only=True)) == {"x", "y"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"no tensors", {"x": torch.zeros(2, 3)}, {"x": torch.zeros(2, 3), "y": torch.zeros(3, dtype=torch.long)}, []],
+    ids=["empty", "text", "no labels", "other lengths", "a list"],
+)
+def test_damage_is_one_sentence(content, tmp_path):
+    a_set().save(tmp_path)
+    if isinstance(content, bytes):
+        (tmp_path / TENSORS).write_bytes(content)
+    else:
+        torch.save(content, tmp_path / TENSORS)
+    with pytest.raises(UserError, match=r"distilled\.(pt|json)` must be"):
+        DistilledSet.load(tmp_path)
+
+
+def test_another_sets_card_is_refused(tmp_path):
+    for seed in (0, 1):
+        (tmp_path / str(seed)).mkdir()
+        a_set(seed=seed).save(tmp_path / str(seed))
+    (tmp_path / "0" / CARD).replace(tmp_path / "1" / CARD)
+    with pytest.raises(UserError, match=r"must be the card of the distilled\.pt beside it, got 'that of another set'"):
+        DistilledSet.load(tmp_path / "1")
+
+
+def test_a_folder_without_a_set_says_what_leaves_one(tmp_path):
+    with pytest.raises(UserError, match=r"`distilled` must be a folder with a distilled set.*strategy distillation"):
+        DistilledSet.load(tmp_path)
+
+
+def test_the_picture_has_a_row_for_each_class():
+    uneven = DistilledSet(
+        torch.stack([torch.full((3, 4, 4), float(i)) for i in range(5)]), torch.tensor([0, 0, 0, 2, 2])
+    )
+    grid = uneven.grid()
+    assert grid.shape == (2 * 5, 3 * 5, 3) and float(grid.min()) == 0 and float(grid.max()) == 1
+    assert torch.equal(grid[0, ::5, 0].diff().sign(), torch.tensor([1.0, 1.0])), "class by class, in order"
+    assert float(grid[9].min()) == 1 and float(grid[5:, 14].min()) == 1, "a frame, and nothing where there is no image"
+    assert DistilledSet(*uneven.records).grid(most=1).shape == (10, 5, 3)
+
+
+@pytest.mark.parametrize("shape", [(7,), (4, 4), (2, 4, 4)])
+def test_what_is_no_image_has_no_picture(shape):
+    assert a_set(shape).grid() is None
+
+
+def test_images_that_are_all_the_same_have_a_picture():
+    assert DistilledSet(torch.ones(2, 1, 3, 3), torch.tensor([0, 1])).grid().isfinite().all()

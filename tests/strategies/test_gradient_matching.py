@@ -1,0 +1,338 @@
+"""Distances of gradients against slow forms, and images that move towards a target."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import reference
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dpfl_lightning import models
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data.augmentation import ClassAugmentation
+from dpfl_lightning.strategies.gradient_matching import (
+    MATCHINGS,
+    Matching,
+    SyntheticSet,
+    all_classes_at_once,
+    class_by_class,
+    coordinate_median,
+    distances,
+    fastest_class_gradients,
+    matched_names,
+    noise_aware_rows,
+    num_rows,
+)
+
+SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}
+ROWS = 6 + 4 + 3
+
+
+def gradients(seed=0, classes=2, scale=1.0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: scale * torch.randn(classes, *shape, generator=generator, dtype=dtype) for name, shape in SHAPES.items()
+    }
+
+
+def times(factor, by_class):
+    return {name: factor * one for name, one in by_class.items()}
+
+
+# --- the distances
+
+
+def test_a_gradient_is_at_no_distance_from_itself_and_at_two_a_row_from_its_opposite():
+    ours = gradients()
+    assert float(distances(ours, ours, "layerwise_cosine").abs().max()) < 1e-3
+    opposite = distances(ours, times(-1, ours), "layerwise_cosine")
+    torch.testing.assert_close(opposite, torch.full((2,), 2.0 * ROWS), rtol=1e-4, atol=0)
+    assert num_rows(SHAPES) == ROWS
+
+
+@pytest.mark.parametrize("matching", ["layerwise_cosine", "cos"])
+@pytest.mark.parametrize("factor", [0.1, 10.0, 25.0])
+def test_the_cosine_distances_do_not_depend_on_length(matching, factor):
+    ours, theirs = gradients(0), gradients(1)
+    expected = distances(ours, theirs, matching)
+    torch.testing.assert_close(distances(ours, times(factor, theirs), matching), expected, rtol=1e-4, atol=0)
+
+
+def test_parameters_of_one_dimension_count_in_all_distances_but_the_layerwise_one():
+    ours, theirs = gradients(0), gradients(1)
+    moved = theirs | {"bias": theirs["bias"] + 5, "norm": -theirs["norm"]}
+    assert torch.equal(distances(ours, theirs, "layerwise_cosine"), distances(ours, moved, "layerwise_cosine"))
+    for matching in ("cos", "mse"):
+        assert not torch.allclose(distances(ours, theirs, matching), distances(ours, moved, matching))
+    assert matched_names(SHAPES, "layerwise_cosine") == ("conv", "layer", "linear")
+    assert matched_names(SHAPES, "mse") == matched_names(SHAPES, "cos") == tuple(SHAPES)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.floats(1e-6, 1e3), st.floats(1e-6, 1e3))
+def test_all_rows_at_once_equal_the_loop_over_output_nodes(seed, one, other):
+    ours, theirs = gradients(seed, 3, one, torch.float64), gradients(seed + 1, 3, other, torch.float64)
+    expected = [
+        reference.layerwise_cosine([a[c] for a in ours.values()], [b[c] for b in theirs.values()]) for c in range(3)
+    ]
+    torch.testing.assert_close(distances(ours, theirs, "layerwise_cosine"), torch.stack(expected), rtol=1e-9, atol=1e-9)
+
+
+def test_the_squared_distance_and_the_single_cosine_are_what_they_say():
+    ours, theirs = gradients(0, 1, dtype=torch.float64), gradients(1, 1, dtype=torch.float64)
+    a, b = (torch.cat([one.flatten() for one in of.values()]) for of in (ours, theirs))
+    torch.testing.assert_close(distances(ours, theirs, "mse")[0], (a - b) @ (a - b))
+    cosine = a @ b / (a.norm() * b.norm() + 1e-6)
+    torch.testing.assert_close(distances(ours, theirs, "cos")[0], 1 - cosine)
+
+
+def test_a_row_of_zeros_has_a_finite_slope():
+    ours = {"w": torch.zeros(1, 2, 3, requires_grad=True)}
+    theirs = {"w": torch.ones(1, 2, 3)}
+    for matching in MATCHINGS:
+        (slope,) = torch.autograd.grad(distances(ours, theirs, matching).sum(), ours["w"])
+        assert slope.isfinite().all()
+
+
+# --- noise
+
+
+def test_cosines_shrink_with_noise_as_the_formula_says():
+    """1,000 draws in 2,000 dimensions, seed 0: the mean's standard error is below 0.1 % of it for s <= 1."""
+    generator = torch.Generator().manual_seed(0)
+    target = torch.randn(2000, generator=generator)
+    ours = target + 1.3 * torch.randn(2000, generator=generator)
+    clean = torch.cosine_similarity(target, ours, dim=0)
+    for noise_std in (0.1, 0.5, 1.0, 3.0):
+        noisy = target + noise_std * torch.randn(1000, 2000, generator=generator)
+        expected = clean / math.sqrt(1 + noise_std**2 * 2000 / float(target @ target))
+        torch.testing.assert_close(
+            torch.cosine_similarity(noisy, ours[None], dim=1).mean(), expected, rtol=0.02, atol=0
+        )
+
+
+def test_noise_changes_no_slope_of_the_squared_distance_on_average():
+    """400 draws, seed 0; the largest of 50 pixels beyond 4.5 standard errors: false alarm below 4e-4."""
+    torch.manual_seed(0)
+    module = ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(25, 4), nn.Tanh(), nn.Linear(4, 2)).double())
+    params = module.named_trainable
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 1, 1, 5, 5, generator=generator, dtype=torch.float64)
+    target = class_by_class(module.sample_loss, params, list(params), images + 0.5, torch.arange(2))
+    matching = Matching(module.sample_loss, tuple(params), "mse", 0.1, 0.0, all_classes_at_once)
+    clean, _ = matching.slope(images, torch.arange(2), params, target)
+    slopes = []
+    for _ in range(400):
+        noisy = {
+            name: one + 0.1 * torch.randn(one.shape, generator=generator, dtype=torch.float64)
+            for name, one in target.items()
+        }
+        slopes.append(matching.slope(images, torch.arange(2), params, noisy)[0])
+    drawn = torch.stack(slopes)
+    error = drawn.std(dim=0) / math.sqrt(len(drawn))
+    away = ((drawn.mean(dim=0) - clean) / error).abs()
+    assert float(away.max()) < 4.5
+
+
+def test_rows_of_noise_weigh_next_to_nothing_and_all_rows_together_as_many_as_they_are():
+    generator = torch.Generator().manual_seed(0)
+    signal = torch.zeros(1, 3, 400)
+    signal[0, 0] = 3.0
+    signal[0, 2] = 300.0
+    target = {"w": signal + torch.randn(1, 3, 400, generator=generator), "bias": torch.ones(1, 3)}
+    weights = noise_aware_rows(target, noise_std=1.0)
+    assert set(weights) == {"w"}
+    torch.testing.assert_close(weights["w"][0], 3 * torch.tensor([0.9, 0.0, 1.0]) / 1.9, rtol=0, atol=0.2)
+    assert float(weights["w"].sum()) == pytest.approx(3.0)
+    assert torch.equal(noise_aware_rows(target, 0.0)["w"], torch.ones(1, 3))
+    assert torch.equal(noise_aware_rows({"w": torch.zeros(1, 2, 3)}, 1.0)["w"], torch.zeros(1, 2))
+
+
+def test_weighed_rows_are_counted_so_much():
+    ours, theirs = ({name: of[name] for name in ("conv", "linear")} for of in (gradients(0), gradients(1)))
+    half = {"conv": torch.full((2, 6), 0.5), "linear": torch.full((2, 3), 0.5)}
+    whole = distances(ours, theirs, "layerwise_cosine")
+    torch.testing.assert_close(distances(ours, theirs, "layerwise_cosine", half), whole / 2)
+
+
+# --- the median
+
+
+def test_the_median_ignores_order_and_outliers_and_takes_the_middle_of_two():
+    blocks = torch.randn(6, 2, 9, generator=torch.Generator().manual_seed(0))
+    everybody = torch.ones(6, 2, dtype=torch.bool)
+    found = coordinate_median(blocks, everybody)
+    torch.testing.assert_close(found, blocks.sort(dim=0).values[2:4].mean(dim=0))
+    assert torch.equal(found, coordinate_median(blocks[[3, 0, 5, 1, 4, 2]], everybody))
+    spoilt = blocks.clone()
+    spoilt[:2] = 1e9
+    honest = blocks[2:]
+    assert bool((coordinate_median(spoilt, everybody) <= honest.amax(dim=0)).all())
+    assert bool((coordinate_median(spoilt, everybody) >= honest.amin(dim=0)).all())
+
+
+def test_the_median_is_that_of_the_holders_and_of_two_the_mean():
+    blocks = torch.arange(5.0).view(5, 1, 1).expand(5, 4, 2)
+    holds = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]], dtype=torch.bool)
+    found = coordinate_median(blocks, holds)
+    assert found[:, 0].tolist() == [1.5, 0.0, 2.5, 0.0]
+    assert torch.equal(found[:, 0], found[:, 1])
+
+
+@pytest.mark.parametrize("clients, ratio", [(10, 1.384), (11, 1.505)])
+def test_the_median_of_noise_has_the_known_variance(clients, ratio):
+    """200,000 draws, seed 0: a standard error of 0.5 %, so 3 % is six of them."""
+    noise = torch.randn(clients, 1, 200_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    everybody = torch.ones(clients, 1, dtype=torch.bool)
+    found = float(coordinate_median(noise, everybody).var() * clients)
+    assert found == pytest.approx(ratio, rel=0.03)
+
+
+# --- images that move
+
+
+def smooth_module(norm="group"):
+    torch.manual_seed(0)
+    net = models.build("convnet", (1, 5, 5), 2, width=4, depth=2, activation="sigmoid", norm=norm)
+    return ClientModule(net.double())
+
+
+@pytest.mark.parametrize("gradients", [class_by_class, all_classes_at_once])
+@pytest.mark.parametrize("matching", MATCHINGS)
+def test_the_slope_is_that_of_the_distance(matching, gradients):
+    module = smooth_module()
+    params, classes = module.named_trainable, torch.arange(2)
+    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, matching)
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(2, 2, 1, 5, 5, generator=generator, dtype=torch.float64)
+    target = class_by_class(module.sample_loss, params, names, images.roll(1, dims=0) + 0.3, classes)
+
+    def apart(own):
+        return distances(gradients(module.sample_loss, params, names, own, classes), target, matching)
+
+    assert torch.autograd.gradcheck(apart, (images.clone().requires_grad_(),))
+    way = Matching(module.sample_loss, names, matching, 0.1, 0.5, gradients)
+    slope, now = way.slope(images, classes, params, target)
+    own = images.clone().requires_grad_()
+    torch.testing.assert_close(slope, torch.autograd.grad(apart(own).sum(), own)[0])
+    torch.testing.assert_close(now, apart(images))
+
+
+@pytest.mark.parametrize("norm", ["instance", "group", "layer", "none"])
+@pytest.mark.parametrize("pooling", ["avg", "max", "none"])
+def test_all_classes_at_once_move_as_in_a_loop_over_classes(norm, pooling):
+    torch.manual_seed(0)
+    net = models.build("convnet", (1, 8, 8), 3, width=4, depth=2, norm=norm, pooling=pooling)
+    module = ClientModule(net)
+    params, generator = module.named_trainable, torch.Generator().manual_seed(1)
+    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, "layerwise_cosine")
+    images, real = (torch.randn(3, n, 1, 8, 8, generator=generator) for n in (2, 7))
+    expected = []
+    for label in range(3):
+        theirs = reference.class_gradient(net, params, real[label], label)
+        own = images[label].clone().requires_grad_()
+        ours = reference.class_gradient(net, params, own, label, create_graph=True)
+        expected.append(torch.autograd.grad(reference.layerwise_cosine(ours, theirs), own)[0])
+    target = class_by_class(module.sample_loss, params, names, real, torch.arange(3))
+    gradients = fastest_class_gradients(module.sample_loss, params, names, (1, 8, 8))
+    assert gradients is (class_by_class if norm == "layer" else all_classes_at_once)
+    way = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, gradients)
+    slope, _ = way.slope(images, torch.arange(3), params, target)
+    torch.testing.assert_close(slope, torch.stack(expected), rtol=1e-3, atol=1e-5)
+
+
+def test_a_net_that_is_wrong_or_fails_under_vmap_is_taken_class_by_class():
+    module = smooth_module(norm="layer")
+    params = module.named_trainable
+    assert fastest_class_gradients(module.sample_loss, params, list(params), (1, 5, 5)) is class_by_class
+
+    def stubborn(params, x, y):
+        return module.sample_loss(params, x, y) * float(x.sum() > -1e9)  # no tensor under vmap has a number
+
+    assert fastest_class_gradients(stubborn, params, ["0.weight"], (1, 5, 5)) is class_by_class
+
+
+def some_target(module, names, classes=3):
+    generator = torch.Generator().manual_seed(5)
+    params = module.named_trainable
+    return {name: torch.randn(classes, *params[name].shape, generator=generator) for name in names}
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_one_joint_step_is_a_step_of_each_class_with_torchs_sgd(steps, monkeypatch):
+    """Two rounds of `steps`; in the second one class is absent: it and its momentum stay, bit for bit."""
+    torch.manual_seed(0)
+    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=2))
+    params = module.named_trainable
+    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, "layerwise_cosine")
+    target = some_target(module, names)
+    start = SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
+    matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
+
+    leaves = [images.clone().requires_grad_() for images in start.images]
+    optimizers = [torch.optim.SGD([leaf], lr=0.1, momentum=0.5) for leaf in leaves]
+    now = start
+    for absent in (None, 1):
+        present = torch.tensor([label != absent for label in range(3)])
+        before = now
+        for _ in range(steps):
+            now, apart = matching.step(now, params, target, present)
+            assert apart.isnan().tolist() == (~present).tolist()
+            for label in present.nonzero().flatten().tolist():
+                ours = reference.class_gradient(module.net, params, leaves[label], label, create_graph=True)
+                ours = [g for g, p in zip(ours, params.values(), strict=True) if p.dim() >= 2]
+                loss = reference.layerwise_cosine(ours, [target[name][label] for name in names])
+                optimizers[label].zero_grad()
+                loss.backward()
+                optimizers[label].step()
+        if absent is not None:
+            assert torch.equal(now.images[absent], before.images[absent])
+            assert torch.equal(now.velocity[absent], before.velocity[absent])
+            assert bool(now.velocity[absent].any())
+    expected = torch.stack([leaf.detach() for leaf in leaves])
+    torch.testing.assert_close(now.images, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(now.images, start.images, atol=1e-2)
+
+
+def test_few_images_at_a_time_move_as_all_at_once(monkeypatch):
+    torch.manual_seed(0)
+    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=2))
+    names = matched_names({name: tuple(p.shape) for name, p in module.named_trainable.items()}, "layerwise_cosine")
+    target, start = some_target(module, names), SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
+    matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
+    everything = matching.step(start, module.named_trainable, target, torch.ones(3, dtype=torch.bool))
+    monkeypatch.setattr("dpfl_lightning.strategies.gradient_matching._IMAGES_AT_ONCE", 2)
+    few = matching.step(start, module.named_trainable, target, torch.ones(3, dtype=torch.bool))
+    torch.testing.assert_close(few[0].images, everything[0].images)
+    torch.testing.assert_close(few[1], everything[1])
+
+
+def test_steps_bring_gradients_together_with_and_without_augmentation():
+    torch.manual_seed(0)
+    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=8, depth=2))
+    params = module.named_trainable
+    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, "layerwise_cosine")
+    real = torch.randn(3, 9, 1, 8, 8, generator=torch.Generator().manual_seed(3))
+    siamese = ClassAugmentation(("flip", "rotate", "crop"), ((0.1, 0.2, 0.3),) * 3)
+    for augment in (None, siamese):
+        labels = torch.arange(3).repeat_interleave(9)
+        seen = real if augment is None else augment(real.flatten(0, 1), labels).view_as(real)
+        target = class_by_class(module.sample_loss, params, names, seen, torch.arange(3))
+        matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once, augment)
+        now = SyntheticSet.of_noise(3, 1, (1, 8, 8), torch.Generator().manual_seed(0))
+        everybody, seen_distances = torch.ones(3, dtype=torch.bool), []
+        for _ in range(60):
+            now, apart = matching.step(now, params, target, everybody)
+            seen_distances.append(float(apart.sum()))
+        assert seen_distances[-1] < 0.5 * seen_distances[0]
+
+
+def test_the_records_of_a_set_are_its_images_class_by_class():
+    own = SyntheticSet.of_noise(3, 2, (4,), torch.Generator().manual_seed(0))
+    x, y = own.records
+    assert x.shape == (6, 4) and y.tolist() == [0, 0, 1, 1, 2, 2]
+    assert torch.equal(x[3], own.images[1, 1])
