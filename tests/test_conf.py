@@ -36,7 +36,16 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:
     argv = ["--config", str(path), "--rounds", "1", "--tracking", "null"]
     if "digits" in path.name:
         return argv
-    argv += ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.public_records", "100"]
+    argv += [
+        "--clients.count",
+        "20",
+        "--data.folder",
+        str(small_fashion),
+        "--data.records_per_client",
+        "140",
+        "--data.public_records",
+        "100",
+    ]
     return [*argv, "--data.held_out_per_client", "5"] if "held_out" in path.read_text() else argv
 
 

@@ -120,7 +120,8 @@ def default_schedule(
     settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int, accountant: Accountant
 ) -> RunSchedule:
     """Every client trains in every round; given noise is fixed, and then the budget decides how many rounds it pays."""
-    count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
+    reserve = privacy.reserve_rounds if privacy is not None else 0
+    count = rounds + reserve
     laplace = privacy is not None and privacy.mechanism == "laplace"
     events: list[NoisedEvent] = [
         LaplaceEvent(own.noise_multiplier, own.steps)
@@ -136,7 +137,7 @@ def default_schedule(
         counts[i] = number
     rows = zip(settings, events, counts, strict=True)
     clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, n),)) for own, event, n in rows]
-    return RunSchedule(tuple(clients), rounds)
+    return RunSchedule(tuple(clients), rounds, reserve)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:

@@ -13,13 +13,18 @@ from dpfl_lightning.registry import call
 
 #: registry name -> (file, class)
 STRATEGIES = {
+    "biased_selection": ("biased_selection", "BiasedSelection"),
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
+    "inverse_noise": ("inverse_noise", "InverseNoise"),
+    "learning_rate_decay": ("learning_rate_decay", "LearningRateDecay"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
     "noise_aware": ("noise_aware", "NoiseAware"),
     "pfa": ("pfa", "Pfa"),
+    "reweighted_selection": ("reweighted_selection", "ReweightedSelection"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
     "uniform": ("uniform", "Uniform"),
+    "uniform_selection": ("uniform_selection", "UniformSelection"),
 }
 
 
