@@ -161,7 +161,9 @@ def summary(guarantees: Sequence[Guarantee]) -> str:
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
 
 
-def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float:
-    """Of one update of the client's most frequent release, per parameter."""
+def _noise_std(own: ClientSettings, budgets: Budgets, client: int) -> float | None:
+    """Of one update of the client's most frequent release, per parameter; None without any release."""
+    if budgets.noise_multiplier(client) is None:
+        return None
     event = budgets.schedule.clients[client].main
     return mechanism_of(event, own.clip_norm, own.num_records).noise_std(event.steps, own.learning_rate)

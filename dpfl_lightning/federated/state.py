@@ -24,10 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """Every release of the whole run, planned before the first one: one `ClientSchedule` for each of the N clients."""
+    """Every release of the whole run, planned before the first one: one `ClientSchedule` for each of the N clients.
+
+    Args:
+        rounds: of the run.
+        reserve: of the count of each client's "train" line, for rounds that a resumed run must charge again.
+    """
 
     clients: tuple[ClientSchedule, ...]
     rounds: int
+    reserve: int = 0
 
     def replan(self, change: Callable[[int, ClientSchedule], ClientSchedule]) -> RunSchedule:
         """The schedule with every client's part passed through `change(client, schedule)`."""
@@ -227,7 +233,8 @@ class View:
     """What a callback may see: public facts and released values; never data, never the loop.
 
     `ask(query)` charges the ledger first and returns noised answers; `new_model(seed)` gives the parameters `[P]` that
-    the net is initialised with from that public seed.
+    the net is initialised with from that public seed. `solve(schedule)` is the schedule with its free noise solved by
+    the run's accountant: arithmetic on public facts, for strategies that compare plans.
     """
 
     round: int
@@ -241,6 +248,7 @@ class View:
     guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
     ask: Callable[[Query], Answers] = field(repr=False)
     new_model: Callable[[int], Tensor] = field(repr=False)
+    solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
 
     def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
         """The client's calibrated mechanism for a purpose of its schedule."""
@@ -301,9 +309,9 @@ class RunResult:
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each parameter in one round's update), batch_size,
-            num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records, model (row of
-            what was delivered), true_group (of a simulation, else None).
+            noise_multiplier, noise_std (of each parameter in one round's update; None: no release is planned),
+            batch_size, num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records,
+            model (row of what was delivered), true_group (of a simulation, else None).
         accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.
         accuracy_std: over clients (population standard deviation): how unequally the model serves them.
         accuracy_worst: of the client it serves worst.
