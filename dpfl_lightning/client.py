@@ -66,7 +66,8 @@ class ClientModule(L.LightningModule):
     15
     """
 
-    #: names of parameters of `net` that never leave the client; the engine keeps them for each client
+    #: names of parameters of `net` that never leave the client; the engine keeps them for each client. Empty: those
+    #: that the net itself names in an attribute `personal`, if any
     personal: tuple[str, ...] = ()
 
     def __init__(self, net: nn.Module) -> None:
@@ -75,6 +76,7 @@ class ClientModule(L.LightningModule):
         self.net = net
         self.automatic_optimization = False
         self.task: LocalTask | None = None
+        self.personal = self.personal or tuple(getattr(net, "personal", ()))
         self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
         for name in self.personal:
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)

@@ -215,7 +215,7 @@ def _weights_figure(result: RunResult) -> Figure | None:
     known = _told_of_clients(result, "weight")
     if not known or max(known.values()) <= 1.001 * min(known.values()):
         return None
-    order = sorted(known, key=lambda client: (result.clients[client]["noise_std"], client))
+    order = sorted(known, key=lambda client: (result.clients[client]["noise_std"] or 0.0, client))
     figure, axes = _axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
     axes.grid(visible=False, axis="x")
     if len(order) > MOST_CLIENTS:

@@ -183,13 +183,16 @@ class Options:
         rounds: federated rounds, >= 1.
         seed: root of initialisation, partition and drawn options, >= 0; never of the noise.
         data: see DataOptions.
-        model: the net: {name, options}; cnn_small, cnn_tiny, lenet5, convnet, resnet18, resnet20, resnet34,
-            logistic, linear; or your own: {class_path: package.module.Class, init_args: {...}}.
+        model: the net: {name, options}; cnn_small, cnn_tiny, cnn_femnist, lenet5, convnet, resnet18, resnet20,
+            resnet34, logistic, linear; personal_input: true gives each client an input transformation of its own
+            (PRIVATEFL); or your own net: {class_path: package.module.Class, init_args: {...}}.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
         strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, minimum_epsilon, noise_aware, pfa, distillation; and fedprox (pull), clustered, ifca,
-            kmeans_clusters, oracle_clusters, local, mr_mtl; or your own by package.module.Class.
+            epsilon_weighted, inverse_noise, minimum_epsilon, noise_aware, pfa, distillation; who takes part:
+            biased_selection, uniform_selection, reweighted_selection (clients_per_round); several models: clustered,
+            ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull), learning_rate_decay (half_after);
+            or your own by package.module.Class.
         engine: see EngineOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.

@@ -87,20 +87,21 @@ def _plan_run(words: Sequence[str]) -> int:
         prog=_PROG,
         description="Noise, steps and epsilon of every client of a run, before anyone trains.",
     )
-    planned = _planned_clients(options)
-    print(_run_text(planned))
+    planned, outline = _planned_clients(options)
+    print("\n".join([_run_text(planned), *outline]))
     if flags.json:
-        print(json.dumps({"clients": [_run_row(client, own) for client, own in enumerate(planned)]}))
+        rows = [_run_row(client, own) for client, own in enumerate(planned)]
+        print(json.dumps({"clients": rows, "outline": outline}))
     return 0
 
 
-def _planned_clients(options: Any) -> list[ClientPlan]:
-    """Every client's plan; the loop is built, so that strategies declare releases, but nobody trains."""
+def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
+    """Every client's plan, and its strategies' words; the loop is built, but nobody trains."""
     from dpfl_lightning.federated.setup import planned_clients
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
     loop, schedules = planned_clients(options)
-    return client_plans(
+    plans = client_plans(
         schedules,
         loop.accountant,
         [(own.num_records, own.batch_size) for own in loop.settings],
@@ -108,6 +109,7 @@ def _planned_clients(options: Any) -> list[ClientPlan]:
         caveats=loop.caveats,
         unprotected=loop.unprotected,
     )
+    return plans, loop.outline()
 
 
 def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
@@ -193,7 +195,7 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
             own.batch_size,
             f"{own.sample_rate:.5f}",
             own.steps,
-            f"{own.noise_multiplier:.6g}",
+            f"{own.noise_multiplier:.6g}" if any(own.schedule.releases) else "-",
             "none" if math.isinf(own.schedule.target_epsilon) else f"{own.schedule.target_epsilon:g}",
             _epsilon(own.guarantee.epsilon),
             f"{own.guarantee.delta:g}",

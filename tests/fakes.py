@@ -54,6 +54,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         guarantees=lambda: tuple(Guarantee(epsilon=0.0, delta=1e-3, **FRAME) for _ in schedules),
         ask=None,
         new_model=None,
+        solve=None,
     )
 
 

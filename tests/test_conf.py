@@ -41,6 +41,8 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:
     argv += ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.public_records", "100"]
     for key in ("held_out_per_client", "test_per_client"):
         argv += [f"--data.{key}", "5"] if key in path.read_text() else []
+    if "groups" not in path.read_text():
+        argv += ["--clients.count", "20"]
     return argv
 
 

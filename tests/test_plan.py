@@ -384,12 +384,15 @@ def test_a_whole_run(capsys, monkeypatch):
         caveats=("data sizes are public",),
         unprotected=(),
         settings=[types.SimpleNamespace(num_records=100, batch_size=10)] * 2,
+        outline=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.federated.setup.planned_clients", lambda options: (loop, schedules))
     monkeypatch.setattr("dpfl_lightning.config.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True)))
     assert main(["--config=any.yaml", "--json"]) == 0
     text = capsys.readouterr().out
-    rows = json.loads(text.splitlines()[-1])["clients"]
+    found = json.loads(text.splitlines()[-1])
+    assert found["outline"] == ["both take part in every round"] == text.splitlines()[-2:-1]
+    rows = found["clients"]
     assert [row["client"] for row in rows] == [0, 1]
     assert [row["epsilon_budget"] for row in rows] == [2.0, None]
     assert rows[0]["steps"] == 91 and rows[0]["sample_rate"] == 0.1 and rows[0]["noise_multiplier"] == 3.0

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.partition import Parts, matched_shares
+from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import UserError, require
 
@@ -198,11 +198,12 @@ class Population:
             require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
             options["records_per_client"] = _with_held_out(records_per_client, held_out_per_client)
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
-        labels = y.numpy()
+        labels = as_classes(y.numpy())
+        kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
         if not held_out_per_client:
-            told = (name, labels[test], [labels[rows] for rows in train], dataset.num_classes, rng)
+            told = (name, labels[test], [labels[rows] for rows in train], kinds, rng)
             shares = _test_shares(*told) if test_per_client is None else _test_draws(*told, test_per_client)
             held_out = [test.start + share for share in shares]
         made = cls(

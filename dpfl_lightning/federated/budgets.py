@@ -96,9 +96,10 @@ class Budgets:
             for client, own in enumerate(self.schedule.clients)
         )
 
-    def noise_multiplier(self, client: int) -> float:
-        """Of the client's most frequent noised sum."""
-        return self.schedule.clients[client].main.noise_multiplier or 0.0
+    def noise_multiplier(self, client: int) -> float | None:
+        """Of the client's most frequent noised sum; None for one that is planned for none."""
+        own = self.schedule.clients[client]
+        return (own.main.noise_multiplier or 0.0) if any(own.releases) else None
 
     def steps(self, client: int) -> int:
         """Noised steps the client has paid for."""

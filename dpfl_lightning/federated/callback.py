@@ -33,11 +33,13 @@ class ServerCallback:
         needs: "facts", or "deltas" if single updates must be read: in every round, unless `sees` says in which.
         role: of `weigh`: "base" (exactly one in a run), "correction" or "mask" (multiplied in), or "route" (`[K, C]`,
             replaces `model_of` in the aggregation).
+        default_base: the base rule that it goes with, for runs that name none.
         caveats: what every guarantee of a run with it must say, in words.
     """
 
     needs: Literal["facts", "deltas"] = "facts"
     role: Literal["base", "correction", "mask", "route"] = "correction"
+    default_base: type[ServerCallback] | None = None
     caveats: tuple[str, ...] = ()
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -50,6 +52,10 @@ class ServerCallback:
         Two answers are an error. Not asked again on resume.
         """
         return None
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        """What it has planned for the run, when all noise is solved: sentences for who looks before anyone trains."""
+        return ()
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""

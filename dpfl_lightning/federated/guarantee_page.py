@@ -125,7 +125,7 @@ def _client_row(row: dict[str, Any], own: Guarantee) -> list[str]:
     cells = [
         _escaped(str(row["client"])),
         *(_escaped(f"{row[key]:,}") for key in ("num_records", "batch_size")),
-        _number(row["noise_multiplier"]),
+        "-" if row["noise_multiplier"] is None else _number(row["noise_multiplier"]),
         *(_escaped(f"{row[key]:,}") for key in ("releases", "steps")),
         _epsilon(shown_epsilon(own.epsilon, budget)),
         _budget(budget),
@@ -136,10 +136,11 @@ def _client_row(row: dict[str, Any], own: Guarantee) -> list[str]:
 
 def _summary(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
     """Smallest, median and largest over all clients, each column by itself."""
+    noises = [row["noise_multiplier"] for row in result.clients]
     columns = {
         "epsilon spent": ([shown_epsilon(one.epsilon) for one in guarantees], _epsilon),
         "of budget": ([_or_inf(row["epsilon_budget"]) for row in result.clients], _budget),
-        "noise multiplier": ([row["noise_multiplier"] for row in result.clients], _number),
+        "noise multiplier": ([noise for noise in noises if noise is not None] or [0.0], _number),
         "records": ([row["num_records"] for row in result.clients], _number),
         "releases": ([row["releases"] for row in result.clients], _number),
     }

@@ -52,7 +52,7 @@ from dpfl_lightning.federated.state import (
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import Caveat, Unprotected
+from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
@@ -69,7 +69,8 @@ class FederatedLoop:
         rounds: communication rounds of the whole run, >= 1.
         clients: batch size, local epochs, learning rate; each one value, a list, or a named distribution.
         privacy: budgets and mechanism, likewise; None is a run without privacy.
-        callbacks: strategies (at most one base rule; DPFedAvg unless there is one) and watchers.
+        callbacks: strategies (at most one base rule; without one a strategy's `default_base`, else DPFedAvg) and
+            watchers.
         engine: how the local work is executed; speed only.
         seed: of everything but noise and sampling.
         output_dir: a new or empty folder; default under `runs/`.
@@ -110,8 +111,7 @@ class FederatedLoop:
     ) -> None:
         require(rounds >= 1, "rounds", "be >= 1", rounds)
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
-        with_base = callbacks if any(cb.role == "base" for cb in callbacks) else [SizeWeighted(), *callbacks]
-        self.callbacks = register(with_base)
+        self.callbacks = register(_with_base(callbacks))
         self.ranks = Ranks(device)
         self.device = self.ranks.fabric.device
         self.population = population.to(self.device)
@@ -246,6 +246,7 @@ class FederatedLoop:
             guarantees=lambda: self.budgets.guarantees(),
             ask=self._ask,
             new_model=self._new_model,
+            solve=lambda schedule: solved(schedule, self.accountant),
         )
 
     def plan_schedule(self) -> RunSchedule:
@@ -256,6 +257,11 @@ class FederatedLoop:
         self.schedule = solved(self.schedule, self.accountant)
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule
+
+    def outline(self) -> list[str]:
+        """What strategies have to say of the run that `plan_schedule` has planned."""
+        view = self.view(ServerState(self.module.flat[None], (0,) * self.population.num_clients))
+        return [words for callback in self.callbacks for words in callback.outline(view)]
 
     # -- beginning, remembering, ending
 
@@ -401,8 +407,7 @@ class FederatedLoop:
             **accuracy_over_clients(accuracies),
         )
 
-    def _info(self, first_round: int, seconds_per_record: float = math.nan) -> RunInfo:
-        records = sum(own.batch_size * own.steps for own in self.settings)
+    def _info(self, first_round: int, estimated_seconds: float = math.nan) -> RunInfo:
         ranks = f", {self.ranks.size} ranks" if self.ranks.size > 1 else ""
         return RunInfo(
             output_dir=self.output_dir,
@@ -410,7 +415,7 @@ class FederatedLoop:
             first_round=first_round,
             num_params=self.module.num_params,
             budgets=tuple(own.epsilon for own in self.settings),
-            estimated_seconds=seconds_per_record * records * (self.rounds - first_round + 1),
+            estimated_seconds=estimated_seconds,
             engine=f"{self.engine.name} ({self.engine.description})" + ranks,
             device=str(self.device),
             sampling=self.sampling,
@@ -421,7 +426,15 @@ class FederatedLoop:
 
     def _measured_info(self, first_round: int) -> RunInfo:
         batch = round(median(own.batch_size for own in self.settings))
-        return self._info(first_round, seconds_per_record(self.engine, self.module, self.population, batch))
+        each = seconds_per_record(self.engine, self.module, self.population, batch)
+        records = sum(
+            line.count * line.event.steps * line.event.sample_rate * own.num_records
+            for own, schedule in zip(self.settings, self.schedule.clients, strict=True)
+            for line in schedule.planned
+            if isinstance(line.event, NoisedEvent)
+        )
+        a_round = records / (self.rounds + self.schedule.reserve)
+        return self._info(first_round, each * a_round * (self.rounds - first_round + 1))
 
     def _caveats(self) -> list[Caveat]:
         given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
@@ -457,3 +470,11 @@ class FederatedLoop:
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)
         return [self.engine.personalised(state.models[row], client) for row, client in pairs]
+
+
+def _with_base(callbacks: Sequence[ServerCallback]) -> Sequence[ServerCallback]:
+    """The callbacks, before them a base rule if they have none."""
+    if any(callback.role == "base" for callback in callbacks):
+        return callbacks
+    kind = next((cb.default_base for cb in callbacks if cb.default_base is not None), SizeWeighted)
+    return [kind(), *callbacks]

@@ -118,7 +118,8 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
 
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """Every client trains in every round, and in those that are set aside; noise that is not given is to be solved."""
-    count = rounds + (privacy.reserve_rounds if privacy is not None else 0)
+    reserve = privacy.reserve_rounds if privacy is not None else 0
+    count = rounds + reserve
     laplace = privacy is not None and privacy.mechanism == "laplace"
     events: list[NoisedEvent] = [
         LaplaceEvent(own.noise_multiplier, own.steps)
@@ -128,7 +129,7 @@ def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions
     ]
     rows = zip(settings, events, strict=True)
     clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),)) for own, event in rows]
-    return RunSchedule(tuple(clients), rounds)
+    return RunSchedule(tuple(clients), rounds, reserve)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:

@@ -58,7 +58,10 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
             return kind(**arguments)
         except TypeError as error:
             raise UserError(f"`model.init_args` must fit {kind.__name__}, got {arguments}: {error}.") from None
-    return models.build(model.pop("name", "cnn_small"), population.input_shape, population.num_classes, **model)
+    name, personal = model.pop("name", "cnn_small"), model.pop("personal_input", False)
+    require(isinstance(personal, bool), "model.personal_input", "be true or false", personal)
+    net = models.build(name, population.input_shape, population.num_classes, **model)
+    return models.PersonalInput(net, population.input_shape) if personal else net
 
 
 def build_engine(name: str, workers: int | None = None) -> SerialEngine:

@@ -28,10 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """Every release of the whole run, planned before the first one: one `ClientSchedule` for each of the N clients."""
+    """Every release of the whole run, planned before the first one: one `ClientSchedule` for each of the N clients.
+
+    Args:
+        rounds: of the run.
+        reserve: of the count of each client's "train" line, for rounds that a resumed run must charge again.
+    """
 
     clients: tuple[ClientSchedule, ...]
     rounds: int
+    reserve: int = 0
 
     def replan(self, change: Callable[[int, ClientSchedule], ClientSchedule]) -> RunSchedule:
         """The schedule with every client's part passed through `change(client, schedule)`."""
@@ -290,6 +296,8 @@ class View:
             and whoever works may overwrite them.
         ask: `ask(query)` charges the ledger first and returns noised answers.
         new_model: `new_model(seed)` gives the parameters `[P]` that the net is initialised with from that public seed.
+        solve: `solve(schedule)` is the schedule with its free noise solved by the run's accountant: arithmetic on
+            public facts, for strategies that compare plans.
     """
 
     round: int
@@ -304,6 +312,7 @@ class View:
     guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
     ask: Callable[[Query], Answers] = field(repr=False)
     new_model: Callable[[int], Tensor] = field(repr=False)
+    solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
 
     def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
         """The client's calibrated mechanism for a purpose of its schedule."""

@@ -11,17 +11,19 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models.cnn import cnn_small, cnn_tiny, lenet5, linear, logistic
+from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, lenet5, linear, logistic
 from dpfl_lightning.models.convnet import convnet
+from dpfl_lightning.models.personal import PersonalInput
 from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
 from dpfl_lightning.registry import call
 
-__all__ = ["build", "check_net", "names"]
+__all__ = ["PersonalInput", "build", "check_net", "names"]
 
 #: registry name -> function(input_shape, num_classes, **options)
 MODELS: dict[str, Callable[..., nn.Module]] = {
     "cnn_small": cnn_small,
     "cnn_tiny": cnn_tiny,
+    "cnn_femnist": cnn_femnist,
     "lenet5": lenet5,
     "convnet": convnet,
     "resnet18": resnet18,

@@ -13,20 +13,25 @@ from dpfl_lightning.registry import call
 
 #: registry name -> (file, class)
 STRATEGIES = {
+    "biased_selection": ("biased_selection", "BiasedSelection"),
     "clustered": ("clustered", "Clustered"),
     "distillation": ("distillation", "Distillation"),
     "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
     "fedprox": ("fedprox", "FedProx"),
     "ifca": ("ifca", "Ifca"),
+    "inverse_noise": ("inverse_noise", "InverseNoise"),
     "kmeans_clusters": ("kmeans_clusters", "KMeansClusters"),
+    "learning_rate_decay": ("learning_rate_decay", "LearningRateDecay"),
     "local": ("local", "Local"),
     "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
     "mr_mtl": ("mr_mtl", "MrMtl"),
     "noise_aware": ("noise_aware", "NoiseAware"),
     "oracle_clusters": ("oracle_clusters", "OracleClusters"),
     "pfa": ("pfa", "Pfa"),
+    "reweighted_selection": ("reweighted_selection", "ReweightedSelection"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
     "uniform": ("uniform", "Uniform"),
+    "uniform_selection": ("uniform_selection", "UniformSelection"),
 }
 
 

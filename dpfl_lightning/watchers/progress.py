@@ -202,13 +202,14 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     if not _noised(view):
         return columns
     planned = [schedule.target_epsilon for schedule in schedules]
+    noises = [own.main.noise_multiplier or 0.0 if any(own.releases) else None for own in schedules]
     columns.append(ClientColumn("epsilon budget", view.run.budgets, "{:.6g}".format))
     if planned != list(view.run.budgets):
         columns.append(ClientColumn("epsilon planned", planned, "{:.6g}".format))
     return [
         *columns,
         ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
-        ClientColumn("noise multiplier", [event.noise_multiplier or 0.0 for event in events], "{:.4g}".format),
+        ClientColumn("noise multiplier", noises, "{:.4g}".format),
     ]
 
 

@@ -40,9 +40,14 @@ def some_updates(order):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_within_budgets(name, make_loop):
-    result = make_loop(callbacks=in_company(name)[1], rounds=2).run()
+    loop = make_loop(callbacks=in_company(name)[1], rounds=2)
+    result = loop.run()
     assert result.finished and result.rounds == 2
-    assert all(0 < client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+    for client, own in zip(result.clients, loop.schedule.clients, strict=True):
+        planned = sum(line.count for line in own.planned)
+        assert client["releases"] == planned, "strategies that select plan for those whom they will select"
+        assert (client["epsilon_spent"] > 0) == (planned > 0) and client["epsilon_spent"] <= client["epsilon_budget"]
+    assert sum(client["releases"] for client in result.clients) > 0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -276,3 +276,15 @@ X, Y = pair(6)
 def test_own_data_that_does_not_fit_is_named(clients, options, message):
     with pytest.raises(UserError, match=message):
         Population.from_datasets(clients, **options)
+
+
+def test_a_regression_is_dealt_out_by_its_targets():
+    """Ten bins of equal size stand in for classes: with a small alpha a client has few, to train and to test."""
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2000, 3, generator=draw), torch.randn(2000, generator=draw)
+    dataset = Dataset("made up", x[:1500], y[:1500], x[1500:], y[1500:], num_classes=1)
+    dirichlet = ("dirichlet", {"alpha": 0.1, "min_records": 20})
+    alike, unlike = (Population.partitioned(dataset, num_clients=5, partition=own) for own in (("iid", {}), dirichlet))
+    spread = [float(torch.stack([own.y[rows].mean() for rows in own.train_of]).std()) for own in (alike, unlike)]
+    assert spread[1] > 3 * spread[0]
+    assert sum(unlike.num_records) == 1500 and sum(len(rows) for rows in unlike.held_out_of) > 100

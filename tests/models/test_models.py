@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.models import build, check_net, names
+from dpfl_lightning.models import PersonalInput, build, check_net, names
 
 COUNTS = [
     ("cnn_small", (1, 28, 28), 10, {}, 28_938),
     ("cnn_tiny", (1, 28, 28), 10, {}, 4_266),
+    ("cnn_femnist", (1, 28, 28), 62, {}, 67_026),
     ("lenet5", (1, 28, 28), 10, {}, 61_706),
     ("convnet", (3, 32, 32), 10, {}, 320_010),
     ("convnet", (1, 28, 28), 10, {}, 317_706),
@@ -94,6 +95,16 @@ def test_convnet_options_change_the_outputs(options):
         torch.manual_seed(0)
         outputs.append(build("convnet", (1, 8, 8), 10, width=8, **chosen)(x))
     assert not torch.allclose(*outputs)
+
+
+def test_a_personal_input_is_at_first_the_identity_and_counted():
+    for shape, extra in (((1, 28, 28), 785), ((3, 32, 32), 3_075), ((10,), 20)):
+        net = build("linear", shape, 1)
+        own = PersonalInput(net, shape)
+        assert count(own) == count(net) + extra
+        assert sum(p.numel() for name, p in own.named_parameters() if name in own.personal) == extra
+        x = torch.randn(3, *shape)
+        torch.testing.assert_close(own(x), net(x), rtol=0, atol=0)
 
 
 def test_small_images_fit_the_small_models():

@@ -1,0 +1,30 @@
+"""Biased selection whose weights take the bias out again: an ablation, which loses what selection gained."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.state import ClientUpdates, View
+from dpfl_lightning.strategies.biased_selection import BiasedSelection
+
+
+class ReweightedSelection(BiasedSelection):
+    """`sum_n delta_n H / (N T_n)` over a round's clients, T_n of H rounds: in expectation the mean over all clients.
+
+    Of Gaussian noise it has as much as any other quotas: what makes `biased_selection` quieter is its bias. Clients
+    with quota 0 are missing in the mean; give `min_participation` 1 to have all of them in it.
+
+    Args: those of `BiasedSelection`.
+
+    **Privacy** As `BiasedSelection`.
+    """
+
+    needs = "deltas"
+    key = "strategies.reweighted_selection"
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
+        deltas = updates.released
+        share = torch.from_numpy(self._quota[list(updates.clients)] / self._horizon)
+        factor = ((weights > 0) / (share * len(self._quota))).to(deltas.device)
+        return (factor @ deltas.double()).to(deltas.dtype)
