@@ -17,8 +17,8 @@ class MrMtl(Local):
     mean counts every client alike.
 
     Args:
-        pull: the strength lambda, >= 0. A step takes off pull * learning_rate of the distance to the mean, so it belongs
-            to a learning rate: with 0.5 the default is strong; beyond 1 / learning_rate steps overshoot.
+        pull: the strength lambda, >= 0. A step takes off `pull * learning_rate` of the distance to the mean: at a
+            learning rate of 0.5 the default is strong; beyond 1 / learning_rate steps overshoot.
 
     **Privacy** The pull is a function of released models, added after the noise: it costs nothing.
 
