@@ -86,13 +86,15 @@ def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
 
 
 def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Panels side by side."""
-    figure = Figure(figsize=(max(7.5, 5.0 * len(panels)), 4.8), dpi=120, layout="constrained")
-    figure.suptitle(textwrap.fill(title, 60 * len(panels)), fontsize=10)
+    """Panels side by side; more than four in rows of three."""
+    across = len(panels) if len(panels) <= 4 else 3
+    down = math.ceil(len(panels) / across)
+    figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
+    figure.suptitle(textwrap.fill(title, 60 * across), fontsize=10)
     for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(1, len(panels), place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
         _quiet(axes)
-        (_bars if panel.kind == "bars" else _lines)(axes, panel)
+        {"bars": _bars, "points": _points}.get(panel.kind, _lines)(axes, panel)
         for which in panel.log:
             _log_scale(axes, which)
         if len(panel.series) > 1:
@@ -107,6 +109,11 @@ def _lines(axes: Any, panel: Panel) -> None:
         if band:
             low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
             axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
+
+
+def _points(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
+        axes.scatter(*zip(*points, strict=True), s=30, alpha=0.7, linewidth=0, label=name)
 
 
 def _bars(axes: Any, panel: Panel) -> None:

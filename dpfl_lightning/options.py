@@ -184,8 +184,8 @@ class Options:
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
         strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, minimum_epsilon, noise_aware, pfa; and fedprox, clustered, ifca, kmeans_clusters,
-            oracle_clusters, local, mr_mtl; or your own by package.module.Class.
+            epsilon_weighted, minimum_epsilon, noise_aware, pfa; and fedprox (pull), clustered, ifca,
+            kmeans_clusters, oracle_clusters, local, mr_mtl; or your own by package.module.Class.
         engine: see EngineOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.

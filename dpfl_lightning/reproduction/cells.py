@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import dpfl_lightning
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.reproduction.experiment import Computation, Experiment
+from dpfl_lightning.reproduction.experiment import Beside, Computation, Experiment
 from dpfl_lightning.reproduction.registry import experiments
 
 #: where cells are kept, below the working directory
@@ -82,9 +82,18 @@ def wanted(experiment: Experiment, scale: str, seeds: Sequence[int] | None, depa
     for column in experiment.columns:
         for row in experiment.rows:
             cell = source(experiment, row, column, scale, departures)
+            other = experiment.rows[row].beside
             for seed in (None,) if _computed(experiment, cell) else seeds:
                 cells[cell._replace(seed=seed)] = None
+                if other is not None:
+                    cells[_beside(experiment, other, cell._replace(seed=seed))] = None
     return list(cells)
+
+
+def _beside(experiment: Experiment, other: Beside, cell: Cell) -> Cell:
+    """The other cell that one is read together with."""
+    scale = _owner(experiment, other.experiment).scale(cell.scale)
+    return cell._replace(experiment=other.experiment, row=other.row, column=other.column, scale=scale)
 
 
 def finished(results: Path, experiment: Experiment, scale: str, departures: Departures = ()) -> dict:
@@ -98,11 +107,20 @@ def finished(results: Path, experiment: Experiment, scale: str, departures: Depa
         for column in experiment.columns:
             cell = source(experiment, row, column, scale, departures)
             seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
-            paths = [path_of(results, cell._replace(seed=seed)) for seed in seeds]
-            held = [read(path) for path in paths if path.is_file()]
+            cells = [cell._replace(seed=seed) for seed in seeds]
+            held = [_held(results, experiment, row, one) for one in cells if path_of(results, one).is_file()]
             if held:
                 found[row, column] = held
     return found
+
+
+def _held(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
+    """A finished cell, with the values that follow from the one beside it if that is finished, too."""
+    own = read(path_of(results, cell))
+    if (other := experiment.rows[row].beside) is None:
+        return own
+    path = path_of(results, _beside(experiment, other, cell))
+    return {**own, "values": {**own["values"], **other.values(own, read(path))}} if path.is_file() else own
 
 
 def missing_files(cells: Sequence[Cell], results: Path) -> list[Cell]:

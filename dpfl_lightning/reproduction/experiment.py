@@ -52,6 +52,23 @@ class Computation:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """A second cell that a row's numbers need, such as a reference: of the same scale, seed and departures.
+
+    Args:
+        experiment: whose cell it is.
+        row: of cells.
+        column: of cells.
+        values: `values(own, beside)` -> further values of the row's cell, from what both files hold.
+    """
+
+    experiment: str
+    row: str
+    column: str
+    values: Callable[[Mapping[str, Any], Mapping[str, Any]], Values]
+
+
+@dataclass(frozen=True)
 class Row:
     """A line of numbers, all read off one kind of cell.
 
@@ -60,12 +77,14 @@ class Row:
         value: which of the cell's values it shows.
         cell: whose cells they are; None is the row's own. Rows that read different values of the same cells share it.
         experiment: that has these cells; None is the row's own.
+        beside: the other cell that each of them is read together with.
     """
 
     title: str
     value: str = "accuracy"
     cell: str | None = None
     experiment: str | None = None
+    beside: Beside | None = None
 
 
 @dataclass(frozen=True)
@@ -92,13 +111,14 @@ class Comparison:
         tolerance: of every cell, >= 0.
         relative: differences and tolerances are shares of the paper's number instead of in its unit.
         better: `higher` or `lower`: a number that is better than the paper's by more is fine, too, and the best row of
-            a column is told; empty: neither.
-        special: (row, column) -> the tolerance of that cell.
+            a column is told; empty: neither. Row -> one of these, where rows are numbers of several kinds: nobody is
+            best then.
+        special: (row, column) -> the tolerance of that cell; column "" is all of the row's.
     """
 
     tolerance: float
     relative: bool = False
-    better: str = ""
+    better: str | Mapping[str, str] = ""
     special: Mapping[tuple[str, str], Tolerance] = field(default_factory=dict)
 
     def difference(self, ours: float, paper: float) -> float:
@@ -107,12 +127,13 @@ class Comparison:
 
     def of(self, row: str, column: str) -> Tolerance:
         """The tolerance of a cell."""
-        return self.special.get((row, column), Tolerance(self.tolerance))
+        return self.special.get((row, column)) or self.special.get((row, ""), Tolerance(self.tolerance))
 
     def holds(self, row: str, column: str, ours: float, paper: float) -> bool:
         """Whether ours is within the tolerance, or better."""
         within, difference = self.of(row, column).within, self.difference(ours, paper)
-        beyond = {"higher": difference > 0, "lower": difference < 0}.get(self.better, False)
+        better = self.better if isinstance(self.better, str) else self.better.get(row, "")
+        beyond = {"higher": difference > 0, "lower": difference < 0}.get(better, False)
         return within is None or beyond or abs(difference) <= within
 
 
@@ -124,7 +145,7 @@ class Panel:
         title: above it.
         x: label of the horizontal axis; `y` of the vertical one.
         series: name -> points (x, y) or (x, y, half height of the band around y); x are words where `kind` is bars.
-        kind: lines or bars (side by side for each x).
+        kind: lines, points, or bars (side by side for each x).
         log: axes with a logarithmic scale: "", "x", "y" or "xy".
     """
 

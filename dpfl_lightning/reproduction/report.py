@@ -135,9 +135,13 @@ def _verdict(experiment: Experiment, told: Sequence[Number]) -> str:
     if outside:
         sentences.append(f"Outside: {'; '.join(outside)}.")
     there = {(one.row, one.column) for one in told if one.difference is not None}
+    titles |= {(row, ""): experiment.rows[row].title for row, _ in there}
+    special: dict[Tolerance, list[str]] = {}
     for place, own in held_to.special.items():
-        if place in there:
-            sentences.append(f"{titles[place]}: {_special(own, held_to.relative)}, because {own.why}.")
+        if place in there or (place[1] == "" and place in titles):
+            special.setdefault(own, []).append(titles[place])
+    for own, places in special.items():
+        sentences.append(f"{'; '.join(places)}: {_special(own, held_to.relative)}, because {own.why}.")
     return " ".join([*sentences, *_leaders(experiment, told)])
 
 
@@ -150,7 +154,8 @@ def _special(own: Tolerance, relative: bool) -> str:
 def _leaders(experiment: Experiment, told: Sequence[Number]) -> list[str]:
     """Who is best in each column among the rows that the paper has, where all of them are made."""
     assert experiment.comparison is not None
-    best = {"higher": max, "lower": min}.get(experiment.comparison.better)
+    better = experiment.comparison.better
+    best = {"higher": max, "lower": min}.get(better) if isinstance(better, str) else None
     if best is None:
         return []
     sentences = []

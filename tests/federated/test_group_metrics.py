@@ -9,9 +9,11 @@ import math
 
 import pytest
 import torch
+from conftest import PowerCut, cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfl_lightning import strategies
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.group_metrics import accuracy_of_groups, clustering, fairness_gap, smallest, true_groups
 from dpfl_lightning.federated.state import Sketch
@@ -125,4 +127,22 @@ def test_without_true_groups_nothing_is_said_of_them(make_loop):
 
 def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
     loop, result = run
-    assert result.told["floats_down"] == result.told["floats_up"] == 2 * 4 * loop.module.num_params
+    model = loop.module.num_params
+    assert result.told["floats_down"] == result.told["floats_up"] == 2 * 4 * model
+    choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
+    result = make_loop(callbacks=choosing, rounds=2).run()
+    assert result.told["floats_up"] == 2 * 4 * model
+    assert result.told["floats_down"] == (2 + 3) * 4 * model, "three models to choose from, in one round"
+    result = make_loop(callbacks=strategies.build({"mr_mtl": {}}), rounds=1).run()
+    assert result.told["floats_down"] == 2 * result.told["floats_up"], "the mean of all models beside one's own"
+
+
+def test_what_was_sent_survives_a_resumed_run(make_loop, tmp_path):
+    whole = make_loop(rounds=3).run()
+    place = tmp_path / "cut"
+    loop = make_loop(rounds=3, output_dir=place, checkpoint_seconds=0.0)
+    cut_at(loop, 3)
+    with pytest.raises(PowerCut):
+        loop.run()
+    resumed = make_loop(rounds=3, output_dir=place, checkpoint_seconds=0.0).run(resume=True)
+    assert resumed.told["floats_down"] == whole.told["floats_down"]

@@ -9,6 +9,8 @@ from fake_experiments import CELL, fake, held
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.reproduction.cells import Cell, finished, missing_files, path_of, read, wanted, write
+from dpfl_lightning.reproduction.experiment import Beside, Row
+from dpfl_lightning.reproduction.registry import experiments
 
 
 def test_each_cell_is_wanted_once_and_computed_ones_without_seed():
@@ -54,6 +56,25 @@ def test_another_table_shows_the_same_cells(tmp_path, known):
     assert wanted(known, "small", None) == [Cell("fake.table1", "ours", "b", "small", 0)]
     write(tmp_path, CELL._replace(column="b"), held(accuracy_best=3.0))
     assert finished(tmp_path, known, "small")["best", "x"][0]["values"] == {"accuracy_best": 3.0}
+
+
+def test_a_cell_is_read_together_with_the_one_beside_it(tmp_path, known, monkeypatch):
+    """Of the same seed and departures, and only when both are made."""
+
+    def values(own, other):
+        return {"behind": other["values"]["accuracy"] - own["values"]["accuracy"]}
+
+    beside = Beside("fake.table1", "ours", "a", values)
+    table = fake(name="fake.table2", rows={"ours": Row("ours", "behind", beside=beside)})
+    monkeypatch.setitem(experiments(), "fake.table2", table)
+    reference, departures = CELL._replace(departures=(("rounds", "9"),)), (("rounds", "9"),)
+    cells = wanted(table, "small", [0, 1], departures)
+    assert len(cells) == 6 and {reference, reference._replace(seed=1)} < set(cells)
+    for seed in (0, 1):
+        write(tmp_path, cells[0]._replace(seed=seed), held(accuracy=50.0))
+    write(tmp_path, reference._replace(seed=1), held(accuracy=57.0))
+    first, second = finished(tmp_path, table, "small", departures)["ours", "a"]
+    assert first["values"] == {"accuracy": 50.0} and second["values"] == {"accuracy": 50.0, "behind": 7.0}
 
 
 def test_a_file_is_json_that_others_read(tmp_path):

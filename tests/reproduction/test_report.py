@@ -63,6 +63,10 @@ def test_the_leader_is_told_where_all_are_made(results):
         (Comparison(0.02, relative=True), 51.1, 50.0, False),
         (Comparison(2.0, special={("ours", "a"): Tolerance(5.0, "why")}), 54.9, 50.0, True),
         (Comparison(2.0, special={("ours", "b"): Tolerance(5.0, "why")}), 54.9, 50.0, False),
+        (Comparison(2.0, special={("ours", ""): Tolerance(5.0, "why")}), 54.9, 50.0, True),
+        (Comparison(2.0, special={("ours", ""): Tolerance(5.0, "w"), ("ours", "a"): Tolerance(1, "")}), 54, 50, False),
+        (Comparison(2.0, better={"ours": "lower", "theirs": "higher"}), 10.0, 50.0, True),
+        (Comparison(2.0, better={"theirs": "lower"}), 10.0, 50.0, False),
     ],
 )
 def test_what_is_within_the_tolerance(comparison, ours, paper, within):
@@ -75,6 +79,18 @@ def test_a_special_tolerance_says_why(results):
     assert "2 of 2 numbers are within 10% of the paper's, unless said otherwise." in text
     assert "ours, B: not compared, because the paper says so." in text and "never told" not in text
     assert "-8.3%" in text  # told all the same
+
+
+def test_a_special_tolerance_of_whole_rows_is_said_once(results):
+    special = {(row, ""): Tolerance(None, "it is another loss") for row in ("ours", "theirs", "formula")}
+    text = report(fake(paper=PAPER, comparison=Comparison(0.1, special=special)), "small", results)
+    assert "ours; theirs: not compared, because it is another loss." in text and text.count("another loss") == 1
+
+
+def test_nobody_is_best_among_numbers_of_several_kinds(results):
+    mixed = Comparison(2.0, better={"ours": "higher", "theirs": "lower"})
+    text = report(fake(paper=PAPER, comparison=mixed), "small", results)
+    assert "Best in" not in text and "or better" in text
 
 
 def test_a_table_without_the_papers_numbers_compares_nothing(results):
