@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import torch
-
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.state import RoundPlan, View
+from dpfl_lightning.privacy.clipping import summing_dtype
 from dpfl_lightning.strategies.local import Local
 
 
@@ -18,7 +17,8 @@ class MrMtl(Local):
     mean counts every client alike.
 
     Args:
-        pull: the strength lambda, >= 0; beyond 1 / learning_rate steps overshoot.
+        pull: the strength lambda, >= 0. A step takes off `pull * learning_rate` of the distance to the mean: at a
+            learning rate of 0.5 the default is strong; beyond 1 / learning_rate steps overshoot.
 
     **Privacy** The pull is a function of released models, added after the noise: it costs nothing.
 
@@ -31,5 +31,6 @@ class MrMtl(Local):
         self._pull = float(pull)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        mean = view.state.models.mean(dim=0, keepdim=True, dtype=torch.float64).to(view.state.models.dtype)
+        models = view.state.models
+        mean = models.mean(dim=0, keepdim=True, dtype=summing_dtype(models)).to(models.dtype)
         return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=self._pull)
