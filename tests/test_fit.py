@@ -25,7 +25,7 @@ def in_the_repository(monkeypatch, request):
         (["--config", "conf/nowhere.yaml"], ["conf/nowhere.yaml"]),
         ([*DIGITS, "--rouns", "3"], ["rouns", "Did you mean `--rounds`"]),
         ([*DIGITS, "--privacy.epsilon", "0"], ["privacy.epsilon", "above 0", "0"]),
-        ([*DIGITS, "--privacy.delta", "1.5"], ["privacy.delta", "(0, 1)", "1.5"]),
+        ([*DIGITS, "--privacy.delta", "1.5"], ["privacy.delta", "[0, 1)", "1.5"]),
         ([*DIGITS, "--clients.count", "5000"], ["5000"]),
         ([*DIGITS, "--clients.batch_size", "1000"], ["clients.batch_size", "1000"]),
         ([*DIGITS, "--data.name", "digit"], ["digit", "Did you mean `digits`"]),

@@ -148,7 +148,7 @@ def test_floor_raises_small_draws() -> None:
         ("privacy.epsilon", math.nan, float, ["be a number"]),
         ("privacy.epsilon", True, float, ["be a number, got True"]),
         ("privacy.epsilon", "dist1", float, ["be a number, got 'dist1'"]),
-        ("privacy.delta", 1, float, ["be in (0, 1), got 1"]),
+        ("privacy.delta", 1, float, ["be in [0, 1), got 1"]),
         ("privacy.noise_multiplier", -0.1, float, ["be >= 0"]),
         ("clients.learning_rate", math.inf, float, ["finite"]),
         ("clients.batch_size", 2.5, int, ["be a whole number, got 2.5"]),

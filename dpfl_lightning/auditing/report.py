@@ -50,7 +50,7 @@ def claim_words(one: Mapping[str, Any]) -> str:
         f"Client {one['client']} claims epsilon {at_most(claim['epsilon'])} at delta {claim['delta']:g} "
         f"({claim['adjacency']}, {claim['accountant']}): {claim['steps']} steps, {drawn} batches of "
         f"{claim['expected_batch_size']:g} at rate {claim['sample_rate']:.4g}, clip norm {claim['clip_norm']:g}, "
-        f"{'Laplace ' if claim['mechanism'] == 'laplace' else ''}noise multiplier {claim['noise_multiplier']:.4g}."
+        f"{'Laplace ' if claim.get('mechanism') == 'laplace' else ''}noise multiplier {claim['noise_multiplier']:.4g}."
     )
 
 

@@ -13,6 +13,7 @@ from dpfl_lightning import strategies
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
 from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
@@ -45,7 +46,8 @@ def test_it_runs_within_budgets(name, make_loop):
     assert result.finished and result.rounds == 2
     for client, own in zip(result.clients, loop.schedule.clients, strict=True):
         planned = sum(line.count for line in own.planned)
-        assert client["releases"] == planned, "strategies that select plan for those whom they will select"
+        sums = sum(line.count for line in own.planned if isinstance(line.event, NoisedEvent))
+        assert sums <= client["releases"] <= planned, "who trains is planned; a choice may turn out to be needless"
         assert (client["epsilon_spent"] > 0) == (planned > 0) and client["epsilon_spent"] <= client["epsilon_budget"]
     assert sum(client["releases"] for client in result.clients) > 0
 
