@@ -68,6 +68,7 @@ ALLOWED = {
         "published",
         "privacy",
         "data",
+        "client",
         "federated",
         "strategies",
         "tables",

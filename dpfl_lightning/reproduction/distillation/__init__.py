@@ -1,0 +1,1 @@
+"""The distillation paper: what its method is compared with."""

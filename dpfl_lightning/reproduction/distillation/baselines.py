@@ -1,0 +1,175 @@
+"""What a federated set is compared with: sets and records that a simulation can make because it holds all data.
+
+Nothing here is private: these are yardsticks, made from clients' records as they are.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.evaluation import evaluate
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.options import ClientOptions
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.strategies.distillation import Distillation
+from dpfl_lightning.strategies.gradient_matching import SyntheticSet
+from dpfl_lightning.strategies.server_training import (
+    Training,
+    fresh_parameters,
+    public_generator,
+    torch_seed,
+    trained_on,
+)
+
+#: the condensation paper's training of a net on a small set, and one for all records
+ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
+ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """How well fresh nets do on the test set after training on one set: an accuracy in [0, 1] each."""
+
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.accuracies)
+
+    @property
+    def std(self) -> float:
+        """Over nets (population standard deviation)."""
+        return pstdev(self.accuracies)
+
+
+def taught(
+    module: ClientModule,
+    population: Population,
+    records: tuple[Tensor, Tensor],
+    how: Training = ON_A_SET,
+    networks: int = 3,
+    seed: int = 0,
+) -> Taught:
+    """Fresh nets trained on `records`, scored on the population's test set.
+
+    Args:
+        module: architecture and loss; it is not changed.
+        records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
+        networks: each from its own initialisation and order, >= 1; the same for every set at one seed.
+    """
+    require(population.test is not None, "test", "be there for a comparison", None)
+    module, on_test = copy.deepcopy(module), _one_client(population)
+    engine = SerialEngine()
+    engine.setup(module, on_test, Streams(0), "poisson")  # no noise is drawn
+    accuracies = []
+    for number in range(networks):
+        start, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
+        model = trained_on(module, fresh_parameters(module, start), records, how, order)
+        score = evaluate(module, on_test, Delivered(model[None], (0,)), engine).test
+        accuracies.append(float(score.accuracy or 0.0))
+    return Taught(tuple(accuracies))
+
+
+def whole(population: Population) -> tuple[Tensor, Tensor]:
+    """Every client's training records together."""
+    rows = torch.cat(population.train_of)
+    return population.x[rows], population.y[rows]
+
+
+def random_subset(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """So many real records of each class, drawn from all clients' without replacement; all, where there are fewer."""
+    x, y = whole(population)
+    generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "random subset")))
+    order = torch.randperm(len(y), generator=generator).to(y.device)
+    rows = torch.cat([order[y[order] == label][:images_per_class] for label in range(population.num_classes)])
+    return x[rows], y[rows]
+
+
+def noise_set(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images of noise: what distillation begins with."""
+    generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "images")))
+    images = SyntheticSet.of_noise(population.num_classes, images_per_class, population.input_shape, generator)
+    x, y = images.records
+    return x.to(population.x), y.to(population.y)
+
+
+def centralised_matching(
+    population: Population, module: ClientModule, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+) -> DistilledSet:
+    """The set of one client that holds everything, after as many rounds of the same strategy.
+
+    Args:
+        module: its parameters are the first net.
+        options: of `Distillation`.
+    """
+    return _matched(_one_client(population), module, rounds, seed, device, options)
+
+
+def local_matching(
+    population: Population, module: ClientModule, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+) -> list[DistilledSet]:
+    """The set that each client would make by itself, of the classes that it has."""
+    sets = []
+    for rows in population.train_of:
+        own = _matched(_one_client(population, rows), module, rounds, seed, device, options)
+        has = torch.isin(own.y, population.y[rows].unique().to(own.y))
+        sets.append(DistilledSet(own.x[has], own.y[has], own.card))
+    return sets
+
+
+def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
+    """The records of several sets together: local matching with `images_for_each` at every client."""
+    return torch.cat([own.x for own in sets]), torch.cat([own.y for own in sets])
+
+
+def images_for_each(images_per_class: int, num_clients: int) -> int:
+    """How many images a class each client makes, so that together they have at least so many.
+
+    >>> images_for_each(10, 4)
+    3
+    """
+    return math.ceil(images_per_class / num_clients)
+
+
+def _matched(
+    population: Population, module: ClientModule, rounds: int, seed: int, device: str, options: dict[str, Any]
+) -> DistilledSet:
+    own = Distillation(**{"min_participants": 1, "min_records_per_target": 1, **options})
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserNotice)  # that nothing is private here
+        FederatedLoop(
+            population,
+            copy.deepcopy(module),
+            rounds=rounds,
+            clients=ClientOptions(count=1, batch_size=population.num_records[0]),
+            privacy=None,
+            callbacks=[own],
+            seed=seed,
+            output_dir=folder,
+            device=device,
+            evaluate_every=rounds,
+        ).run()
+        return DistilledSet.load(folder)
+
+
+def _one_client(population: Population, rows: Tensor | None = None) -> Population:
+    """One client with those training rows, or with everybody's, and none held out: only the test set is scored."""
+    own = torch.cat(population.train_of) if rows is None else rows
+    return dataclasses.replace(population, train_of=[own], held_out_of=[own[:0]], groups=None)
