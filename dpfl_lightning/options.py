@@ -190,9 +190,9 @@ class Options:
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
         strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
             epsilon_weighted, inverse_noise, minimum_epsilon, noise_aware, pfa, distillation; who takes part:
-            biased_selection, uniform_selection, reweighted_selection (clients_per_round); several models: clustered,
-            ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull), learning_rate_decay (half_after);
-            or your own by package.module.Class.
+            biased_selection, uniform_selection, two_stage_selection, reweighted_selection (clients_per_round); several
+            models: clustered, ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull),
+            learning_rate_decay (half_after); or your own by package.module.Class.
         engine: see EngineOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.

@@ -15,6 +15,7 @@ T = TypeVar("T")
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
     float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
     str: ("a word", lambda value: isinstance(value, str)),
     float | None: ("a number or null", lambda value: value is None or _KINDS[float][1](value)),
     int | None: ("a whole number or null", lambda value: value is None or _KINDS[int][1](value)),

@@ -55,6 +55,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         ask=None,
         new_model=None,
         solve=None,
+        used=None,
     )
 
 

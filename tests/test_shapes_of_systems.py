@@ -16,7 +16,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.federated.state import ClassGradients, Delivered
-from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.schedule import Planned
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
@@ -215,3 +215,50 @@ def test_a_release_that_was_not_planned_is_refused_before_it_is_charged(make_loo
     with pytest.raises(RuntimeError, match="declares it in `plan_run`"):
         loop.run()
     assert read_ledger(loop.folder.ledger_file) == []
+
+
+class Anew(ServerCallback):
+    """Plans the last round anew, by `change(line) -> line` of what each client has paid for."""
+
+    def __init__(self, change):
+        self._change = change
+
+    def replan(self, schedule, view):
+        if view.round < view.run.rounds or len(schedule.clients[0].planned) > 1:
+            return schedule
+
+        def change(client, own):
+            (train,) = own.planned
+            paid = dataclasses.replace(train, count=view.used(client, "train"))
+            event = dataclasses.replace(train.event, noise_multiplier=None)
+            return dataclasses.replace(own, planned=(self._change(paid), Planned("last", event, 1)))
+
+        return schedule.replan(change)
+
+    def plan_round(self, plan, view):
+        return view.plan("last") if view.round == view.run.rounds else plan
+
+
+FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.3)
+
+
+def test_what_is_left_can_be_planned_anew_and_the_budget_is_what_holds(make_loop):
+    loop = make_loop(callbacks=[SizeWeighted(), Anew(lambda line: line)], clients=FULL)
+    result = loop.run()
+    for client, budget in enumerate([4.0, 6.0, 8.0, 10.0]):
+        *early, last = loop.budgets.ledger.events(client)
+        assert len(early) == 2 and last.noise_multiplier == pytest.approx(early[0].noise_multiplier, rel=1e-4)
+        assert result.clients[client]["epsilon_spent"] == budget
+
+
+@pytest.mark.parametrize(
+    ("clients", "change", "words"),
+    [
+        (FULL, lambda line: dataclasses.replace(line, count=line.count - 1), "its new schedule has less"),
+        (FULL, lambda line: dataclasses.replace(line, purpose="other"), "its new schedule has less"),
+        (None, lambda line: line, "`clients.batch_size` must be null"),
+    ],
+)
+def test_a_new_plan_must_hold_what_was_paid_for(clients, change, words, make_loop):
+    with pytest.raises((RuntimeError, UserError), match=words):
+        make_loop(callbacks=[SizeWeighted(), Anew(change)], clients=clients).run()

@@ -10,12 +10,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfl_lightning.errors import require
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger import Charge, Ledger
+from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.privacy.spending import SpentEpsilon
 
 _SHOWN = "shown"  # the purpose under which the ledger holds what is shown without noise
@@ -51,7 +53,7 @@ class Budgets:
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
-        self._spent = SpentEpsilon(accountant)
+        self._spent, self._changed = SpentEpsilon(accountant), False
         for one in unprotected:
             ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for client in range(len(schedule.clients))])
 
@@ -78,6 +80,27 @@ class Budgets:
         charges = [Charge(client, round, query.purpose, digest, query.event_of(client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self.ledger.charge(charges)
+
+    def change(self, schedule: RunSchedule) -> None:
+        """Go on with another schedule, its noise solved, chosen from what was released so far.
+
+        **Guarantees** What was paid for is part of it, and the whole still fits the budget, which is then what
+        guarantees state: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic
+        2021, Koskela et al. 2023; Rogers et al. 2016).
+
+        Raises:
+            UserError: other releases, of which this is not known.
+        """
+        for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
+            paid = {line.purpose: line for line in after.planned}
+            for line in before.planned:
+                used, now = self.ledger.used(client, line.purpose), paid.get(line.purpose)
+                if used and (now is None or now.event != line.event or now.count < used):
+                    raise RuntimeError(f"client {client} has paid for {used} of {line}: its new schedule has less")
+            if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
+                raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
+            _check_filter(after, self.accountant)
+        self.schedule, self._changed = schedule, True
 
     def anyone_affords(self) -> bool:
         """Whether any client has any planned release left."""
@@ -111,10 +134,16 @@ class Budgets:
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
-        return tuple(
-            guarantee([*self.ledger.events(client), *self.caveats], own.delta, self.accountant, sampling=self.sampling)
-            for client, own in enumerate(self.schedule.clients)
-        )
+        return tuple(self._guarantee(client, own) for client, own in enumerate(self.schedule.clients))
+
+    def _guarantee(self, client: int, own: ClientSchedule) -> Guarantee:
+        events = [*self.ledger.events(client), *self.caveats]
+        found = None
+        if self._changed:
+            epsilon, how = self.accountant.bound(events, own.delta)
+            if 0 < epsilon <= own.target_epsilon < math.inf:
+                found = own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
+        return guarantee(events, own.delta, self.accountant, sampling=self.sampling, found=found)
 
     def _payable(self, charge: Charge) -> bool:
         planned = self.schedule.planned(charge.client, charge.purpose)
@@ -139,6 +168,17 @@ class Budgets:
             else:
                 digest.update(repr(value).encode())
         return digest.hexdigest()
+
+
+def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
+    """Refuse a schedule that follows from releases, unless its composition is known to hold then."""
+    events = [line.event for line in own.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
+    gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
+    pure = own.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+    must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
+    require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
+    known = accountant.name in ("gdp", "rdp")
+    require(known, "privacy.accountant", "be gdp or rdp where later noise follows from releases", accountant.name)
 
 
 def _memory(value: Tensor) -> memoryview:

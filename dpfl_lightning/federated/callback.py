@@ -57,6 +57,17 @@ class ServerCallback:
         """What it has planned for the run, when all noise is solved: sentences for who looks before anyone trains."""
         return ()
 
+    def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        """Before each round: another schedule for what is left, its noise solved anew; usually the same one.
+
+        Lines that were paid for stay, with at least the count that was paid. On resume it is asked again, and must give
+        what it gave.
+
+        **Guarantees** The schedule still fits the budget. If it follows from released values, the budget is what holds
+        (a privacy filter); what was spent is a reading.
+        """
+        return schedule
+
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
         return plan

@@ -195,6 +195,7 @@ class FederatedLoop:
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
         """Every line is one hook, or the work of one owner."""
+        self._replan(state)
         view = self.view(state)
         plan = fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view)
         plan, attempts = self.budgets.charge_round(plan, self._starts(plan, state))  # a crash never under-reports
@@ -247,6 +248,7 @@ class FederatedLoop:
             ask=self._ask,
             new_model=self._new_model,
             solve=lambda schedule: solved(schedule, self.accountant),
+            used=lambda client, purpose: self.budgets.ledger.used(client, purpose),
         )
 
     def plan_schedule(self) -> RunSchedule:
@@ -258,9 +260,16 @@ class FederatedLoop:
         self.first_purpose = self.schedule.clients[0].planned[0].purpose
         return self.schedule
 
+    def _replan(self, state: ServerState) -> None:
+        """The schedule of what is left, where a strategy plans it anew."""
+        changed = fold(self.callbacks, "replan", self.schedule, self.view(state))
+        if changed is not self.schedule:
+            self.schedule = solved(changed, self.accountant)
+            self.budgets.change(self.schedule)
+
     def outline(self) -> list[str]:
         """What strategies have to say of the run that `plan_schedule` has planned."""
-        view = self.view(ServerState(self.module.flat[None], (0,) * self.population.num_clients))
+        view = self.view(self._one_model())
         return [words for callback in self.callbacks for words in callback.outline(view)]
 
     # -- beginning, remembering, ending
@@ -308,6 +317,7 @@ class FederatedLoop:
         self.training_seconds, self.told = saved["training_seconds"], saved["told"]
         self.noise_std = dict(saved["noise_std"])
         self.saved_at, self.snapshot = time.perf_counter(), saved
+        self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
         return state
 

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.privacy.clipping import summing_dtype
+from dpfl_lightning.privacy.clipping import VmapClippedSum, summing_dtype
 from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
 Answers = Mapping[int, object]  # client -> noised answer
@@ -93,6 +94,76 @@ class LowestLoss:
 
     def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
         return int(summed_losses(module, self.models, x, y, (-math.inf, math.inf)).argmin())
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """The mean loss of each client's records, clipped and noised.
+
+    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: around the middle one record more, less or
+    other moves the sum by half of the bound, half of it, or all of it.
+
+    Args:
+        models: `[M, P]`.
+        row_of: client -> row of the model at which it is asked.
+        mechanism_of: client -> full-batch mechanism; its clip norm is half of `loss_bound`.
+        loss_bound: losses are clipped to [0, loss_bound].
+
+    **Privacy** One step of the client's mechanism.
+    """
+
+    clients: tuple[int, ...]
+    models: Tensor
+    row_of: Mapping[int, int]
+    mechanism_of: Mapping[int, Mechanism]
+    loss_bound: float
+    purpose: str = "loss"
+
+    def event_of(self, client: int) -> Event:
+        return self.mechanism_of[client].event(1)
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> float:
+        model, middle = self.models[self.row_of[client]][None], self.loss_bound / 2
+        total = summed_losses(module, model, x, y, (0.0, self.loss_bound)) - middle * len(y)
+        return float(self.mechanism_of[client].privatise(total[:, None], generator)) + middle
+
+
+@dataclass(frozen=True)
+class LossesAroundStep:
+    """Each client's mean loss at a model, and after its own clipped full-batch step from there, before noise.
+
+    What the selection paper's clients report: neither loss is clipped, and the step without noise holds all records, so
+    that no bound of what one record moves is known.
+
+    Args:
+        model: `[P]`.
+        mechanism_of: client -> of the noise that is added to either loss.
+        step_of: client -> clip norm, its order and learning rate of the step.
+        words: what the guarantee says of the answers.
+
+    **Privacy** None that is known, as `words` must say.
+    """
+
+    clients: tuple[int, ...]
+    model: Tensor
+    mechanism_of: Mapping[int, Mechanism]
+    step_of: Mapping[int, tuple[float, int, float]]
+    words: str
+    purpose: str = "loss"
+
+    def event_of(self, client: int) -> Event:
+        return Caveat(self.words)
+
+    def answer(
+        self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
+    ) -> tuple[float, float]:
+        clip_norm, order, rate = self.step_of[client]
+        clipped_sum = VmapClippedSum(module.sample_loss)
+        step = clipped_sum(module.unflatten(self.model), x, y, clip_norm, order=order)[0]
+        models = torch.stack([self.model, self.model - rate * step / len(y)])
+        totals = summed_losses(module, models, x, y, (-math.inf, math.inf))
+        before, after = self.mechanism_of[client].privatise(totals[None], generator)[0].tolist()
+        return before, after
 
 
 @torch.no_grad()

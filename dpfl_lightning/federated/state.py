@@ -313,6 +313,7 @@ class View:
     ask: Callable[[Query], Answers] = field(repr=False)
     new_model: Callable[[int], Tensor] = field(repr=False)
     solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
+    used: Callable[[int, str], int] = field(repr=False)
 
     def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
         """The client's calibrated mechanism for a purpose of its schedule."""

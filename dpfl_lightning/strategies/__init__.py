@@ -30,6 +30,7 @@ STRATEGIES = {
     "pfa": ("pfa", "Pfa"),
     "reweighted_selection": ("reweighted_selection", "ReweightedSelection"),
     "size_weighted": ("size_weighted", "SizeWeighted"),
+    "two_stage_selection": ("two_stage_selection", "TwoStageSelection"),
     "uniform": ("uniform", "Uniform"),
     "uniform_selection": ("uniform_selection", "UniformSelection"),
 }

@@ -50,7 +50,7 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
         view: solves it.
         mean_quota: > 0.
     """
-    exponent = _exact_exponent(schedule)
+    exponent = exact_exponent(schedule)
     if exponent is not None:
         return ParticipationNoise(_noise_of(schedule, 1, view), exponent)
     most = max(own.count_of(PURPOSE) for own in schedule.clients)
@@ -63,8 +63,8 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
     return ParticipationNoise(np.sqrt(low * high) / (few * many) ** (exponent / 2), max(exponent, 0.1))
 
 
-def _exact_exponent(schedule: RunSchedule) -> float | None:
-    """If nothing but full batches of one kind shares the budgets."""
+def exact_exponent(schedule: RunSchedule) -> float | None:
+    """How noise grows with participations if nothing but full batches of one kind shares the budgets, else None."""
     events = [line.event for own in schedule.clients for line in own.planned if isinstance(line.event, NoisedEvent)]
     if len(events) > len(schedule.clients):
         return None
@@ -76,11 +76,15 @@ def _exact_exponent(schedule: RunSchedule) -> float | None:
 
 def _noise_of(schedule: RunSchedule, count: int, view: View) -> Vector:
     """`E|Z_n|^2` of each client if it takes part so often, `[N]`."""
-    solved = view.solve(with_quotas(dataclasses.replace(schedule, reserve=0), [count] * len(schedule.clients)))
+    alone = with_quotas(dataclasses.replace(schedule, reserve=0), [count] * len(schedule.clients))
+    return update_noise(view.solve(alone), PURPOSE, view)
+
+
+def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
+    """`E|Z_n|^2` of the mean gradient in each client's update of a purpose, as it is planned, `[N]`."""
     found = []
-    for client, own in enumerate(solved.clients):
-        event, rate = train_line(own).event, view.learning_rate[client]
-        assert isinstance(event, NoisedEvent)  # for mypy
+    for client in range(len(schedule.clients)):
+        event, rate = schedule.noised(client, purpose), view.learning_rate[client]
         mechanism = mechanism_of(event, view.clip_norm[client], view.facts.num_records[client])
         found.append(view.run.num_params * (mechanism.noise_std(event.steps, rate) / (rate * event.steps)) ** 2)
     return np.array(found)
@@ -109,7 +113,8 @@ class BiasedSelection(QuotaSelection):
         UserError: a number out of range; a given `privacy.noise_multiplier`, which no quota could change.
 
     Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation a round, whole quotas, and
-    an anchor in place of the paper's bias term: see `allocation.py`.
+    an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term are
+    `two_stage_selection`.
     """
 
     key = "strategies.biased_selection"
@@ -140,14 +145,7 @@ class BiasedSelection(QuotaSelection):
         return allocate_int(self._noise.factor, total, self._noise.exponent, 0.0, lower, upper, anchor)
 
     def _found_noise(self, mean_quota: float, schedule: RunSchedule, view: View) -> ParticipationNoise:
-        given = [n for n, own in enumerate(schedule.clients) if _given_noise(own)]
-        if given:
-            noise, name = _given_noise(schedule.clients[given[0]]), self.key.rpartition(".")[2]
-            raise UserError(
-                f"`privacy.noise_multiplier` must be null for strategy {name}, got {noise} for client {given[0]}: "
-                "quotas share budgets out, and given noise is the same for any quota. Give privacy.epsilon alone, or "
-                "use uniform_selection."
-            )
+        check_free_noise(schedule, self.key.rpartition(".")[2])
         claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf)
 
         def claims(client: int, own: ClientSchedule) -> ClientSchedule:
@@ -170,6 +168,17 @@ class BiasedSelection(QuotaSelection):
             f"The noise in a round's mean update has {1 / gain:.3g} of the variance that equal quotas would give it (a "
             f"gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
         )
+
+
+def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
+    """Refuse noise that is given: no quota could change it."""
+    for client, own in enumerate(schedule.clients):
+        if noise := _given_noise(own):
+            raise UserError(
+                f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {noise} for client {client}: "
+                "quotas share budgets out, and given noise is the same for any quota. Give privacy.epsilon alone, or "
+                "use uniform_selection."
+            )
 
 
 def _given_noise(own: ClientSchedule) -> float | None:

@@ -8,7 +8,7 @@ import warnings
 
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.state import RunSchedule, View
-from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 from dpfl_lightning.strategies.update_geometry import expected_separation
 
@@ -33,14 +33,16 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
     def change(client: int, own: ClientSchedule) -> ClientSchedule:
         train = _training(own)
         event = train.event
-        assert isinstance(event, GaussianEvent)  # for mypy
+        assert isinstance(event, NoisedEvent)  # for mypy
         noise = event.noise_multiplier
         bare = noise == 0 or (noise is None and math.isinf(own.target_epsilon))
         if not bare and noise_multiplier != "same":
             noise = float(usual if noise_multiplier is None else noise_multiplier)
         epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
         reserve = min(1, max(0, train.count - schedule.rounds))
-        first = Planned(PURPOSE, GaussianEvent(1.0, noise, epochs), 1 + reserve)
+        laplace = isinstance(event, LaplaceEvent)
+        full = LaplaceEvent(noise, epochs) if laplace else GaussianEvent(1.0, noise, epochs)
+        first = Planned(PURPOSE, full, 1 + reserve)
         later = dataclasses.replace(train, count=max(0, train.count - 1))
         return dataclasses.replace(own, planned=(later, first, *(line for line in own.planned if line is not train)))
 

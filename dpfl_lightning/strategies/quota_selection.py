@@ -75,6 +75,7 @@ class QuotaSelection(ServerCallback):
         require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
         self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
         self._taken = np.zeros(0, dtype=np.int64)
+        self._purpose = PURPOSE  # that the rounds now are of
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
@@ -91,7 +92,7 @@ class QuotaSelection(ServerCallback):
         self._horizon = int(upper.max())
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
-        self._taken = np.zeros(count, dtype=np.int64)
+        self._taken, self._settled, self._purpose = np.zeros(count, dtype=np.int64), False, PURPOSE
         if self._top_fraction is not None:
             epsilon = np.array(view.facts.reported_epsilon)
             self._top = larger_budgets(epsilon, "top", self._top_fraction, view.seed)
@@ -100,11 +101,18 @@ class QuotaSelection(ServerCallback):
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         if plan.purpose != PURPOSE:
             return plan
+        self._settle(view)
         here = np.zeros(len(self._quota), dtype=bool)
         here[list(plan.clients)] = True
         cohort = set(self._cohort(np.where(here, self._quota, 0), view).tolist())
         self._drawn_in = view.round
         return plan.only(lambda client: client in cohort)
+
+    def _settle(self, view: View) -> None:
+        """Where noise is given, budgets may pay for less than was planned; once a run."""
+        if not self._settled:
+            paid = [max(0, own.count_of(self._purpose) - view.schedule.reserve) for own in view.schedule.clients]
+            self._quota, self._settled = np.minimum(self._quota, paid), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
         key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
@@ -136,6 +144,7 @@ class QuotaSelection(ServerCallback):
         return {**told, "participation_equality": jain_index(self._taken)} if self._taken.any() else told
 
     def outline(self, view: View) -> tuple[str, ...]:
+        self._settle(view)
         quota = np.sort(self._quota)
         never = int((quota == 0).sum())
         return (

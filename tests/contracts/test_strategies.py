@@ -12,12 +12,19 @@ from conftest import FIXED_KEY, blobs
 from dpfl_lightning import strategies
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
-from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
-OPTIONS = {"distillation": {"min_participants": 4, "evaluation_epochs": 5}}  # what four clients need
+#: what a strategy needs of four clients: its options, and the loop's
+OPTIONS = {
+    "distillation": {"min_participants": 4, "evaluation_epochs": 5},
+    "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
+}
+LOOPS = {
+    "two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)},
+}
 
 
 @pytest.fixture
@@ -27,10 +34,11 @@ def make_loop(make_loop):
     return lambda **options: make_loop(population, **options)
 
 
-def in_company(name):
-    """The strategy, with a base rule beside it if it is none."""
+def in_a_loop(name, make_loop, **options):
+    """The strategy, and a loop with it, and with a base rule beside it if it is none."""
     (own,) = strategies.build({name: OPTIONS.get(name)})
-    return own, [own] if own.role == "base" else [SizeWeighted(), own]
+    callbacks = [own] if own.role == "base" else [SizeWeighted(), own]
+    return own, make_loop(callbacks=callbacks, **{**options, **LOOPS.get(name, {})})
 
 
 def some_updates(order):
@@ -41,9 +49,9 @@ def some_updates(order):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_within_budgets(name, make_loop):
-    loop = make_loop(callbacks=in_company(name)[1], rounds=2)
+    _, loop = in_a_loop(name, make_loop, rounds=2)
     result = loop.run()
-    assert result.finished and result.rounds == 2
+    assert result.finished and result.rounds == loop.rounds
     for client, own in zip(result.clients, loop.schedule.clients, strict=True):
         planned = sum(line.count for line in own.planned)
         sums = sum(line.count for line in own.planned if isinstance(line.event, NoisedEvent))
@@ -54,8 +62,7 @@ def test_it_runs_within_budgets(name, make_loop):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_follow_the_clients_in_any_order(name, make_loop):
-    own, callbacks = in_company(name)
-    loop = make_loop(callbacks=callbacks)
+    own, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
     order = [2, 0, 3, 1]
@@ -69,8 +76,7 @@ def test_weights_follow_the_clients_in_any_order(name, make_loop):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_are_enough_for_who_declared_so(name, make_loop):
-    own, callbacks = in_company(name)
-    loop = make_loop(callbacks=callbacks)
+    own, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
     if own.needs == "facts":
@@ -81,8 +87,8 @@ def test_facts_are_enough_for_who_declared_so(name, make_loop):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_survives_a_checkpoint(name, make_loop):
-    own, callbacks = in_company(name)
-    make_loop(callbacks=callbacks, rounds=2).run()
+    own, loop = in_a_loop(name, make_loop, rounds=2)
+    loop.run()
     buffer = io.BytesIO()
     torch.save(own.state_dict(), buffer)
     buffer.seek(0)
@@ -92,8 +98,7 @@ def test_state_survives_a_checkpoint(name, make_loop):
 
 
 def weights_of(name, make_loop):
-    own, callbacks = in_company(name)
-    loop = make_loop(callbacks=callbacks)
+    own, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     return own.weigh(some_updates(range(4)), loop.view(ServerState(loop.module.flat[None], (0,) * 4))), loop
 

@@ -144,7 +144,14 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop.run()
 
     def one_round(before, after, last):
-        verbs = [("stop", before), ("plan_round", before), ("sees", after), ("TRAIN", after), ("sees", after)]
+        verbs = [
+            ("stop", before),
+            ("replan", before),
+            ("plan_round", before),
+            ("sees", after),
+            ("TRAIN", after),
+            ("sees", after),
+        ]
         verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "tell", "state_dict", "deliver")]
         return [*verbs, ("on_round_end", after)]
 
