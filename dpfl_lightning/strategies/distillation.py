@@ -293,6 +293,11 @@ class Distillation(ServerCallback):
     # -- the target
 
     def sees(self, plan: RoundPlan, view: View) -> bool:
+        return self._reads_single_updates
+
+    @property
+    def _reads_single_updates(self) -> bool:
+        """Each client's own means, or their median, are no weighted sum of what clients send."""
         aggregation = self._switches["aggregation"]
         return aggregation == "median" or (not self._private and aggregation in ("uniform", "class_count"))
 
@@ -311,9 +316,9 @@ class Distillation(ServerCallback):
         )
         self._expected_records = float(divisors.sum())
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
-        if updates.deltas is None:
+        if not self._reads_single_updates:
             return None
-        weigh, deltas = weights[0].to(updates.deltas), updates.deltas
+        weigh, deltas = weights[0].to(updates.released), updates.released
         if self._private:
             return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
         numbers = deltas[..., -_COUNTS:] * divisors.to(deltas)[:, None, None]  # [C, num_classes, 2]
