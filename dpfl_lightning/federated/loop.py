@@ -78,7 +78,7 @@ class FederatedLoop:
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         checkpoint_seconds: at most this much work is lost by a kill, >= 0.
         options: the resolved configuration, for the record.
-        new_net: builds the module's net anew from a seed, for strategies that begin with several different models.
+        new_net: builds the module's net anew from a seed, for strategies that begin with several models, or again.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
     its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit, unless
@@ -468,7 +468,7 @@ class FederatedLoop:
         return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
 
     def _new_model(self, seed: int) -> Tensor:
-        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several different models."
+        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
         require(self.new_net is not None, "new_net", "be a function", self.new_net, way_out)
         assert self.new_net is not None  # for mypy
         with torch.random.fork_rng(devices=[]):

@@ -66,7 +66,7 @@ def told(
     if bool(squares.any()):
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
-    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view.run.num_params, asked), strict=True):
+    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view, asked), strict=True):
         values[name] = float((before or {}).get(name, 0.0)) + floats
     for callback in callbacks:
         for name, value in callback.tell(view).items():
@@ -81,11 +81,13 @@ def told(
     return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
 
 
-def _traffic(plan: RoundPlan, num_params: int, asked: int) -> tuple[int, int]:
+def _traffic(plan: RoundPlan, view: View, asked: int) -> tuple[int, int]:
     """Numbers sent down and up in a round: to each client its start and its anchor, from each its release."""
-    models = num_params * len(plan.clients)
-    classes = plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1
-    return asked + models * (1 if plan.anchors is None else 2), models * classes
+    sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
+    start = sum(sizes.values())
+    release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else start
+    models = 1 if plan.anchors is None else 2
+    return asked + start * models * len(plan.clients), release * len(plan.clients)
 
 
 def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:

@@ -111,6 +111,11 @@ class ClassGradients:
         numbers = torch.stack([labels.bincount(minlength=self.num_classes) for labels in (drawn, held)], dim=1)
         return torch.cat([noised, numbers.to(noised.dtype) / mechanism.expected_batch_size], dim=1)
 
+    def size(self, sizes: Mapping[str, int]) -> int:
+        """Numbers in a release, from those in each parameter."""
+        width = sum(size for name, size in sizes.items() if self.parameters is None or name in self.parameters)
+        return self.num_classes * (width + (2 if self.counts else 0))
+
     def problem(self, mechanism: Mechanism) -> str:
         """Why this job's releases would not be what the mechanism's event says; empty if they are."""
         if self.counts and mechanism.noise_multiplier > 0:

@@ -40,7 +40,6 @@ from dpfl_lightning.strategies.gradient_matching import (
 )
 from dpfl_lightning.strategies.server_training import (
     Training,
-    fresh_parameters,
     public_generator,
     torch_seed,
     trained_on,
@@ -214,6 +213,7 @@ class Distillation(ServerCallback):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._check_population(view)
+        view.new_model(view.seed)  # refused now, not when the first round is over
         self._private = any(map(_is_noised, schedule.clients))
         self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
         if not self._private:
@@ -293,6 +293,11 @@ class Distillation(ServerCallback):
     # -- the target
 
     def sees(self, plan: RoundPlan, view: View) -> bool:
+        return self._reads_single_updates
+
+    @property
+    def _reads_single_updates(self) -> bool:
+        """Each client's own means, or their median, are no weighted sum of what clients send."""
         aggregation = self._switches["aggregation"]
         return aggregation == "median" or (not self._private and aggregation in ("uniform", "class_count"))
 
@@ -311,9 +316,9 @@ class Distillation(ServerCallback):
         )
         self._expected_records = float(divisors.sum())
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
-        if updates.deltas is None:
+        if not self._reads_single_updates:
             return None
-        weigh, deltas = weights[0].to(updates.deltas), updates.deltas
+        weigh, deltas = weights[0].to(updates.released), updates.released
         if self._private:
             return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
         numbers = deltas[..., -_COUNTS:] * divisors.to(deltas)[:, None, None]  # [C, num_classes, 2]
@@ -377,7 +382,7 @@ class Distillation(ServerCallback):
         return before
 
     def _new_net(self, view: View) -> Tensor:
-        return fresh_parameters(view.module, torch_seed(public_generator(view.seed, "initialisation", view.round)))
+        return view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
 
     def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
         if self._switches["net_update"] == "aggregate":
@@ -387,8 +392,7 @@ class Distillation(ServerCallback):
 
     def deliver(self, state: ServerState, view: View) -> Delivered:
         init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))
-        start = fresh_parameters(view.module, init)
-        model = trained_on(view.module, start, self._synthetic(view).records, self._evaluation, order)
+        model = trained_on(view.module, view.new_model(init), self._synthetic(view).records, self._evaluation, order)
         return Delivered(model[None], (0,) * view.facts.num_clients)
 
     def on_run_end(self, view: View, result: RunResult) -> None:

@@ -1,4 +1,4 @@
-"""Nets that a server trains by itself, on a set it may show to anyone: fresh parameters, and epochs on the set."""
+"""Nets that a server trains by itself, on a set that may be shown to anyone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data.augmentation import augmented
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.noise import stream_words
 
 
@@ -36,38 +35,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
-
-
-def fresh_parameters(module: ClientModule, seed: int) -> Tensor:
-    """New random parameters `[P]`: every layer's own `reset_parameters`, in the net's order.
-
-    Args:
-        module: a scratch copy; its net gets these parameters.
-        seed: in [0, 2^32).
-
-    Raises:
-        UserError: a layer with parameters that cannot reset them.
-
-    >>> from dpfl_lightning import models
-    >>> net = models.build("convnet", (1, 8, 8), 3, width=4, depth=1)
-    >>> new = fresh_parameters(ClientModule(net), seed=5)
-    >>> _ = torch.manual_seed(5)
-    >>> bool((new == ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=1)).flat).all())
-    True
-    """
-    with _seeded(seed, torch.device("cpu")):  # on the CPU, so that they do not depend on the device
-        net = module.net.cpu()
-        for name, layer in net.named_modules():
-            if callable(getattr(layer, "reset_parameters", None)):
-                layer.reset_parameters()  # type: ignore[operator]
-            elif any(p.requires_grad for p in layer.parameters(recurse=False)):
-                raise UserError(
-                    f"`net.{name}` must have a method `reset_parameters`, got {type(layer).__name__}: distillation "
-                    "begins again from new random parameters. Give it one that draws them from torch's generator."
-                )
-    new = module.flat.to(module.device)
-    net.to(module.device)
-    return new
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.strategies.distillation import PURPOSE, Distillation, loops, mean_of_holders
 from dpfl_lightning.strategies.gradient_matching import matched_names
-from dpfl_lightning.strategies.server_training import fresh_parameters, public_generator, torch_seed
+from dpfl_lightning.strategies.server_training import public_generator, torch_seed
 from dpfl_lightning.strategies.uniform import Uniform
 
 CLASSES = 3
@@ -58,9 +58,13 @@ def together(population: Population) -> Population:
     return dataclasses.replace(population, train_of=[everything], held_out_of=[none])
 
 
-def a_net(width: int = 4) -> ClientModule:
-    torch.manual_seed(0)
+def a_net(width: int = 4, seed: int = 0) -> ClientModule:
+    torch.manual_seed(seed)
     return ClientModule(models.build("convnet", SHAPE, CLASSES, width=width, depth=2))
+
+
+def new_net(seed: int) -> nn.Module:
+    return a_net(seed=seed).net
 
 
 SMALL = {
@@ -90,14 +94,15 @@ class Spy(ServerCallback):
         self._told.append(report.told)
 
 
-def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), module=None, **options):
+def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, **options):
     """A finished run, its strategy."""
     own = Distillation(**{**SMALL, **options})
     population = digits(UNEQUAL) if population is None else population
     sizes = list(population.num_records)
     loop = make_loop(
         population=population,
-        module=module or a_net(),
+        module=ClientModule(net(0)),
+        new_net=net,
         clients=ClientOptions(count=len(sizes), batch_size=sizes),
         callbacks=[own, *others],
         privacy=privacy,
@@ -140,7 +145,9 @@ def target_of(make_loop, population, **options):
     own = Target(**{**SMALL, **options})
     sizes = list(population.num_records)
     clients = ClientOptions(count=len(sizes), batch_size=sizes)
-    loop = make_loop(population=population, module=a_net(), clients=clients, callbacks=[own], privacy=None, rounds=1)
+    loop = make_loop(
+        population=population, module=a_net(), new_net=new_net, clients=clients, callbacks=[own], privacy=None, rounds=1
+    )
     start = loop.module.unflatten(loop.module.flat)
     loop.run()
     return *own.kept[0], {name: value.clone() for name, value in start.items()}
@@ -186,8 +193,7 @@ def test_equal_counts_make_uniform_and_sampled_the_same(make_loop):
 
 def reference_run(population, rounds, steps, reinit_every, epochs, augmented=False):
     """Centralised condensation, class by class, with torch's optimisers and the run's public seeds."""
-    module = a_net()
-    theta, net = module.flat, a_net().net
+    theta, net = a_net().flat, a_net().net
     seed = torch_seed(public_generator(0, "images"))
     start = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
     images = [one.clone().requires_grad_() for one in start]
@@ -198,7 +204,7 @@ def reference_run(population, rounds, steps, reinit_every, epochs, augmented=Fal
         for _ in range(steps):
             reference.condensation_round(net, theta, optimizers, images, real)
         if round % reinit_every == 0:
-            theta = fresh_parameters(module, torch_seed(public_generator(0, "initialisation", round)))
+            theta = a_net(seed=torch_seed(public_generator(0, "initialisation", round))).flat
         else:
             x, y = torch.cat([leaf.detach() for leaf in images]), torch.arange(CLASSES).repeat_interleave(2)
             theta = reference.sgd_epochs(net, theta, x, y, epochs, 0.01, torch_seed(public_generator(0, "net", round)))
@@ -233,6 +239,7 @@ def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_l
         loop = make_loop(
             population=digits(EQUAL),
             module=a_net(),
+            new_net=new_net,
             callbacks=[Distillation(aggregation=aggregation, **SMALL)],
             privacy=None,
             rounds=1,
@@ -247,6 +254,13 @@ def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_l
         loop.engine.train = spy
         loop.run()
         assert seen == [kept]
+
+
+@NOTICE
+@pytest.mark.parametrize("privacy", [None, PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)])
+def test_who_else_reads_updates_changes_nothing(privacy, make_loop):
+    (_, alone), (_, beside) = (distilled(make_loop, privacy=privacy, others=others) for others in ([], [Spy()]))
+    assert torch.equal(images_of(alone), images_of(beside))
 
 
 # --- releases and their price
@@ -274,6 +288,13 @@ def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
         assert 3 / loop.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
 
 
+def test_what_is_sent_is_counted(make_loop):
+    loop, _ = distilled(make_loop, privacy=private(), rounds=2)
+    matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
+    assert loop.told["floats_up"] == 2 * 4 * CLASSES * matched
+    assert loop.told["floats_down"] == 2 * 4 * loop.module.num_params
+
+
 def test_who_takes_part_less_often_has_less_noise(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=7, participation_fraction=0.5)
     charges = read_ledger(loop.folder.ledger_file)
@@ -291,6 +312,7 @@ def test_reserve_rounds_are_kept(make_loop):
     loop = make_loop(
         population=digits(UNEQUAL),
         module=a_net(),
+        new_net=new_net,
         clients=ClientOptions(count=4, batch_size=8),
         callbacks=[Distillation(participation_fraction=0.5, **SMALL)],
         privacy=private(reserve_rounds=2),
@@ -305,6 +327,7 @@ def test_poisson_draws_are_amplified_and_full_batches_are_not(make_loop):
         loop = make_loop(
             population=digits(EQUAL),
             module=a_net(),
+            new_net=new_net,
             clients=ClientOptions(count=4, batch_size=6),
             callbacks=[Distillation(sampling=sampling, **SMALL)],
             privacy=private(),
@@ -341,6 +364,7 @@ def test_the_noise_of_the_target_is_known(make_loop):
         loop = make_loop(
             population=digits(counts),
             module=a_net(),
+            new_net=new_net,
             clients=ClientOptions(count=4, batch_size=sizes),
             callbacks=[own],
             privacy=PrivacyOptions(noise_multiplier=300.0, delta=1e-3, noise_key=FIXED_KEY),
@@ -359,6 +383,7 @@ def test_with_a_public_divisor_the_target_has_the_scale_of_a_class_mean(make_loo
     loop = make_loop(
         population=population,
         module=a_net(),
+        new_net=new_net,
         clients=ClientOptions(count=4, batch_size=12),
         callbacks=[own],
         privacy=PrivacyOptions(noise_multiplier=1e-9, clip_norm=1e3, delta=1e-3, noise_key=FIXED_KEY),
@@ -429,7 +454,7 @@ def test_the_net_begins_again_as_often_as_it_should(make_loop):
     fresh, spy = ages(reinit_every=2)
     assert fresh == [0, 1, 0, 1, 0]
     seed = torch_seed(public_generator(0, "initialisation", 4))
-    assert torch.equal(spy._states[3].models[0], fresh_parameters(a_net(), seed))
+    assert torch.equal(spy._states[3].models[0], a_net(seed=seed).flat)
     assert ages(images_per_class=1)[0] == [1] * 5 and loops(1)[0] == 1
     assert ages(reinit_every=0)[0] == ages(mode="paper_literal", images_per_class=1)[0] == [0] * 5
 
@@ -440,6 +465,7 @@ def test_the_net_may_follow_the_released_gradients(make_loop):
     loop = make_loop(
         population=population,
         module=a_net(),
+        new_net=new_net,
         callbacks=[own],
         privacy=None,
         rounds=1,
@@ -459,6 +485,7 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
         loop = make_loop(
             population=digits(EQUAL),
             module=a_net(),
+            new_net=new_net,
             callbacks=[own],
             privacy=None,
             rounds=4,
@@ -479,12 +506,13 @@ def test_resumed_equals_unbroken(privacy, make_loop):
         return make_loop(
             population=digits(EQUAL),
             module=a_net(),
+            new_net=new_net,
             callbacks=[Distillation(**options)],
             privacy=privacy,
             rounds=6,
             clients=ClientOptions(count=4, batch_size=12),
             evaluate_every=6,
-            **more,
+            **(more or {}),
         )
 
     unbroken = run()
@@ -515,7 +543,12 @@ def test_another_rule_may_weigh(make_loop):
 def test_a_set_of_real_digits_teaches_a_net(make_loop):
     """Six images a class in place of 60 records: most test records of three classes are told apart."""
     population = digits([[15, 15, 15]] * 4)
-    options = {"images_per_class": 6, "evaluation_epochs": 100, "net_epochs": 10, "module": a_net(8)}
+    options = {
+        "images_per_class": 6,
+        "evaluation_epochs": 100,
+        "net_epochs": 10,
+        "net": lambda seed: a_net(8, seed).net,
+    }
     loop, _ = distilled(make_loop, population, rounds=10, image_steps=10, reinit_every=4, **options)
     assert loop.evaluated[10].test.accuracy > 0.75
     told = loop.told
@@ -545,6 +578,7 @@ def test_an_unfinished_run_leaves_no_set(make_loop):
     loop = make_loop(
         population=digits(EQUAL),
         module=a_net(),
+        new_net=new_net,
         callbacks=[Distillation(**SMALL)],
         privacy=private(),
         clients=ClientOptions(count=4, batch_size=12),
@@ -569,7 +603,7 @@ def test_an_unprotected_gradient_of_one_record_gives_it_away_and_a_noised_one_do
         "image_steps": 100,
         "rounds": 1,
         "net_epochs": 0,
-        "module": ClientModule(sigmoid_net()),
+        "net": sigmoid_net,
     }
     found = {}
     for name, privacy in (("plain", None), ("private", private())):
@@ -581,8 +615,8 @@ def test_an_unprotected_gradient_of_one_record_gives_it_away_and_a_noised_one_do
     assert found["most private"] < 0.5
 
 
-def sigmoid_net() -> nn.Module:
-    torch.manual_seed(0)
+def sigmoid_net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, CLASSES))
 
 
@@ -634,9 +668,13 @@ def test_bad_options_are_one_sentence(options, words):
 
 
 def test_populations_that_do_not_fit_are_refused(make_loop):
-    def planned(population=None, module=None, privacy=None, **options):
+    def planned(population=None, module=None, privacy=None, more=None, **options):
         loop = make_loop(
-            population=population, module=module, callbacks=[Distillation(**options)], privacy=privacy or private()
+            population=population,
+            module=module,
+            callbacks=[Distillation(**options)],
+            privacy=privacy or private(),
+            **(more or {}),
         )
         loop.plan_schedule()
 
@@ -649,6 +687,8 @@ def test_populations_that_do_not_fit_are_refused(make_loop):
     own = type("Own", (ClientModule,), {"personal": ("0.bias",)})
     with pytest.raises(UserError, match="`personal` must be empty"):
         planned(module=own(small_net()), min_participants=1)
+    with pytest.raises(UserError, match="`new_net` must be a function, got None"):
+        planned(min_participants=1, more={"new_net": None})
     pairs = [(torch.randn(20, 6), torch.randn(20)) for _ in range(4)]
     with pytest.raises(UserError, match="must have records of classes, got '1 class'"):
         planned(Population.from_datasets(pairs), ClientModule(nn.Linear(6, 1)), min_participants=1)
@@ -669,6 +709,7 @@ def test_augmentations_of_a_round_are_in_its_job(make_loop):
     loop = make_loop(
         population=digits(EQUAL),
         module=a_net(),
+        new_net=new_net,
         clients=ClientOptions(count=4, batch_size=12),
         privacy=private(),
         callbacks=[Distillation(augmentation="dsa_without_flip", **SMALL)],

@@ -1,19 +1,15 @@
-"""Nets that a server trains on a set: seeded, from fresh parameters, by plain SGD."""
+"""Nets that a server trains on a set: seeded, by plain SGD."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from conftest import small_net
 from torch import nn
 from torch.nn import functional as F
 
-from dpfl_lightning import models
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.strategies.server_training import (
     Training,
-    fresh_parameters,
     public_generator,
     torch_seed,
     trained_on,
@@ -25,36 +21,13 @@ def some_records(shape=(6,), count=40):
     return torch.randn(count, *shape, generator=generator), torch.randint(3, (count,), generator=generator)
 
 
-@pytest.mark.parametrize("name", ["convnet", "cnn_small", "lenet5", "logistic"])
-def test_fresh_parameters_are_those_of_a_net_built_anew(name):
-    module = ClientModule(models.build(name, (1, 28, 28), 10))
-    new = fresh_parameters(module, seed=7)
-    torch.manual_seed(7)
-    assert torch.equal(new, ClientModule(models.build(name, (1, 28, 28), 10)).flat)
-    assert not torch.equal(new, fresh_parameters(module, seed=8))
-
-
-def test_public_draws_leave_torchs_own_generator_alone():
+def test_training_leaves_torchs_own_generator_alone():
     module = ClientModule(small_net())
     torch.manual_seed(3)
     expected = torch.rand(4)
     torch.manual_seed(3)
-    fresh_parameters(module, seed=1)
     trained_on(module, module.flat, some_records(), Training(epochs=2), seed=1)
     assert torch.equal(torch.rand(4), expected)
-
-
-def test_a_layer_that_cannot_begin_again_is_refused():
-    class Scale(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(6))
-
-        def forward(self, x):
-            return x * self.weight
-
-    with pytest.raises(UserError, match=r"`net\.0` must have a method `reset_parameters`, got Scale"):
-        fresh_parameters(ClientModule(nn.Sequential(Scale(), nn.Linear(6, 3))), seed=0)
 
 
 def test_training_is_sgd_with_momentum_decay_and_a_smaller_rate_in_the_second_half():

@@ -5,18 +5,17 @@ Nothing here is private: these are yardsticks, made from clients' records as the
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
@@ -32,11 +31,12 @@ from dpfl_lightning.strategies.distillation import Distillation
 from dpfl_lightning.strategies.gradient_matching import SyntheticSet
 from dpfl_lightning.strategies.server_training import (
     Training,
-    fresh_parameters,
     public_generator,
     torch_seed,
     trained_on,
 )
+
+NewNet = Callable[[int], nn.Module]
 
 #: the condensation paper's training of a net on a small set, and one for all records
 ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
@@ -60,7 +60,7 @@ class Taught:
 
 
 def taught(
-    module: ClientModule,
+    new_net: NewNet,
     population: Population,
     records: tuple[Tensor, Tensor],
     how: Training = ON_A_SET,
@@ -70,18 +70,20 @@ def taught(
     """Fresh nets trained on `records`, scored on the population's test set.
 
     Args:
-        module: architecture and loss; it is not changed.
+        new_net: builds the net from a seed.
         records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
         networks: each from its own initialisation and order, >= 1; the same for every set at one seed.
     """
     require(population.test is not None, "test", "be there for a comparison", None)
-    module, on_test = copy.deepcopy(module), _one_client(population)
+    on_test, device = _one_client(population), population.x.device
+    module = ClientModule(new_net(seed)).to(device)
     engine = SerialEngine()
     engine.setup(module, on_test, Streams(0), "poisson")  # no noise is drawn
     accuracies = []
     for number in range(networks):
-        start, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
-        model = trained_on(module, fresh_parameters(module, start), records, how, order)
+        begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
+        start = ClientModule(new_net(begin)).flat.to(device)
+        model = trained_on(module, start, records, how, order)
         score = evaluate(module, on_test, Delivered(model[None], (0,)), engine).test
         accuracies.append(float(score.accuracy or 0.0))
     return Taught(tuple(accuracies))
@@ -111,24 +113,24 @@ def noise_set(population: Population, images_per_class: int, seed: int = 0) -> t
 
 
 def centralised_matching(
-    population: Population, module: ClientModule, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+    population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
 ) -> DistilledSet:
     """The set of one client that holds everything, after as many rounds of the same strategy.
 
     Args:
-        module: its parameters are the first net.
+        new_net: builds the net from a seed.
         options: of `Distillation`.
     """
-    return _matched(_one_client(population), module, rounds, seed, device, options)
+    return _matched(_one_client(population), new_net, rounds, seed, device, options)
 
 
 def local_matching(
-    population: Population, module: ClientModule, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+    population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
 ) -> list[DistilledSet]:
     """The set that each client would make by itself, of the classes that it has."""
     sets = []
     for rows in population.train_of:
-        own = _matched(_one_client(population, rows), module, rounds, seed, device, options)
+        own = _matched(_one_client(population, rows), new_net, rounds, seed, device, options)
         has = torch.isin(own.y, population.y[rows].unique().to(own.y))
         sets.append(DistilledSet(own.x[has], own.y[has], own.card))
     return sets
@@ -149,14 +151,14 @@ def images_for_each(images_per_class: int, num_clients: int) -> int:
 
 
 def _matched(
-    population: Population, module: ClientModule, rounds: int, seed: int, device: str, options: dict[str, Any]
+    population: Population, new_net: NewNet, rounds: int, seed: int, device: str, options: dict[str, Any]
 ) -> DistilledSet:
     own = Distillation(**{"min_participants": 1, "min_records_per_target": 1, **options})
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)  # that nothing is private here
         FederatedLoop(
             population,
-            copy.deepcopy(module),
+            ClientModule(new_net(seed)),
             rounds=rounds,
             clients=ClientOptions(count=1, batch_size=population.num_records[0]),
             privacy=None,
@@ -165,6 +167,7 @@ def _matched(
             output_dir=folder,
             device=device,
             evaluate_every=rounds,
+            new_net=new_net,
         ).run()
         return DistilledSet.load(folder)
 
