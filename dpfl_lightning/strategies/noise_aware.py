@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.federated import aggregate
 from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, View
+from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
 from dpfl_lightning.strategies.noise_estimators import Estimate, EstimatorOptions, estimate
 from dpfl_lightning.strategies.noise_weights import weights
 from dpfl_lightning.strategies.robust_pca import PRESETS
@@ -54,6 +55,25 @@ def estimate_by_group(
     return Estimate(noise_var, {key: (min if key == "converged" else max)(own) for key, own in told.items()})
 
 
+def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> float:
+    """What makes a sum of updates hold as many local steps as under weights by data size.
+
+    Args:
+        share: `[C]`, the weights of the sum.
+        steps: length C, local steps behind each update.
+        records: length C, training records of each client.
+
+    >>> step_scale(torch.tensor([3.0, 1.0]), steps=[10, 30], records=[100, 100])
+    1.3333333333333333
+    >>> step_scale(torch.tensor([3.0, 1.0]), steps=[10, 10], records=[100, 100])
+    1.0
+    """
+    counts, sizes = torch.tensor(steps, dtype=torch.float64), torch.tensor(records, dtype=torch.float64)
+    if len(set(steps)) == 1 or not share.sum() > 0:
+        return 1.0
+    return float((sizes @ counts / sizes.sum()) / (share.double() @ counts / share.sum()))
+
+
 @dataclass(frozen=True)
 class _Known:
     """The last estimate: `[N]` each.
@@ -82,8 +102,9 @@ class NoiseAware(ServerCallback):
     Args:
         estimator: `rpca` (robust PCA, the paper's), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle`: the true
             variances, for simulations.
-        objective: `max_snr`, the best ratio of signal to noise if every local step brings as much signal; or
-            `min_variance`, the least noise, which starves clients of many small steps (the paper's).
+        objective: `max_snr`, the best ratio of signal to noise if every local step brings as much signal, scaled to as
+            many steps as under weights by data size, so that a learning rate serves both; or `min_variance`, the least
+            noise, which starves clients of many small steps and moves the model less (the paper's).
         reestimate_every: rounds from one estimate to the next, >= 1; 0 or `first_round` keeps the first one.
         floor: a variance counts as at least this share of the median, >= 0.
         max_weight: no client weighs more, in (0, 1]; the only bound on a client that sends next to nothing, 0.5 is a
@@ -107,7 +128,8 @@ class NoiseAware(ServerCallback):
         UserError: an unknown name, or a number out of range.
 
     Reference: Malekmohammadi et al. (2024), Algorithm 1: `objective: min_variance, row_choice: head`; its code has also
-    `reestimate_every: first_round, preset: release`. `max_snr`, floor, cap and other estimators are not in the paper.
+    `reestimate_every: first_round, preset: release`. `max_snr`, floor, cap and other estimators are not in the paper;
+    what other strategies multiply onto the weights does not change the scale of `max_snr`.
 
     >>> updates = ClientUpdates((0, 1), (10, 10), noise_std=(), deltas=torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     >>> estimate_by_group(updates.released, judged_groups([0, 0]), EstimatorOptions()).noise_var
@@ -146,6 +168,7 @@ class NoiseAware(ServerCallback):
                 "a simulation: strategy noise_aware (oracle) weighs by true noise, which a server could only believe",
             )
         self._known: _Known | None = None
+        self._scale = torch.ones(1, dtype=torch.float64)  # [K], of the round
         self._diagnostics: Mapping[str, float] = {}
         self._warned = False
 
@@ -174,12 +197,21 @@ class NoiseAware(ServerCallback):
         if updates.deltas is not None or self._known is None:
             self._known = self._estimated(updates, model_of, view)
         noise_var = self._known.noise_var[list(updates.clients)]
-        share = torch.zeros_like(noise_var)
+        share, self._scale = torch.zeros_like(noise_var), torch.ones(len(view.state.models), dtype=torch.float64)
         for rows in _rows_of(model_of):
             steps = [updates.steps[row] for row in rows]
             share[rows] = weights(noise_var[rows], steps, **self._rule)  # type: ignore[arg-type]
+            if self._rule["objective"] == "max_snr":
+                records = [view.facts.num_records[updates.clients[row]] for row in rows]
+                self._scale[model_of[rows[0]]] = step_scale(share[rows], steps, records)
             self._warn_of_few(share[rows], [updates.clients[row] for row in rows])
         return share
+
+    def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
+        if bool((self._scale == 1).all()):
+            return None
+        scale = self._scale.to(combined).view(-1, *[1] * (combined.ndim - 1))
+        return aggregate.step(state, scale * combined)
 
     def tell(self, view: View) -> Mapping[str, float | Tensor]:
         if self._known is None:

@@ -21,7 +21,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.strategies.epsilon_weighted import EpsilonWeighted
-from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups
+from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
 from dpfl_lightning.strategies.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.strategies.noise_weights import weights
 from dpfl_lightning.strategies.robust_pca import PRESETS
@@ -87,6 +87,60 @@ def view(make_loop):
     loop = make_loop()
     loop.plan_schedule()
     return loop.view(ServerState(loop.module.flat[None], (0,) * 4))
+
+
+# ---- how far
+
+
+UNEQUAL = ClientOptions(count=4, batch_size=[4, 8, 16, 40], learning_rate=0.1)
+
+
+@pytest.mark.parametrize("every", [1, 0])
+@pytest.mark.parametrize("objective", ["max_snr", "min_variance"])
+def test_a_round_moves_as_many_local_steps_as_under_weights_by_size(every, objective, make_loop):
+    own, seen, states = NoiseAware(objective=objective, reestimate_every=every), Seen(), []
+    loop = make_loop(callbacks=[own, ReadsUpdates(), seen, Watch(states)], clients=UNEQUAL, rounds=2)
+    start = loop.module.flat
+    loop.run()
+    for before, after, updates, report in zip([start, states[0]], states, seen.updates, seen.reports, strict=True):
+        share, steps = report.weights[0], torch.tensor(updates.steps, dtype=torch.float64)
+        records = torch.tensor(loop.facts.num_records, dtype=torch.float64)
+        scale = (records @ steps / records.sum()) / (share @ steps) if objective == "max_snr" else 1.0
+        assert objective == "min_variance" or scale > 1.1
+        torch.testing.assert_close(
+            after - before, (scale * share @ updates.deltas.double()).float(), rtol=1e-4, atol=1e-6
+        )
+
+
+class Watch(ServerCallback):
+    def __init__(self, states):
+        self._states = states
+
+    def on_round_end(self, view, report):
+        self._states.append(view.state.models[0].clone())
+
+
+def test_equal_numbers_of_steps_leave_the_step_to_others(view):
+    own = NoiseAware()
+    own.weigh(updates_of(some_deltas()), view)
+    assert own.step(view.state, torch.ones_like(view.state.models), view) is None
+
+
+def test_each_model_has_a_scale_of_its_own(make_loop):
+    own, seen = NoiseAware("raw_norm"), Seen()
+    loop = make_loop(callbacks=[own, TwoClusters(), seen, ReadsUpdates()], clients=UNEQUAL, rounds=2)
+    loop.run()
+    updates, weights_of = seen.updates[1], seen.reports[1].weights
+    for model, rows in ((0, [0, 2]), (1, [1, 3])):
+        steps = torch.tensor(updates.steps, dtype=torch.float64)
+        records = torch.tensor(loop.facts.num_records, dtype=torch.float64)[rows]
+        expected = (records @ steps[rows] / records.sum()) / (weights_of[model] @ steps)
+        assert float(own._scale[model]) == pytest.approx(float(expected))
+
+
+@pytest.mark.parametrize(("share", "expected"), [([1.0, 0.0], 2.0), ([0.0, 0.0], 1.0), ([0.0, 1.0], 2 / 3)])
+def test_the_scale_is_of_the_weighted_steps(share, expected):
+    assert step_scale(torch.tensor(share), [10, 30], [50, 50]) == pytest.approx(expected)
 
 
 # ---- when
