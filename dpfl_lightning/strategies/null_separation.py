@@ -10,9 +10,10 @@ import numpy as np
 from dpfl_lightning.strategies.update_geometry import Updates, least
 
 MOST_GROUPS = 10
-_DRAWS = 300
-_LEVEL = 0.95
+_DRAWS = 1000
+FALSE_ALARMS = 0.05
 _ENOUGH = 20  # draws that a quantile is taken of
+_NUMBERS = 1 << 20  # drawn at once
 _DIGITS = 3  # of relative noise: clients that differ by less share their thresholds
 
 
@@ -21,15 +22,18 @@ def candidates(points: int) -> range:
     return range(2, min(MOST_GROUPS, points // 2) + 1)
 
 
-def two_way(num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2) -> float:
-    """95 % quantile of the separation of Ward's cut in two, where a cut with a smaller part counts as none.
+def two_way(
+    num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2, share: float = 1.0
+) -> float:
+    """What the separation of Ward's cut in two exceeds in 5 % of draws; a cut with a smaller part counts as none.
 
     Args:
         num_params: P.
         relative_noise: noise of each of the points / the unit of separations.
         min_size: of a group, >= 1.
+        share: of the 5 %, in (0, 1].
     """
-    return _two_way(num_params, _key(relative_noise), min_size)
+    return _two_way(num_params, _key(relative_noise), min_size, share)
 
 
 def given_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, groups: int, min_size: int = 2) -> float:
@@ -50,8 +54,9 @@ def _key(relative_noise: Sequence[float] | np.ndarray) -> tuple[float, ...]:
 
 
 @functools.lru_cache(maxsize=256)
-def _two_way(num_params: int, noise: tuple[float, ...], min_size: int) -> float:
-    return _quantile([least_of for least_of, size in _cuts(num_params, noise, 2) if size >= min_size])
+def _two_way(num_params: int, noise: tuple[float, ...], min_size: int, share: float) -> float:
+    alarms = [least_of if size >= min_size else 0.0 for least_of, size in _cuts(num_params, noise, 2)]
+    return _quantile(alarms, share)
 
 
 @functools.lru_cache(maxsize=256)
@@ -59,7 +64,7 @@ def _given_cut(num_params: int, noise: tuple[float, ...], groups: int, min_size:
     cuts = list(_cuts(num_params, noise, groups))
     allowed = [least_of for least_of, size in cuts if size >= min_size]
     of = allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts]
-    return float(np.quantile(of, _LEVEL))
+    return _quantile(of)
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,7 +74,7 @@ def _any_cut(num_params: int, noise: tuple[float, ...], min_size: int) -> float:
         cuts = [updates.tree.cut(groups) for groups in candidates(len(noise))]
         allowed = [cut for cut in cuts if min(map(len, cut)) >= min_size]
         largest.append(max((least(updates.half_distances(cut)) for cut in allowed), default=0.0))
-    return float(np.quantile(largest, _LEVEL))
+    return _quantile(largest)
 
 
 def _cuts(num_params: int, noise: tuple[float, ...], groups: int) -> Iterator[tuple[float, int]]:
@@ -79,9 +84,8 @@ def _cuts(num_params: int, noise: tuple[float, ...], groups: int) -> Iterator[tu
         yield least(updates.half_distances(cut)), min(map(len, cut))
 
 
-def _quantile(alarms: Sequence[float]) -> float:
-    """Of all draws, where those that are not among the alarms count as 0."""
-    return float(np.quantile([*alarms, *[0.0] * (_DRAWS - len(alarms))], _LEVEL))
+def _quantile(separations: Sequence[float], share: float = 1.0) -> float:
+    return float(np.quantile(separations, 1 - FALSE_ALARMS * share))
 
 
 def noise_alone(
@@ -91,14 +95,19 @@ def noise_alone(
 
     A draw costs nothing that grows with P. The same arguments give the same draws.
     """
-    count = len(noise)
+    count, scale = len(noise), np.asarray(noise, dtype=float)
     rng = np.random.default_rng([num_params, count, *seed])
-    scale = np.asarray(noise, dtype=float)
-    for _ in range(draws):
-        if num_params < count:
-            factor = rng.standard_normal((count, num_params))
-        else:
-            factor = np.tril(rng.standard_normal((count, count)), -1)
-            factor[np.diag_indices(count)] = np.sqrt(rng.chisquare(num_params - np.arange(count)))
-        factor *= scale[:, None]
-        yield Updates(factor @ factor.T, scale, num_params, np.zeros(count))
+    at_once = max(1, _NUMBERS // count**2)
+    for begun in range(0, draws, at_once):
+        for factor in _bartlett(num_params, count, min(at_once, draws - begun), rng) * scale[:, None]:
+            yield Updates(factor @ factor.T, scale, num_params, np.zeros(count))
+
+
+def _bartlett(num_params: int, count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
+    """`[draws, count, .]`: each times its transpose is a Wishart matrix."""
+    if num_params < count:
+        return rng.standard_normal((draws, count, num_params))
+    factors = np.tril(rng.standard_normal((draws, count, count)), -1)
+    diagonal = np.arange(count)
+    factors[:, diagonal, diagonal] = np.sqrt(rng.chisquare(num_params - diagonal, (draws, count)))
+    return factors

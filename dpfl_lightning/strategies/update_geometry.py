@@ -148,7 +148,7 @@ def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def least(matrix: np.ndarray) -> float:
     """Smallest entry off the diagonal; infinite if there is none."""
-    return float(matrix[np.triu_indices(len(matrix), 1)].min(initial=math.inf))
+    return float(squareform(matrix, checks=False).min(initial=math.inf))
 
 
 def overlap(separation: float) -> float:

@@ -23,13 +23,13 @@ RULES = ("split", "mss")
     [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
 )
 def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family):
-    """300 draws: a quantile's own standard error is 3 %; known values are of other draws. Seeds are fixed."""
+    """1,000 draws: a quantile's own standard error is 2 %; known values are of other, fewer draws. Seeds are fixed."""
     begun = time.perf_counter()
     found = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
     assert found == pytest.approx([two_of_21, two_of_6, family], rel=0.08)
     again = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
     assert again == found
-    assert time.perf_counter() - begun < 20, "a second on an idle core, whatever P is"
+    assert time.perf_counter() - begun < 60, "a few seconds on an idle core, whatever P is"
 
 
 def test_bartletts_draws_are_gram_matrices_of_normals():
@@ -144,7 +144,7 @@ def test_recovery_grows_with_separation():
 
 @pytest.mark.parametrize("num_params", [2000, CNN])
 def test_the_number_of_groups_is_found(num_params):
-    """Seeds 0..9 at 1.5 P^(1/4): `split` errs by a group too many at times, `mss` sees the coarse level only."""
+    """Seeds 0..9 at 1.5 P^(1/4): `mss` sees the coarse level only."""
     separation = 1.5 * num_params**0.25
     numbers = {(rule, nested): [] for rule in RULES for nested in (False, True)}
     for seed in range(10):
@@ -158,7 +158,14 @@ def test_the_number_of_groups_is_found(num_params):
     assert np.mean(np.array(numbers["mss", False]) == 4) >= 0.9
     assert numbers["mss", True] == [2] * 10
     for nested in (False, True):
-        assert set(numbers["split", nested]) <= {4, 5, 6} and np.mean(np.array(numbers["split", nested]) == 4) >= 0.5
+        assert set(numbers["split", nested]) <= {4, 5} and np.mean(np.array(numbers["split", nested]) == 4) >= 0.8
+
+
+def test_groups_that_are_there_are_parted_in_5_percent_of_runs():
+    """All cuts of a run together; seeds 0..199, 9 % as above. At 5 % for each cut it would be one run in five."""
+    found = [find_groups(updates_of(grouped(60, 500, seed))) for seed in range(200)]
+    assert min(len(own.members) for own in found) == 4
+    assert np.mean([len(own.members) > 4 for own in found]) <= 0.09
 
 
 def test_few_clients_and_small_groups():
