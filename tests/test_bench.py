@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
@@ -167,6 +168,15 @@ def test_robust_pca_is_timed_beside_the_textbooks(monkeypatch, capsys):
     for times in found.values():
         assert len(times["seconds"]) == len(times["svd_seconds"]) == 2 and times["ratio_vs_svd"] > 0
     assert "robust PCA of 4 x 400 updates: " in said.out and "4 x 400, 2 of 2" in said.err
+
+
+def test_robust_pca_is_held_against_a_round_of_the_same_size():
+    saved = json.loads(SAVED.read_text())
+    times = saved["common"]["seconds_per_round"]["ours"], saved["robust_pca"]["20 x 28,938"]["seconds"]
+    share = median(times[1]) / median(times[0])
+    assert share < 0.15 and f"updates is {share:.1%} of a round" in report(saved)
+    del saved["common"]
+    assert "of a round of the common work" not in report(saved)
 
 
 @pytest.mark.filterwarnings("ignore:robust PCA did not converge")

@@ -38,6 +38,7 @@ def report(results: Mapping[str, Any]) -> str:
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
+        parts += _share_of_a_round(results)
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -112,6 +113,16 @@ def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
         f"{len(found['seconds'])}); the textbook's by singular value decompositions takes about {theirs:.0f} s, "
         f"{found['ratio_vs_svd']:.1f} times as long."
     )
+
+
+def _share_of_a_round(results: Mapping[str, Any]) -> list[str]:
+    """Of as many clients and parameters as the common work has."""
+    common = results.get("common", {})
+    found = results["robust_pca"].get(f"{common.get('clients')} x {common.get('parameters', 0):,}")
+    if not found:
+        return []
+    share = median(found["seconds"]) / median(common["seconds_per_round"]["ours"])
+    return [f"Robust PCA of that many updates is {share:.1%} of a round of the common work."]
 
 
 def _startup(found: Mapping[str, Any]) -> str:

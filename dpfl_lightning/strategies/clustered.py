@@ -254,11 +254,11 @@ class Clustered(TellsGroups):
         self.diagnostics = dict(mixture.diagnostics)
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
-            held = self.diagnostics.get("separation_threshold", math.nan)
+            held, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
+            alone = f" of a cut that leaves fewer than {size} alone" if mixture.separation > held else ""
             warnings.warn(
-                f"strategy clustered: noise and sampled records explain round 1 as well as groups of "
-                f"{self._options.min_size} or more do (separation {mixture.separation:.3g}, explained are {held:.3g}): "
-                f"{then}.",
+                f"strategy clustered: noise and sampled records explain round 1 as well as groups of {size} or more do "
+                f"(separation {mixture.separation:.3g}{alone}, explained are {held:.3g}): {then}.",
                 UserNotice,
                 stacklevel=2,
             )
