@@ -17,11 +17,12 @@ _CONF = ["--config", "conf/fmnist.yaml", "--evaluation.every", "5"]
 #: clients that draw from the public records, of which the last 2,000 are for scoring
 _PUBLIC = ["--data.use_public", "true", "--data.partition.name", "overlapping"]
 
-#: method -> column -> the learning rate that did best in the cells of `TUNING`
+#: method -> column -> the least learning rate within a standard error of the best in the cells of `TUNING`, which on
+#: 2,000 records is 0.9 points; a guess where there are none
 CHOSEN: dict[str, dict[str, str]] = {
     "weiavg": {"dist1": "0.1", "dist7": "0.05"},
     "robust_hdp": {"dist1": "0.1", "dist7": "0.05"},
-    "ours": {"dist1": "0.1", "dist7": "0.05"},
+    "ours": {"dist1": "0.2", "dist7": "0.05"},
 }
 
 
