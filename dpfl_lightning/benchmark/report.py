@@ -38,6 +38,8 @@ def report(results: Mapping[str, Any]) -> str:
         parts += ["\n".join(_work(name, found) for name, found in measured.items())]
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
+    if "matching" in results:
+        parts.append(_matching(results["matching"]))
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -111,6 +113,16 @@ def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
         f"- robust PCA of {shape} updates: {ours:.2f} s, {found['iterations']} iterations (median of "
         f"{len(found['seconds'])}); the textbook's by singular value decompositions takes about {theirs:.0f} s, "
         f"{found['ratio_vs_svd']:.1f} times as long."
+    )
+
+
+def _matching(found: Mapping[str, Any]) -> str:
+    ours, theirs = (1000 * median(found[key]) for key in ("seconds", "loop_seconds"))
+    return (
+        f"- a step of gradient matching, {found['images']} images of 10 classes, ConvNet of {found['parameters']:,} "
+        f"parameters: {ours:.0f} ms (median of {len(found['seconds'])}); a plain loop over the classes takes "
+        f"{theirs:.0f} ms, **{found['ratio_vs_loop']:.2f} times** as long "
+        f"({found['range_vs_loop'][0]:.2f} to {found['range_vs_loop'][1]:.2f}; {found['threads']} threads)."
     )
 
 

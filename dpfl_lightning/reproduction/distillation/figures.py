@@ -196,7 +196,7 @@ FIGURE2 = _figure(
         "draw": _draw_figure2,
         "notes": (
             "Class y is called (y + 1) mod 10 by everybody. The paper speaks of portions of records and of clients: a "
-            "median can help against clients only, and below one half. Where all labels are wrong, nobody can be right.",
+            "median can help against clients only, and below one half. Where all labels are wrong, nobody is right.",
             "The median is of clients' class means, which only runs without privacy may send.",
             _LOCAL,
         ),
