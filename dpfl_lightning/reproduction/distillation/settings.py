@@ -42,10 +42,10 @@ def as_words(options: Mapping[str, Any]) -> list[str]:
 
 
 def population(data: str, clients: int, alpha: float) -> dict[str, Any]:
-    """Clients by Dirichlet draws of each class, with at least 10 records each; without privacy."""
+    """Clients by Dirichlet draws of each class, with enough records for a batch of 64 each; without privacy."""
     return {
         "data.name": data,
-        "data.partition": {"name": "dirichlet", "alpha": alpha, "min_records": 10},
+        "data.partition": {"name": "dirichlet", "alpha": alpha, "min_records": 64},
         "clients.count": clients,
         "privacy": None,
     }
