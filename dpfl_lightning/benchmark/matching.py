@@ -18,6 +18,7 @@ from dpfl_lightning.strategies.gradient_matching import (
     Matching,
     SyntheticSet,
     fastest_class_gradients,
+    images_at_once,
     matched_names,
 )
 
@@ -96,7 +97,9 @@ def ours(width: int, device: torch.device) -> Step:
     target = {name: one.to(device) for name, one in target_of(module.net).items()}
     names = tuple(target)
     gradients = fastest_class_gradients(module.sample_loss, params, names, SHAPE)
-    matching = Matching(module.sample_loss, names, "layerwise_cosine", LEARNING_RATE, MOMENTUM, gradients)
+    at_once = images_at_once(module.sample_loss, params, SHAPE)
+    loss = module.sample_loss
+    matching = Matching(loss, names, "layerwise_cosine", LEARNING_RATE, MOMENTUM, gradients, at_once=at_once)
     present = torch.ones(NUM_CLASSES, dtype=torch.bool, device=device)
     synthetic = first_images().to(device, torch.float32)
 

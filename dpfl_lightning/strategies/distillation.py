@@ -34,6 +34,7 @@ from dpfl_lightning.strategies.gradient_matching import (
     SyntheticSet,
     coordinate_median,
     fastest_class_gradients,
+    images_at_once,
     matched_names,
     noise_aware_rows,
     num_rows,
@@ -459,6 +460,7 @@ class Distillation(ServerCallback):
                 own["image_learning_rate"],
                 own["image_momentum"],
                 fastest_class_gradients(loss, params, names, view.facts.input_shape),
+                at_once=images_at_once(loss, params, view.facts.input_shape),
             )
         return self._matching
 

@@ -26,7 +26,7 @@ from dpfl_lightning.reproduction.experiment import Column, Experiment, Found, Pa
 CLIENTS = 20
 _DATA = "fashion_mnist"
 _SHARED = "distillation.default"
-_MINUTES = {"small": 16, "paper": 1200}
+_MINUTES = {"small": 16, "paper": 1500}
 
 _TITLES = {
     "distdd": "DistDD, half of the clients",

@@ -53,7 +53,7 @@ SEARCH_SET = Experiment(
     columns={"set": Column("accuracy")},
     cells={"distdd": Training(_set_words, study=DISTILLED)},
     scales=_SCALE,
-    minutes={"small": 14},
+    minutes={"small": 12},
 )
 
 
@@ -199,7 +199,7 @@ NAS = Experiment(
     columns=_COLUMNS,
     cells=dict.fromkeys(NETS, Training(_nas_words, study=_nas)),
     scales=_SCALE,
-    minutes={"small": 2},
+    minutes={"small": 1},
     draw=_draw,
     summary=_summary(list(NETS)),
     notes=(
@@ -253,7 +253,7 @@ HPO = Experiment(
     columns=_COLUMNS,
     cells=dict.fromkeys(RATES, Training(_hpo_words, study=_hpo)),
     scales=_SCALE,
-    minutes={"small": 2},
+    minutes={"small": 1},
     draw=_draw,
     summary=_summary(list(RATES)),
     notes=(

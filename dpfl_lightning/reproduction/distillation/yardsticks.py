@@ -100,7 +100,7 @@ PRIVATE = Experiment(
         "dpfedavg": Training(_private_words, study=FEDERATED),
     },
     scales={"small": f"DistDD: {_PRIVATE_ROUNDS} rounds of all clients and all their records, 10 images a class"},
-    minutes={"small": 60},
+    minutes={"small": 16},
     notes=(
         "One release of a DistDD round is a noised gradient for each class: 11 models of traffic a client and round, "
         "where DP-FedAvg has two. At the same traffic DP-FedAvg could have 275 rounds; here it has 20.",
