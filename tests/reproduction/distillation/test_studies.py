@@ -139,12 +139,12 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys):
         "1",
         *flags,
     ]
-    words = [f"--{key}={text}" for key, text in DIGITS.items() if not key.startswith("model")]
+    departures = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
+    words = [f"--{key}={text}" for key, text in departures.items()]
     assert main([*argv, *words]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
-    departures = {key: value for key, value in DIGITS.items() if not key.startswith("model")}
     distilled = read(path_of(work.results, cell("nas", "net03", "distilled", departures)))["values"]
     federated = read(path_of(work.results, cell("nas", "net03", "federated", departures)))["values"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
