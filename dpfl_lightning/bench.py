@@ -21,7 +21,7 @@ from dpfl_lightning.pages import split_page
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "startup", "memory")
+_NAMES = (*CASES, "robust_pca", "matching", "startup", "memory")
 _DEVICES = ("cpu", "cuda", "auto")
 
 
@@ -52,6 +52,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: the device or the peers' Python is not there.
     """
+    from dpfl_lightning.benchmark.matching import matching_times
     from dpfl_lightning.benchmark.measure import machine, measure, startup
     from dpfl_lightning.benchmark.memory import peak_memory
     from dpfl_lightning.benchmark.robust_pca import robust_pca_times
@@ -68,6 +69,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = peak_memory(_say)
         elif name == "robust_pca":
             results[name] = robust_pca_times(options.scale, options.repeats, _say)
+        elif name == "matching":
+            results[name] = matching_times(options.repeats, device, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -104,9 +107,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m dpfl_lightning.bench",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
-        "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; start-up; peak "
-        "memory for more and more clients (Fashion-MNIST). "
-        "Takes minutes; tells its progress on stderr.",
+        "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
+        "gradient matching beside a plain loop over classes; start-up; peak memory for more and more clients "
+        "(Fashion-MNIST). Takes minutes; tells its progress on stderr.",
         exit_on_error=False,
         allow_abbrev=False,
     )

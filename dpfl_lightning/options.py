@@ -42,6 +42,8 @@ class DataOptions:
         groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; rotation
             (images of group k turned by 90 k degrees) or label_shift (label y + k); null is none. Test accuracy is then
             the clients' mean on their own held-out or test records, which are shifted like those they train on.
+        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} of each client's
+            records, or {name: clients, share: 0.2} of the clients, all records; null is none.
     """
 
     name: str = "fashion_mnist"
@@ -54,6 +56,7 @@ class DataOptions:
     use_public: bool = False
     partition: dict = field(default_factory=lambda: {"name": "iid"})
     groups: dict | None = None
+    mislabelled: dict | None = None
 
 
 @dataclass(frozen=True)
@@ -291,9 +294,11 @@ def check(options: Options) -> None:
         value = _at(options, key)
         if value is not None:
             resolve(key, value, options.clients.count, options.seed, kind)
-    partition, groups, model = options.data.partition, options.data.groups, options.model
+    partition, model = options.data.partition, options.model
     require("name" in partition, "data.partition", "have a `name`", partition)
-    require(groups is None or "name" in groups, "data.groups", "have a `name` or be null", groups)
+    for key in ("data.groups", "data.mislabelled"):
+        value = _at(options, key)
+        require(value is None or "name" in value, key, "have a `name` or be null", value)
     require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
     require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
     if options.privacy is not None and options.privacy.noise_multiplier is None:

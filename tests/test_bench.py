@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.bench import main
-from dpfl_lightning.benchmark import measure, memory, peers, robust_pca
+from dpfl_lightning.benchmark import matching, measure, memory, peers, robust_pca
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
 from dpfl_lightning.benchmark.contestants import build_net, contestants
 from dpfl_lightning.benchmark.measure import startup
@@ -31,6 +31,7 @@ QUICK = ["--cases", "common,small_clients", "--repeats", "1", "--scale", "0.04"]
 
 #: what the slow test holds the package to, on any machine
 FLOOR_VS_OPACUS = 2.0
+FLOOR_VS_LOOP = 1.0
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +186,35 @@ def test_the_textbooks_robust_pca_takes_the_same_steps():
     settings = PcpSettings(primal_tol=0, dual_tol=0, weight_tol=0, max_iterations=12)
     ours = pca(deltas.double(), settings).noise_var
     torch.testing.assert_close(robust_pca.textbook(deltas, iterations=12), ours, rtol=1e-9, atol=0)
+
+
+def test_a_matching_step_is_timed_beside_the_loop(monkeypatch, capsys):
+    real = matching.matching_times
+    monkeypatch.setattr(matching, "matching_times", lambda *told: real(*told, width=4, steps=1))
+    assert main(["--cases", "matching", "--repeats", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["matching"]
+    assert len(found["seconds"]) == len(found["loop_seconds"]) == 2 and found["images"] == 100
+    ratios = [theirs / own for own, theirs in zip(found["seconds"], found["loop_seconds"], strict=True)]
+    assert found["range_vs_loop"] == pytest.approx([min(ratios), max(ratios)], abs=1e-3)
+    assert "a plain loop over the classes takes" in said.out and "matching: loop, 2 of 2" in said.err
+
+
+def test_the_loop_takes_the_same_steps():
+    """But for images in which a unit is at the edge between on and off, where rounding decides."""
+    begun = matching.first_images().images
+    steps = [make(4, torch.device("cpu")) for make in (matching.ours, matching.loop)]
+    for _ in range(2):
+        ours, theirs = (step().clone() for step in steps)
+    moved = (theirs - begun).flatten(0, 1).flatten(1).norm(dim=1)
+    apart = (theirs - ours).flatten(0, 1).flatten(1).norm(dim=1) / moved
+    assert bool((moved > 0).all()) and apart.median() < 1e-4 and apart.max() < 0.2
+
+
+@pytest.mark.slow
+def test_a_matching_step_is_no_slower_than_the_loop():
+    found = matching.matching_times(3, torch.device("cpu"), lambda line: None)
+    assert found["parameters"] == 317_706 and found["ratio_vs_loop"] >= FLOOR_VS_LOOP
 
 
 def test_a_run_that_fails_is_told(monkeypatch, capsys):

@@ -39,6 +39,8 @@ def report(results: Mapping[str, Any]) -> str:
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
         parts += _share_of_a_round(results)
+    if "matching" in results:
+        parts.append(_matching(results["matching"]))
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -123,6 +125,16 @@ def _share_of_a_round(results: Mapping[str, Any]) -> list[str]:
         return []
     share = median(found["seconds"]) / median(common["seconds_per_round"]["ours"])
     return [f"Robust PCA of that many updates is {share:.1%} of a round of the common work."]
+
+
+def _matching(found: Mapping[str, Any]) -> str:
+    ours, theirs = (1000 * median(found[key]) for key in ("seconds", "loop_seconds"))
+    return (
+        f"- a step of gradient matching, {found['images']} images of 10 classes, ConvNet of {found['parameters']:,} "
+        f"parameters: {ours:.0f} ms (median of {len(found['seconds'])}); a plain loop over the classes takes "
+        f"{theirs:.0f} ms, **{found['ratio_vs_loop']:.2f} times** as long "
+        f"({found['range_vs_loop'][0]:.2f} to {found['range_vs_loop'][1]:.2f}; {found['threads']} threads)."
+    )
 
 
 def _startup(found: Mapping[str, Any]) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.groups import Groups, grouped, stored
+from dpfl_lightning.data.mislabelling import mislabelled as with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import UserError, require
@@ -149,6 +150,7 @@ class Population:
         public_records: int = 0,
         use_public: bool = False,
         groups: tuple[str, Mapping[str, Any]] | None = None,
+        mislabelled: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
         """A public data set dealt out to simulated clients.
@@ -171,6 +173,8 @@ class Population:
                 or to test, are as its group has them. Then there is no common test set (a test record looks different
                 in every group), and the mean over clients on their own held-out records stands in for it. Public
                 records stay as they are. Partitions and test shares go by the labels before the shift.
+            mislabelled: units of `dpfl_lightning.data.mislabelling` and their options: which training records have
+                wrong labels. Partitions and test shares go by the right ones.
             seed: of the division (public).
 
         Returns:
@@ -216,7 +220,11 @@ class Population:
             public=public,
             caveats=(_SHARED,) if name == "overlapping" else (),
         )
-        return made if shifts is None else made._shifted(shifts)
+        made = made if shifts is None else made._shifted(shifts)
+        if mislabelled is None:
+            return made
+        y = with_wrong_labels(mislabelled[0], made.y, made.train_of, made.num_classes, rng, **mislabelled[1])
+        return dataclasses.replace(made, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
         """The same clients with their records as their groups have them, and no common test set."""

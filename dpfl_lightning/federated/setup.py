@@ -33,7 +33,7 @@ ENGINES: dict[str, type[SerialEngine]] = {
 def build_population(options: Options) -> Population:
     """The clients of a configuration, from the data set it names."""
     own = options.data
-    partition, groups = dict(own.partition), dict(own.groups or {})
+    partition = dict(own.partition)
     return Population.partitioned(
         data.load(own.name, own.folder, own.download),
         num_clients=options.clients.count,
@@ -43,9 +43,18 @@ def build_population(options: Options) -> Population:
         test_per_client=own.test_per_client,
         public_records=own.public_records,
         use_public=own.use_public,
-        groups=None if own.groups is None else (groups.pop("name", ""), groups),
+        groups=_named(own.groups),
+        mislabelled=_named(own.mislabelled),
         seed=options.seed,
     )
+
+
+def _named(options: dict | None) -> tuple[str, dict] | None:
+    """A name and its options, of `{name, options}`."""
+    if options is None:
+        return None
+    rest = dict(options)
+    return rest.pop("name", ""), rest
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:

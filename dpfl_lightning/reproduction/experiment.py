@@ -15,6 +15,7 @@ from dpfl_lightning.errors import nearest, require
 
 if TYPE_CHECKING:
     from dpfl_lightning.reproduction.recorder import Recorder
+    from dpfl_lightning.reproduction.run import Making
 
 T = TypeVar("T")
 
@@ -26,16 +27,18 @@ Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Training:
-    """A cell that is one run of `fit`.
+    """A cell that is one run of `fit`, or a study with the data and the net of its options.
 
     Args:
         words: `words(row, column, scale)`, arguments of `python -m dpfl_lightning.fit` without seed, as a person types
             them.
         recorder: makes the watcher that reads the cell's values off the run; None: accuracies, see `Recorder`.
+        study: makes the cell in place of that run, or from it and more: what the cell holds, `values` and the rest.
     """
 
     words: Callable[[str, str, str], Sequence[str]]
     recorder: Callable[[str, str], Recorder] | None = None
+    study: Callable[[Making], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Row:
         cell: whose cells they are; None is the row's own. Rows that read different values of the same cells share it.
         experiment: that has these cells; None is the row's own.
         beside: the other cell that each of them is read together with.
+        column: of the cells, for a row that reads the same one in every column because settings do not touch it.
     """
 
     title: str
@@ -85,6 +89,7 @@ class Row:
     cell: str | None = None
     experiment: str | None = None
     beside: Beside | None = None
+    column: str | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class Experiment:
         decimals: of the numbers that are shown.
         shown: whether it is a table; a figure without numbers of its own is not.
         draw: the figure's panels from the cells found; None is no figure.
+        summary: Markdown of what follows from many cells together, such as a rank correlation; empty where there are
+            too few. None is none.
         notes: what a reader must know, one sentence each.
     """
 
@@ -193,6 +200,7 @@ class Experiment:
     decimals: int = 2
     shown: bool = True
     draw: Callable[[Found], Sequence[Panel]] | None = None
+    summary: Callable[[Found], str] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -204,7 +212,8 @@ class Experiment:
     def source(self, row: str, column: str) -> tuple[str, str, str]:
         """(experiment, row, column) of the cell in which a number of this table stands."""
         line, setting = self.rows[row], self.columns[column]
-        return line.experiment or setting.experiment or self.name, line.cell or row, setting.cell or column
+        where = line.column or setting.cell or column
+        return line.experiment or setting.experiment or self.name, line.cell or row, where
 
     def owns(self, row: str, column: str) -> bool:
         """Whether that cell is its own."""

@@ -67,6 +67,8 @@ def report(
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
     if experiment.shown and any(one.ours is not None for one in told):
         parts += [_table(experiment, told), _verdict(experiment, told)]
+    if experiment.summary is not None:
+        parts.append(experiment.summary(found))
     picture = figure_path(experiment, scale, results, departures)
     if picture.is_file():
         parts.append(f"Figure: {picture}" if beside is None else f"![{experiment.name}]({_from(beside, picture)})")

@@ -10,11 +10,11 @@ import shlex
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config import changed, load
 from dpfl_lightning.errors import UserError
@@ -23,6 +23,9 @@ from dpfl_lightning.reproduction.cells import Cell, circumstances, path_of, read
 from dpfl_lightning.reproduction.experiment import Computation, Training
 from dpfl_lightning.reproduction.registry import experiments
 from dpfl_lightning.tables import duration
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.state import RunResult
 
 #: of MLflow
 EXPERIMENT = "reproduce"
@@ -51,6 +54,34 @@ class Work:
         print(line, flush=True)
 
 
+@dataclass(frozen=True)
+class Making:
+    """A cell in the making: what a study has at hand.
+
+    Args:
+        cell: which.
+        work: how cells are made.
+    """
+
+    cell: Cell
+    work: Work
+
+    @property
+    def options(self) -> Options:
+        """Of the cell's run."""
+        return options_of(self.cell, self.work)
+
+    def run(self, watchers: Sequence[Any] = ()) -> RunResult:
+        """The cell's own run, gone on with where it was begun."""
+        folder, resume = run_folder(self.cell, self.work)
+        return self.work.fit(options_of(self.cell, self.work, folder), resume, watchers)
+
+    def run_of(self, cell: Cell, watchers: Sequence[Any] = ()) -> RunResult:
+        """The run of another cell with this one's seed and departures: what is finished is not made again."""
+        alike = cell._replace(seed=self.cell.seed, departures=self.cell.departures)
+        return Making(alike, dataclasses.replace(self.work, again=False)).run(watchers)
+
+
 def make(cells: Sequence[Cell], work: Work) -> list[str]:
     """Make these cells one after the other.
 
@@ -64,7 +95,7 @@ def make(cells: Sequence[Cell], work: Work) -> list[str]:
             own = duration(seconds_of([cell], work.results))
             work.say(f"cell {number + 1} of {len(cells)}, {cell}: about {own}; {duration(left)} for all that is left")
         try:
-            held = _computed(cell) if isinstance(how(cell), Computation) else _trained(cell, work)
+            held = _made(cell, work)
         except UserError as error:
             failed.append(f"{cell}: {error}")
         except Exception as error:  # a bug in one cell: the others are worth their hours
@@ -135,7 +166,7 @@ def _set_otherwise(cell: Cell) -> list[str]:
 def command_of(cell: Cell) -> str:
     """What a person types to make its numbers once more."""
     made = how(cell)
-    if isinstance(made, Training) and made.recorder is None:
+    if isinstance(made, Training) and made.recorder is None and made.study is None:
         return shlex.join(["python", "-m", "dpfl_lightning.fit", *words_of(cell)])
     return shlex.join(["python", "-m", "dpfl_lightning.reproduce", *only(cell), "--again"])
 
@@ -167,11 +198,16 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     return load([*words_of(cell), *told, *free])[0]
 
 
-def _trained(cell: Cell, work: Work) -> dict[str, Any]:
+def _made(cell: Cell, work: Work) -> dict[str, Any]:
+    made = how(cell)
+    if isinstance(made, Computation):
+        return _computed(cell)
+    return _trained(cell, work, made) if made.study is None else _studied(cell, work, made.study)
+
+
+def _trained(cell: Cell, work: Work, made: Training) -> dict[str, Any]:
     from dpfl_lightning.reproduction.recorder import Recorder
 
-    made = how(cell)
-    assert isinstance(made, Training)
     folder, resume = run_folder(cell, work)
     recorder = Recorder() if made.recorder is None else made.recorder(cell.row, cell.column)
     result = work.fit(options_of(cell, work, folder), resume, [recorder])
@@ -184,6 +220,23 @@ def _trained(cell: Cell, work: Work) -> dict[str, Any]:
         "rounds": result.rounds,
         "seconds": round(result.wall_seconds, 1),
         **circumstances(recorder.device),
+        "command": command_of(cell),
+        **found,
+    }
+
+
+def _studied(cell: Cell, work: Work, study: Callable[[Making], Mapping[str, Any]]) -> dict[str, Any]:
+    import torch
+
+    making = Making(cell, work)
+    on_gpu = torch.cuda.is_available() and making.options.engine.device != "cpu"
+    begun = time.perf_counter()
+    found = dict(study(making))
+    seconds = round(time.perf_counter() - begun, 1)
+    return {
+        "values": found.pop("values"),
+        "seconds": seconds,
+        **circumstances("cuda" if on_gpu else "cpu"),
         "command": command_of(cell),
         **found,
     }
@@ -241,5 +294,5 @@ def _mean_seconds(cell: Cell, results: Path) -> float:
 
 def headline(held: dict[str, Any]) -> str:
     """What a cell came to, in a word."""
-    accuracy = held["values"].get("accuracy")
+    accuracy = held["values"].get("accuracy", held["values"].get("test_accuracy"))
     return "" if accuracy is None else f"accuracy {accuracy:.2f} % "

@@ -34,6 +34,7 @@ from dpfl_lightning.strategies.gradient_matching import (
     SyntheticSet,
     coordinate_median,
     fastest_class_gradients,
+    images_at_once,
     matched_names,
     noise_aware_rows,
     num_rows,
@@ -49,7 +50,7 @@ PURPOSE = "class_gradients"
 
 _KEY = "strategies.distillation"
 _COUNTS = 2  # columns beside a block: records drawn, records held
-_AUGMENTATIONS: dict[str, tuple[str, ...]] = {
+AUGMENTATIONS: dict[str, tuple[str, ...]] = {
     "none": (),
     "dsa": tuple(OPERATIONS),
     "dsa_without_flip": tuple(name for name in OPERATIONS if name != "flip"),
@@ -58,7 +59,7 @@ _CHOICES: dict[str, Iterable[str]] = {
     "mode": ("default", "paper_literal"),
     "matching": MATCHINGS,
     "row_weights": ("equal", "noise_aware"),
-    "augmentation": _AUGMENTATIONS,
+    "augmentation": AUGMENTATIONS,
     "net_update": ("synthetic", "aggregate"),
     "aggregation": ("sampled", "uniform", "class_count", "median", "by_base_rule"),
     "sampling": ("full", "poisson", "fixed"),
@@ -192,7 +193,7 @@ class Distillation(ServerCallback):
         every, epochs = loops(images_per_class)
         self._switches = given
         self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
-        augmentations = _AUGMENTATIONS[augmentation]
+        augmentations = AUGMENTATIONS[augmentation]
         self._between = Training(
             epochs=epochs if net_epochs is None else net_epochs,
             learning_rate=net_learning_rate,
@@ -459,6 +460,7 @@ class Distillation(ServerCallback):
                 own["image_learning_rate"],
                 own["image_momentum"],
                 fastest_class_gradients(loss, params, names, view.facts.input_shape),
+                at_once=images_at_once(loss, params, view.facts.input_shape),
             )
         return self._matching
 

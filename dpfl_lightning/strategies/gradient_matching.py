@@ -17,7 +17,8 @@ MATCHINGS = ("layerwise_cosine", "cos", "mse")
 _GUARD = 1e-6  # added to the product of two norms, as in the condensation paper's code
 _NEAR_ZERO = 1e-24  # under a root, whose slope at 0 is infinite
 _ALIKE = 1e-3  # relative: rounding in float32 is far below, a wrong second derivative far above
-_IMAGES_AT_ONCE = 128  # of a vectorised pass: more leave the caches, and fill an accelerator's memory
+_IMAGES_AT_ONCE = 128  # of a vectorised pass: more fill an accelerator's memory
+_BYTES_AT_ONCE = 64 << 20  # kept by a forward pass on a CPU: more leave its caches, and take up to twice as long
 
 ByClass = Mapping[str, Tensor]  # parameter name -> [G, *shape], one gradient a class
 
@@ -211,6 +212,32 @@ def fastest_class_gradients(
     return all_classes_at_once if bool(apart <= _ALIKE * expected.norm()) else class_by_class
 
 
+def images_at_once(loss: SampleLoss, params: Params, input_shape: Sequence[int]) -> int:
+    """How many images a vectorised pass takes; on a CPU as many as leave what a forward pass keeps in its caches.
+
+    It follows from shapes alone, not from a stopwatch.
+
+    Args:
+        loss, params: see `ClassGradientsOf`.
+        input_shape: X.
+    """
+    like = next(iter(params.values()))
+    if like.device.type != "cpu":
+        return _IMAGES_AT_ONCE
+    fixed = {value.data_ptr() for value in params.values()}
+    kept = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.data_ptr() not in fixed:
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    everything = {name: value.detach().requires_grad_() for name, value in params.items()}
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss(everything, like.new_zeros(1, *input_shape), torch.zeros(1, dtype=torch.long))
+    return max(1, min(_IMAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, sum(kept.values()))))
+
+
 @dataclass(frozen=True)
 class SyntheticSet:
     """Images of every class and the momentum of their gradient descent.
@@ -265,6 +292,7 @@ class Matching:
         momentum: of the images, in [0, 1).
         gradients: of the synthetic set; see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, what was done to the clients' records, or None.
+        at_once: images of a pass, >= 1; see `images_at_once`.
     """
 
     loss: SampleLoss
@@ -274,6 +302,7 @@ class Matching:
     momentum: float
     gradients: ClassGradientsOf = class_by_class
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
+    at_once: int = _IMAGES_AT_ONCE
 
     def slope(
         self,
@@ -321,7 +350,7 @@ class Matching:
             present: `[G]` bool; absent classes and their momentum stay exactly as they are.
         """
         apart = target[self.names[0]].new_full((len(present),), math.nan)
-        at_once = max(1, _IMAGES_AT_ONCE // synthetic.images.shape[1])
+        at_once = max(1, self.at_once // synthetic.images.shape[1])
         for classes in present.nonzero().flatten().split(at_once):
             weights = None if row_weights is None else {name: one[classes] for name, one in row_weights.items()}
             own = {name: target[name][classes] for name in self.names}

@@ -1,0 +1,138 @@
+"""A step of gradient matching beside the same step as it is usually written, one class after the other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from dpfl_lightning import models
+from dpfl_lightning.benchmark.cases import NUM_CLASSES
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.strategies.gradient_matching import (
+    Matching,
+    SyntheticSet,
+    fastest_class_gradients,
+    images_at_once,
+    matched_names,
+)
+
+SHAPE, IMAGES_PER_CLASS = (1, 28, 28), 10
+LEARNING_RATE, MOMENTUM = 0.1, 0.5
+
+Step = Callable[[], Tensor]
+
+
+def matching_times(
+    repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, steps: int = 3
+) -> dict[str, Any]:
+    """Seconds of a step on the images of all classes, ours and the loop's, in turns, with torch's threads.
+
+    Args:
+        repeats: timed turns of each, after one that does not count; >= 1.
+        device: where to compute.
+        say: told what is done.
+        width: of the paper's ConvNet.
+        steps: of a turn.
+
+    Returns:
+        `parameters`, `images`, `threads`, `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop`
+        (median over turns) and `range_vs_loop`.
+    """
+    contestants = {"seconds": ours(width, device), "loop_seconds": loop(width, device)}
+    found: dict[str, list[float]] = {name: [] for name in contestants}
+    for repeat in range(repeats + 1):
+        for name, step in contestants.items():
+            begun = time.perf_counter()
+            for _ in range(steps):
+                images = step()
+            float(images.sum())  # waits for a GPU
+            took = (time.perf_counter() - begun) / steps
+            if repeat:
+                found[name].append(round(took, 4))
+            who = "ours" if name == "seconds" else "loop"
+            say(f"matching: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
+    ratios = [theirs / own for own, theirs in zip(found["seconds"], found["loop_seconds"], strict=True)]
+    return {
+        "ratio_vs_loop": round(median(ratios), 3),
+        "range_vs_loop": [round(min(ratios), 3), round(max(ratios), 3)],
+        "parameters": sum(parameter.numel() for parameter in build(width).parameters()),
+        "images": NUM_CLASSES * IMAGES_PER_CLASS,
+        "threads": torch.get_num_threads(),
+        **found,
+    }
+
+
+def build(width: int) -> nn.Module:
+    """The net, with the same initial parameters every time."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return models.build("convnet", SHAPE, NUM_CLASSES, width=width)
+
+
+def first_images() -> SyntheticSet:
+    """Noise, the same every time."""
+    return SyntheticSet.of_noise(NUM_CLASSES, IMAGES_PER_CLASS, SHAPE, torch.Generator().manual_seed(0))
+
+
+def target_of(net: nn.Module) -> dict[str, Tensor]:
+    """A gradient for each class and matched parameter, `[G, *shape]`: random, the same every time."""
+    shapes = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
+    generator = torch.Generator().manual_seed(1)
+    return {
+        name: torch.randn(NUM_CLASSES, *shapes[name], generator=generator)
+        for name in matched_names(shapes, "layerwise_cosine")
+    }
+
+
+def ours(width: int, device: torch.device) -> Step:
+    """Moves the images by a step of the strategy, and returns them `[G, n, *X]`."""
+    module = ClientModule(build(width)).to(device)
+    params = module.unflatten(module.flat)
+    target = {name: one.to(device) for name, one in target_of(module.net).items()}
+    names = tuple(target)
+    gradients = fastest_class_gradients(module.sample_loss, params, names, SHAPE)
+    at_once = images_at_once(module.sample_loss, params, SHAPE)
+    loss = module.sample_loss
+    matching = Matching(loss, names, "layerwise_cosine", LEARNING_RATE, MOMENTUM, gradients, at_once=at_once)
+    present = torch.ones(NUM_CLASSES, dtype=torch.bool, device=device)
+    synthetic = first_images().to(device, torch.float32)
+
+    def step() -> Tensor:
+        nonlocal synthetic
+        synthetic, _ = matching.step(synthetic, params, target, present)
+        return synthetic.images
+
+    return step
+
+
+def loop(width: int, device: torch.device) -> Step:
+    """The same as users write it, after the condensation paper's code: a gradient with a graph, and its distance from
+    the target, for one class after the other; then one backward pass and a step of SGD."""
+    net = build(width).to(device)
+    weights = {name: parameter for name, parameter in net.named_parameters() if parameter.dim() >= 2}
+    target = {name: one.to(device) for name, one in target_of(net).items()}
+    images = first_images().images.to(device).requires_grad_()
+    optimizer = torch.optim.SGD([images], lr=LEARNING_RATE, momentum=MOMENTUM)
+
+    def step() -> Tensor:
+        apart = images.new_zeros(())
+        for label in range(NUM_CLASSES):
+            labels = torch.full((IMAGES_PER_CLASS,), label, device=device)
+            loss = cross_entropy(net(images[label]), labels)
+            gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+            for name, gradient in zip(weights, gradients, strict=True):
+                a, b = gradient.flatten(1), target[name][label].flatten(1)
+                norms = (a.square().sum(dim=1) + 1e-24).sqrt() * b.norm(dim=1)
+                apart = apart + (1 - (a * b).sum(dim=1) / (norms + 1e-6)).sum()
+        optimizer.zero_grad()
+        apart.backward()
+        optimizer.step()
+        return images.detach()
+
+    return step
