@@ -75,11 +75,11 @@ ALLOWED = {
     },
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce"}
+COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
-    "optuna": {"sweep.py"},
+    "optuna": {"search/study.py"},
     "numba": {"privacy/windows.py"},
     "llvmlite": {"privacy/windows.py"},
     "opacus": {
