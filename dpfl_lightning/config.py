@@ -158,7 +158,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
     Raises:
         UserError: as `load`.
 
-    >>> with_values(Options(), {"model.name": "convnet", "model.width": 8}, "here").model
+    >>> with_values(Options(privacy=None), {"model.name": "convnet", "model.width": 8}, "here").model
     {'name': 'convnet', 'width': 8}
     """
     source = _Source()
@@ -272,7 +272,8 @@ class _Section:
         near = nearest(field, self._hints).replace("`", f"`{self.name}.", 1)
         if field not in self._hints or (inner and "mapping" not in in_words(self._hints[field])):
             raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
-        self._values[field] = {**(self._values.get(field) or {}), inner: value} if inner else value
+        kept = {} if inner == "name" else self._values.get(field) or {}  # another name, other options
+        self._values[field] = {**kept, inner: value} if inner else value
         self._origins[field] = origin
 
     def typed(self) -> Any:

@@ -157,9 +157,7 @@ class Search:
         if trials:
             print(f"Going on with a study that has {counted(trials)}.")
         if self.sweep.objective == "private":
-            print(
-                "Every trial costs each client its whole budget again; on public or distilled records it costs nothing."
-            )
+            print("Every trial costs each client its whole budget again; on public or distilled records none would.")
         print(flush=True)
 
     # -- trials

@@ -73,6 +73,19 @@ ALLOWED = {
         "strategies",
         "tables",
     },
+    "search": {
+        "errors",
+        "config",
+        "options",
+        "registry",
+        "tables",
+        "privacy",
+        "data",
+        "client",
+        "federated",
+        "strategies",
+        "distilled",
+    },
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
 COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}

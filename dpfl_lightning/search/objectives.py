@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """What each client may spend in a trial, or has spent: epsilon (None: no bound) and delta, `[N]`."""
+    """What a trial can cost each client at most: epsilon (None: no bound) and delta, `[N]`."""
 
     epsilon: tuple[float | None, ...]
     delta: tuple[float, ...]
@@ -78,7 +78,7 @@ class Objective(Protocol):
         ...
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Raises `Pruned` where `report` ended it; tells `charge` a private trial's cost before and after it."""
+        """Raises `Pruned` where `report` ended it; tells `charge` the most that a private trial can cost, before it."""
         ...
 
 
@@ -280,9 +280,6 @@ class RunItself:
         if self.private:
             charge(_planned(loop))
         result = loop.run()
-        if self.private:
-            epsilons = tuple(client["epsilon_spent"] for client in result.clients)
-            charge(Cost(epsilons, tuple(client["delta"] for client in result.clients)))
         if watcher.ended:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:

@@ -71,7 +71,7 @@ def reasons(trials: Sequence[Trial]) -> list[str]:
 def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]] | None:
     """Each client's epsilon and delta over all trials that began, by addition (None: no bound); None if none cost any.
 
-    A trial that did not end counts as what it was planned to cost at most.
+    A trial counts with its whole budget, also if it was pruned, failed or died: how far trials go, the trials decide.
     """
     costs = [noted["cost"] for noted in begun if "cost" in noted]
     if not costs:
@@ -91,7 +91,7 @@ def cost_text(cost: Mapping[str, Sequence[float | None]], trials: int) -> str:
     words = (
         f"PRIVATE: {trials} trials on the clients' records, each a release of its own. Together they, and all that was "
         f"chosen by them, reveal of one record of a client at most epsilon {epsilon(numbers[most])} at delta "
-        f"{cost['delta'][most]:.3g} (client {most}, which has most; epsilons and deltas of all trials added up)."
+        f"{cost['delta'][most]:.3g} (client {most}, which has most; the whole budgets of all trials added up)."
     )
     if len(numbers) > _MOST_CLIENTS:
         return words
