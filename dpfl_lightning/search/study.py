@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 import traceback
 import warnings
@@ -143,7 +144,7 @@ class Study:
             self._study.optimize(
                 lambda own: self._made(own, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
             )
-        except (ValueError, optuna.exceptions.UpdateFinishedTrialError):
+        except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # as the library happens to notice
             if not self._taken_away():
                 raise
 
@@ -155,12 +156,14 @@ class Study:
     def _made(self, own: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = own.number
         try:
-            return tuple(act(Running(own, self._dimensions, len(self._sweep.scores) == 1)))
+            scores = tuple(act(Running(own, self._dimensions, len(self._sweep.scores) == 1)))
+            require(all(map(math.isfinite, scores)), "scores", "be finite", scores, "Did training diverge?")
+            return scores
         except Pruned as error:
             own.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
         except KeyboardInterrupt:  # not the trial's fault: somebody makes it again
-            _quietly(RetryHeartbeatStaleTrialCallback(), self._study, self._study.trials[own.number])
+            _make_again(self._study, self._study.trials[own.number])
             own.set_user_attr("reason", "stopped by Ctrl-C")
             raise
         except Exception as error:
@@ -175,7 +178,7 @@ class Study:
     def _given_up(self, study: optuna.Study, own: FrozenTrial) -> None:
         """A trial that was silent for too long is made again by whoever comes next."""
         self._on_end(self._trial(own, {own.number}))
-        _quietly(RetryHeartbeatStaleTrialCallback(_MOST_RETRIES), study, own)
+        _make_again(study, own, _MOST_RETRIES)
 
     def _left(self) -> int:
         """How many trials are still to begin. One that is made again counts once, and one that waits not at all."""
@@ -368,6 +371,11 @@ def _size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
 
 
 # ---- details
+
+
+def _make_again(study: optuna.Study, own: FrozenTrial, most: int | None = None) -> None:
+    """Whoever comes next makes a trial of the same values, unless that was done `most` times."""
+    _quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
 
 
 def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:

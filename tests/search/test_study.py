@@ -182,7 +182,7 @@ def test_what_cannot_be_is_refused_before_a_database_is_touched(url, changed, wo
 
 @pytest.mark.parametrize("bad", ["nosuchdatabase://x/y", "no url", "sqlite:////no/such/folder/study.db"])
 def test_a_storage_that_does_not_answer_is_named(bad):
-    with pytest.raises(UserError, match="sweep.storage"):
+    with pytest.raises(UserError, match=r"sweep\.storage"):
         study(bad)
 
 
@@ -224,7 +224,7 @@ def test_a_trial_that_was_given_to_another_worker_may_still_end(url):
 
     def act(running):
         if running.number == 0:
-            study(url)._study._storage.set_trial_state_values(0, optuna.trial.TrialState.FAIL)
+            study(url)._study._storage.set_trial_state_values(1, optuna.trial.TrialState.FAIL)
         return width(running)
 
     own = study(url, trials=2)
@@ -250,8 +250,8 @@ def test_workers_at_once_take_each_trial_once(url):
         one.start()
     for one in threads:
         one.join()
-    assert sorted(made)[:12] == list(range(1, 13)) or sorted(set(made) & set(range(1, 13))) == list(range(1, 13))
-    assert max(Counter(made).values()) == 1 and len(made) <= 12 + 3
+    assert set(range(1, 13)) <= set(made) and max(Counter(made).values()) == 1
+    assert len(made) <= 12 + 3, "at most one more for each other worker"
 
 
 DYING = """
