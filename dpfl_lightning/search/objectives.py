@@ -116,7 +116,7 @@ class OnASet:
         self._training = _training(sweep.training)
         self._given = set(sweep.training)
         on = "public records" if found is None else "a distilled set"
-        where = "held-out records of it" if scored is None else f"{len(scored[1]):,} public records"
+        where = "others that were held out" if scored is None else f"{len(scored[1]):,} public records"
         nets = f"{sweep.networks} fresh net{'' if sweep.networks == 1 else 's'}"
         self.words = f"each trial trains {nets} on {on} ({len(records[1]):,} records) and scores on {where}"
 
