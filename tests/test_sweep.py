@@ -273,6 +273,7 @@ def test_each_trial_is_a_run_nested_in_the_searchs(write, tmp_path, monkeypatch)
     assert {"best.yaml", "result.json", "trials.txt"} <= {one.path for one in client.list_artifacts(parent.info.run_id)}
 
 
+@pytest.mark.slow  # three imports of torch
 def test_two_workers_share_the_trials(write, tmp_path):
     words = shlex.join(write(SMALL, "--sweep.trials", "4", "--workers", "2"))
     own = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
