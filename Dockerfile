@@ -36,6 +36,7 @@ RUN useradd --uid 1000 dpfl \
     && install --directory --owner dpfl --group dpfl /results \
     && ln -s /results runs
 COPY conf conf
+COPY sweeps sweeps
 VOLUME /results
 USER 1000
 # a home that every user can write to, since `docker run --user` may name any

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import functools
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -47,6 +48,7 @@ def load(
     prog: str = "dpfl_lightning",
     description: str | None = None,
     config_of: Callable[[argparse.Namespace], str | None] | None = None,
+    section: tuple[str, type] | None = None,
 ) -> tuple[Options, argparse.Namespace]:
     """The options of a command line: defaults, `--config FILE`, then overrides; and the command's own flags.
 
@@ -59,6 +61,8 @@ def load(
         prog: what the help calls the command.
         description: what the help says of it.
         config_of: the file that the command's own flags stand for, if any, in place of `--config`.
+        section: name and dataclass of a section of the command's own, beside those of `Options`; its value is the
+            flag of that name.
 
     Returns:
         The options, checked, and the values of the command's flags.
@@ -72,20 +76,32 @@ def load(
     >>> options.rounds, options.privacy.epsilon, flags.dry
     (5, 2.0, True)
     """
-    overrides, others = split(sys.argv[1:] if argv is None else argv)
-    flags = _parse_flags(others, extra, prog, description)
+    own = None if section is None else _Section(*section)
+    overrides, others = split(sys.argv[1:] if argv is None else argv, () if own is None else (own.name,))
+    flags = _parse_flags(others, extra, prog, description, own)
     chosen = config_of(flags) if config_of else None
     twice = bool(flags.config and chosen)
     require(not twice, "--config", "be left out", flags.config, f"Other flags choose {chosen}.")
     path = flags.config or chosen
     source = _Source()
     if path:
-        source.put_all(_read_yaml(path), path, f"in {path}")
+        raw = _read_yaml(path)
+        if own is not None and isinstance(raw, Mapping):
+            own.put_all(raw.get(own.name), f"in {path}")
+            raw = {name: value for name, value in raw.items() if name != own.name}
+        source.put_all(raw, path, f"in {path}")
     for key, text in overrides:
-        source.put(key, _value(key, text), "on the command line")
+        if own is not None and key.partition(".")[0] == own.name:
+            own.put(key, _parse_yaml(text, f"--{key}"), "on the command line")
+        else:
+            source.put(key, _value(key, text), "on the command line")
     options = source.options()
+    if own is not None:
+        setattr(flags, own.name, own.typed())
     if flags.print_config:
         print(to_yaml(options), end="")
+        if own is not None:
+            print(dump({own.name: dataclasses.asdict(own.typed())}), end="")
         raise SystemExit(0)
     return options, flags
 
@@ -126,6 +142,29 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
     """
     source = _Source()
     source.put_all(raw, "the mapping", "in the mapping")
+    return source.options()
+
+
+def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Options:
+    """The same options but for some, as if they came after the others in a file or on the command line.
+
+    A new name of a model or a strategy ends the options of the old one, but not those that `values` give beside it. The
+    noise key is left behind.
+
+    Args:
+        values: dotted key -> value.
+        origin: where they were set, in words for messages.
+
+    Raises:
+        UserError: as `load`.
+
+    >>> with_values(Options(privacy=None), {"model.name": "convnet", "model.width": 8}, "here").model
+    {'name': 'convnet', 'width': 8}
+    """
+    source = _Source()
+    source.put_all(to_dict(options), "the options", "before")
+    for key, value in values.items():
+        source.put(key, value, origin)
     return source.options()
 
 
@@ -211,6 +250,76 @@ class _Source:
             while key and key not in self._origins:
                 key = key.rpartition(".")[0]
             raise UserError(f"{error} Set {self._origins[key]}." if key else str(error)) from None
+
+
+class _Section:
+    """A command's own section: a dataclass whose fields are numbers, texts, or mappings of names to values."""
+
+    def __init__(self, name: str, kind: type) -> None:
+        self.name, self._kind = name, kind
+        self._hints = get_type_hints(kind)
+        self._values: dict[str, Any] = {}
+        self._origins: dict[str, str] = {}
+
+    def put_all(self, raw: Any, origin: str) -> None:
+        require(raw is None or isinstance(raw, Mapping), self.name, "hold a mapping of keys", raw)
+        for name, value in (raw or {}).items():
+            self.put(f"{self.name}.{name}", value, origin)
+
+    def put(self, key: str, value: Any, origin: str) -> None:
+        """Set `section.field`, or `section.field.name`: what follows a field that holds a mapping is one name in it."""
+        field, _, inner = key.removeprefix(f"{self.name}.").partition(".")
+        near = nearest(field, self._hints).replace("`", f"`{self.name}.", 1)
+        if field not in self._hints or (inner and "mapping" not in in_words(self._hints[field])):
+            raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
+        kept = {} if inner == "name" else self._values.get(field) or {}  # another name, other options
+        self._values[field] = {**kept, inner: value} if inner else value
+        self._origins[field] = origin
+
+    def typed(self) -> Any:
+        """The dataclass, types checked and converted by jsonargparse."""
+        import jsonargparse
+
+        for field, value in self._values.items():
+            hint, key = self._hints[field], f"{self.name}.{field}"
+            must = f"be {in_words(hint)}"
+            require(value is not None or types.NoneType in get_args(hint), key, must, value, self._where(field))
+        try:
+            typed = self.parser().parse_object({self.name: copy.deepcopy(self._values)}).as_dict()[self.name]
+        except (jsonargparse.ArgumentError, argparse.ArgumentError) as error:
+            found = re.search(rf'key "{self.name}\.([^"]+)"', str(error))
+            if found is None or found[1] not in self._values:
+                raise
+            hint, value = self._hints[found[1]], self._values[found[1]]
+            near = nearest(str(value), get_args(hint)) if get_origin(hint) is Literal else ""
+            key = f"{self.name}.{found[1]}"
+            raise UserError(
+                f"`{key}` must be {in_words(hint)}, got {value!r}. {near} {self._where(found[1])}".replace("  ", " ")
+            ) from None
+        # a text stays what it is, and a mapping too: jsonargparse reads texts as YAML once more
+        kept = {name: value for name, value in self._values.items() if isinstance(value, str | Mapping)}
+        return self._kind(**{**typed, **kept})
+
+    def keys(self) -> list[str]:
+        """Dotted, with its own name."""
+        return [f"{self.name}.{field}" for field in self._hints]
+
+    def parser(self) -> jsonargparse.ArgumentParser:
+        """Its keys with type, default and text."""
+        import docstring_parser
+        import jsonargparse
+
+        text = docstring_parser.parse(self._kind.__doc__ or "")
+        lines = {line.arg_name: " ".join((line.description or "").split()) for line in text.params}
+        parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=argparse.SUPPRESS)
+        group = parser.add_argument_group(self.name, f"{text.short_description} {text.long_description or ''}")
+        for name, hint in self._hints.items():
+            default = getattr(self._kind(), name)
+            group.add_argument(f"--{self.name}.{name}", type=hint, default=default, help=lines[name], metavar="VALUE")
+        return parser
+
+    def _where(self, field: str) -> str:
+        return f"Set {self._origins[field]}."
 
 
 def _check_null(key: str, value: Any) -> None:
@@ -313,8 +422,8 @@ def _parse_yaml(text: str, where: str) -> Any:
 # ---- command line
 
 
-def split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Overrides of keys of `Options` as (key, text), and the other arguments.
+def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
+    """Overrides of keys of `Options`, or of the sections `also`, as (key, text), and the other arguments.
 
     Raises:
         UserError: a key without a value.
@@ -326,7 +435,7 @@ def split(argv: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
     words = iter(argv)
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or key.partition(".")[0] not in hints(Options):
+        if not word.startswith("--") or key.partition(".")[0] not in (*hints(Options), *also):
             others.append(word)
             continue
         if not equals:
@@ -352,9 +461,12 @@ def _may_be_text(hint: Any) -> bool:
 class _CommandParser(argparse.ArgumentParser):
     """The flags of a command. A mistake is a UserError, also one that a flag's `type` raised."""
 
+    section: _Section | None = None
+
     def format_help(self) -> str:
-        keys = _key_parser().format_help()
-        return super().format_help() + "\n" + re.sub(r"<class\s+'(\w+)'>", r"\1", keys)
+        keys = [_key_parser(), *([] if self.section is None else [self.section.parser()])]
+        texts = [re.sub(r"<class\s+'(\w+)'>", r"\1", one.format_help()) for one in reversed(keys)]
+        return "\n".join([super().format_help(), *texts])
 
     def error(self, message: str) -> NoReturn:
         cause = getattr(sys.exc_info()[1], "__context__", None)
@@ -362,10 +474,11 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def _parse_flags(
-    words: Sequence[str], extra: AddFlags | None, prog: str, description: str | None
+    words: Sequence[str], extra: AddFlags | None, prog: str, description: str | None, section: _Section | None = None
 ) -> argparse.Namespace:
     usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
+    parser.section = section
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument("--print_config", action="store_true", help="print all keys as YAML and exit")
     if extra is not None:
@@ -373,7 +486,8 @@ def _parse_flags(
     flags, unknown = parser.parse_known_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]
-        near = nearest_key(word.removeprefix("--"), vars(flags)).replace("`", "`--", 1)
+        own = [] if section is None else section.keys()
+        near = nearest_key(word.removeprefix("--"), [*vars(flags), *own]).replace("`", "`--", 1)
         raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
     return flags
 

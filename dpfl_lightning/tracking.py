@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -251,6 +252,100 @@ def log_report(
         if figure is not None:
             client.log_figure(run.info.run_id, figure, "figure.png")
         client.set_terminated(run.info.run_id, "FINISHED")
+
+
+class StudyTracking:
+    """A search as one run, and each of its trials as a run nested in it.
+
+    A store that goes away later never stops a trial; that something is missing is said once.
+
+    Args:
+        experiment: name of the MLflow experiment; made if missing.
+        uri: see `store_uri`.
+        tags: of the search's run.
+
+    Raises:
+        UserError: the store cannot be reached or written, or the experiment was deleted.
+    """
+
+    def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
+        self.uri, self._tags, self._warned = store_uri(uri), dict(tags or {}), False
+        with _patience(seconds=10), _reported(self.uri):
+            self._client = MlflowClient(self.uri)
+            self._experiment_id = _experiment(self._client, self.uri, experiment)
+        self.how_to_open = how_to_open(self.uri, self._experiment_id)
+
+    def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
+        """Begin the search's run, or go on with it; returns its id."""
+        with _patience(), _reported(self.uri):
+            if run_id is not None and self._has(run_id):
+                self._client.update_run(run_id, status="RUNNING")
+                return run_id
+            tags = {**self._tags, "mlflow.source.name": "dpfl_lightning.sweep"}
+            tags = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
+            run = self._client.create_run(self._experiment_id, run_name=name, tags=tags)
+            params = [Param(key, value) for key, value in flattened(loggable(options)).items()]
+            for first in range(0, len(params), _MOST_PARAMS):
+                self._client.log_batch(run.info.run_id, params=params[first : first + _MOST_PARAMS])
+            self._client.log_dict(run.info.run_id, loggable(options), "sweep.yaml")
+            return run.info.run_id
+
+    def trial(
+        self,
+        parent: str,
+        name: str,
+        params: Mapping[str, Any],
+        values: Mapping[str, float],
+        steps: Mapping[int, float],
+        tags: Mapping[str, str],
+        when: tuple[datetime | None, datetime | None],
+        status: str,
+    ) -> None:
+        """A trial that has ended: what it drew, its scores, its accuracy after each step, when, and how it ended."""
+        begun, ended = (None if one is None else int(one.timestamp() * 1000) for one in when)
+
+        def log() -> None:
+            own = {**tags, "mlflow.parentRunId": parent, "mlflow.source.name": "dpfl_lightning.sweep"}
+            own = {key: value[:_LONGEST_TAG] for key, value in own.items()}
+            run = self._client.create_run(self._experiment_id, run_name=name, start_time=begun, tags=own).info.run_id
+            metrics = _metrics(values, 0)
+            for step, accuracy in steps.items():
+                metrics += _metrics({"accuracy_so_far": accuracy}, step)
+            logged = [Param(key, value) for key, value in flattened(loggable(params)).items()]
+            self._client.log_batch(run, metrics=metrics[:_MOST_METRICS], params=logged)
+            self._client.set_terminated(run, status, ended)
+
+        self._guarded(log)
+
+    def end(self, run_id: str, values: Mapping[str, float], text: str, files: Sequence[Path]) -> None:
+        """What the search came to: its best scores, a table, files."""
+
+        def log() -> None:
+            self._client.log_batch(run_id, metrics=_metrics(values, 0))
+            self._client.log_text(run_id, text, "trials.txt")
+            for path in files:
+                self._client.log_artifact(run_id, str(path))
+            self._client.set_terminated(run_id, "FINISHED")
+
+        self._guarded(log)
+
+    def _has(self, run_id: str) -> bool:
+        try:
+            return self._client.get_run(run_id).info.lifecycle_stage == "active"
+        except mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+
+    def _guarded(self, action: Callable[[], None]) -> None:
+        try:
+            with _patience():
+                action()
+        except Exception as error:  # whatever a server, a disk or a proxy does: trials go on
+            if not self._warned:
+                self._warned = True
+                words = f"MLflow at {shown(self.uri)} failed; trials go on: {_why(error, self.uri)}"
+                warnings.warn(words, UserNotice, stacklevel=2)
 
 
 @contextmanager

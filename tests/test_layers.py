@@ -73,13 +73,26 @@ ALLOWED = {
         "strategies",
         "tables",
     },
+    "search": {
+        "errors",
+        "config",
+        "options",
+        "registry",
+        "tables",
+        "privacy",
+        "data",
+        "client",
+        "federated",
+        "strategies",
+        "distilled",
+    },
     "tracking": {"errors", "privacy", "federated", "figures"},
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce"}
+COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}
 ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
-    "optuna": {"sweep.py"},
+    "optuna": {"search/study.py"},
     "numba": {"privacy/windows.py"},
     "llvmlite": {"privacy/windows.py"},
     "opacus": {

@@ -30,7 +30,8 @@ PYTHON = [text for _, kind, text in BLOCKS if kind == "python"]
 def workplace(tmp_path_factory):
     """A folder with the configurations, as a clone has them."""
     folder = tmp_path_factory.mktemp("clone")
-    shutil.copytree(ROOT / "conf", folder / "conf")
+    for part in ("conf", "sweeps"):
+        shutil.copytree(ROOT / part, folder / part)
     return folder
 
 
@@ -57,6 +58,8 @@ def test_the_commands_one_after_the_other(workplace):
     assert len(commands) >= 8
     for command in commands:
         short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
+        if ".sweep" in command:
+            short = " --rounds 2 --sweep.trials 2 --sweep.training.epochs 1"
         if ".audit" in command:  # a sound build is refuted once in 10,000 runs
             short = " --rounds 2 --releases 50 --confidence 0.9999"
         run(command + short, workplace)

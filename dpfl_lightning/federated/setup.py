@@ -78,13 +78,18 @@ def build_engine(name: str, workers: int | None = None) -> SerialEngine:
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
-def build_loop(options: Options, watchers: Sequence[ServerCallback] = ()) -> FederatedLoop:
+def build_loop(
+    options: Options, watchers: Sequence[ServerCallback] = (), population: Population | None = None
+) -> FederatedLoop:
     """The loop of a configuration, with `watchers` after its strategies.
+
+    Args:
+        population: in place of the one that the configuration names.
 
     Raises:
         UserError: whatever in the configuration cannot be built.
     """
-    population = build_population(options)
+    population = build_population(options) if population is None else population
     facts = population.facts()  # not the records: they may move to another device
     return FederatedLoop(
         population,

@@ -52,7 +52,7 @@ RATES, TUNING_ROUNDS = ("0.05", "0.1", "0.2", "0.4"), 30
 CHOSEN: dict[str, dict[str, float]] = {}
 #: columns that take the rate of a neighbour
 _NEAREST = {"eps10": "eps5", "eps4": "eps5", "eps3": "eps2"}
-_UNTIL_CHOSEN, _OF_CIFAR10 = 0.1, 5e-4
+_UNTIL_CHOSEN, _OF_CIFAR10 = 0.2, 5e-4  # 0.2: of one model for all, noise_aware.tuning
 
 
 def learning_rate(data: str, row: str, column: str, scale: str) -> float:

@@ -5,88 +5,29 @@ Nothing here is private: these are yardsticks, made from clients' records as the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from statistics import fmean, pstdev
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.distilled import DistilledSet
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.evaluation import evaluate
 from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.options import ClientOptions
-from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.distillation import Distillation
 from dpfl_lightning.strategies.gradient_matching import SyntheticSet
-from dpfl_lightning.strategies.server_training import (
-    Training,
-    public_generator,
-    torch_seed,
-    trained_on,
-)
-
-NewNet = Callable[[int], nn.Module]
-
-#: the condensation paper's training of a net on a small set, and one for all records
-ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
-ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
-
-
-@dataclass(frozen=True)
-class Taught:
-    """How well fresh nets do on the test set after training on one set: an accuracy in [0, 1] each."""
-
-    accuracies: tuple[float, ...]
-
-    @property
-    def mean(self) -> float:
-        return fmean(self.accuracies)
-
-    @property
-    def std(self) -> float:
-        """Over nets (population standard deviation)."""
-        return pstdev(self.accuracies)
-
-
-def taught(
-    new_net: NewNet,
-    population: Population,
-    records: tuple[Tensor, Tensor],
-    how: Training = ON_A_SET,
-    networks: int = 3,
-    seed: int = 0,
-) -> Taught:
-    """Fresh nets trained on `records`, scored on the population's test set.
-
-    Args:
-        new_net: builds the net from a seed.
-        records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
-        networks: each from its own initialisation and order, >= 1; the same for every set at one seed.
-    """
-    require(population.test is not None, "test", "be there for a comparison", None)
-    on_test, device = _one_client(population), population.x.device
-    module = ClientModule(new_net(seed)).to(device)
-    engine = SerialEngine()
-    engine.setup(module, on_test, Streams(0), "poisson")  # no noise is drawn
-    accuracies = []
-    for number in range(networks):
-        begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
-        start = ClientModule(new_net(begin)).flat.to(device)
-        model = trained_on(module, start, records, how, order)
-        score = evaluate(module, on_test, Delivered(model[None], (0,)), engine).test
-        accuracies.append(float(score.accuracy or 0.0))
-    return Taught(tuple(accuracies))
+from dpfl_lightning.strategies.server_training import public_generator, torch_seed
+from dpfl_lightning.strategies.taught import ON_A_SET as ON_A_SET
+from dpfl_lightning.strategies.taught import ON_EVERYTHING as ON_EVERYTHING
+from dpfl_lightning.strategies.taught import NewNet, one_client
+from dpfl_lightning.strategies.taught import Taught as Taught
+from dpfl_lightning.strategies.taught import taught as taught
 
 
 def whole(population: Population) -> tuple[Tensor, Tensor]:
@@ -121,7 +62,7 @@ def centralised_matching(
         new_net: builds the net from a seed.
         options: of `Distillation`.
     """
-    return _matched(_one_client(population), new_net, rounds, seed, device, options)
+    return _matched(one_client(population), new_net, rounds, seed, device, options)
 
 
 def local_matching(
@@ -130,7 +71,7 @@ def local_matching(
     """The set that each client would make by itself, of the classes that it has."""
     sets = []
     for rows in population.train_of:
-        own = _matched(_one_client(population, rows), new_net, rounds, seed, device, options)
+        own = _matched(one_client(population, rows), new_net, rounds, seed, device, options)
         has = torch.isin(own.y, population.y[rows].unique().to(own.y))
         sets.append(DistilledSet(own.x[has], own.y[has], own.card))
     return sets
@@ -170,9 +111,3 @@ def _matched(
             new_net=new_net,
         ).run()
         return DistilledSet.load(folder)
-
-
-def _one_client(population: Population, rows: Tensor | None = None) -> Population:
-    """One client with those training rows, or with everybody's, and none held out: only the test set is scored."""
-    own = torch.cat(population.train_of) if rows is None else rows
-    return dataclasses.replace(population, train_of=[own], held_out_of=[own[:0]], groups=None)

@@ -1,0 +1,205 @@
+"""A search space: dotted keys of a configuration, and the values each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpfl_lightning.config import with_values
+from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.options import Options
+
+_SIMPLE = (bool, int, float, str, type(None))
+
+#: objective -> what may be searched; a name stands for itself and for all keys below it
+SEARCHED = {
+    "set": ("model", "clients.learning_rate", "clients.batch_size"),
+    "public": ("rounds", "model", "clients", "privacy", "strategies"),
+    "private": ("rounds", "model", "clients", "privacy.clip_norm", "strategies"),
+}
+_NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key")
+_WHY = {
+    "set": "A net that the server trains on a set knows nothing else; objective public is the run itself.",
+    "public": "What data there are, and how the run is executed and told, is no choice of a search.",
+    "private": "What every trial may cost must be known before the first one.",
+}
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One key's values.
+
+    Args:
+        key: dotted, of a configuration.
+        choices: label -> value; or None.
+        low: of a range, and `high`; both whole numbers: a range of whole numbers.
+        step: of the range, or None.
+        log: whether the logarithm is drawn evenly.
+        when: other key -> value (of choices its label) that it must have for this one to be asked for.
+    """
+
+    key: str
+    choices: Mapping[Any, Any] | None = None
+    low: float = 0.0
+    high: float = 0.0
+    step: float | None = None
+    log: bool = False
+    when: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Whether its range is one of whole numbers."""
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+    def ends(self) -> list[Any]:
+        """Every choice, or both ends of the range: as the trial knows them."""
+        return list(self.choices) if self.choices is not None else [self.low, self.high]
+
+    def value(self, drawn: Any) -> Any:
+        """What a configuration gets for what was drawn."""
+        return drawn if self.choices is None else self.choices[drawn]
+
+    def grid(self) -> list[Any]:
+        """All its values.
+
+        >>> Dimension("model.width", low=8, high=16, step=4).grid()
+        [8, 12, 16]
+        """
+        if self.choices is not None:
+            return list(self.choices)
+        step = self.step or (1 if self.whole else None)
+        must = "be choices or a range with a step for sampler grid"
+        require(step is not None and not self.log, f"sweep.space.{self.key}", must, [self.low, self.high])
+        assert step is not None  # for mypy
+        return [self.low + number * step for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
+
+
+def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
+    """The dimensions of `sweep.space`, checked by themselves, by key.
+
+    Raises:
+        UserError: a key that the objective cannot search, an option or range that makes no sense.
+
+    >>> parse({"model.width": {"low": 8, "high": 32, "step": 8}}, "set")["model.width"].whole
+    True
+    """
+    dimensions: dict[str, Dimension] = {}
+    for key, raw in space.items():
+        _check_key(key, objective)
+        where = f"sweep.space.{key}"
+        advice = "As in {choices: [16, 32]} or {low: 0.001, high: 0.1, log: true}."
+        require(isinstance(raw, Mapping), where, "be a mapping", raw, advice)
+        kinds = {"choices": ("choices", "when"), "low": ("low", "high", "step", "log", "when")}
+        chosen = [kind for kind in kinds if kind in raw]
+        require(len(chosen) == 1, where, "have either choices, or low and high", dict(raw), advice)
+        for option, value in raw.items():
+            known = kinds[chosen[0]]
+            require(
+                option in known, f"{where}.{option}", f"be one of {', '.join(known)}", value, nearest(option, known)
+            )
+        own = dict(raw, choices=_labelled(where, raw["choices"])) if "choices" in raw else dict(raw)
+        if "choices" not in raw:
+            _check_range(where, raw)
+        _check_when(where, raw.get("when", {}), dimensions)
+        dimensions[key] = Dimension(key, **own)
+    return dimensions
+
+
+def drawn(dimensions: Mapping[str, Dimension], draw: Callable[[Dimension], Any]) -> dict[str, Any]:
+    """Key -> what `draw` gives, for the keys whose conditions hold."""
+    found: dict[str, Any] = {}
+    for key, own in dimensions.items():
+        if all(other in found and found[other] == value for other, value in own.when.items()):
+            found[key] = draw(own)
+    return found
+
+
+def options_of(
+    options: Options,
+    dimensions: Mapping[str, Dimension],
+    found: Mapping[str, Any],
+    more: Mapping[str, Any] | None = None,
+) -> Options:
+    """The run's options with what was drawn, and before that `more`.
+
+    Raises:
+        UserError: they cannot be options of a run.
+    """
+    values = {key: dimensions[key].value(one) for key, one in found.items()}
+    return with_values(options, {**(more or {}), **values}, "by the sweep")
+
+
+def probes(dimensions: Mapping[str, Dimension]) -> Iterable[tuple[Dimension, list[dict[str, Any]]]]:
+    """For each key every choice, or both ends, with what its conditions ask for and nothing else."""
+    for own in dimensions.values():
+        needed = _needed(own, dimensions)
+        yield own, [{**needed, own.key: end} for end in own.ends()]
+
+
+def _needed(own: Dimension, dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for other, value in own.when.items():
+        found |= {**_needed(dimensions[other], dimensions), other: value}
+    return found
+
+
+def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Mapping[str, Any]) -> None:
+    """Refuse values that no run could have, whatever the others are.
+
+    Raises:
+        UserError: an unknown key, a wrong type, a value out of range.
+    """
+    for own, found in probes(dimensions):
+        for one in found:
+            try:
+                options_of(options, dimensions, one, more)
+            except UserError as error:
+                raise UserError(f"`sweep.space.{own.key}` must be values that a run can have: {error}") from None
+
+
+def _check_key(key: str, objective: str) -> None:
+    def below(names: Iterable[str]) -> bool:
+        return any(key == name or key.startswith(f"{name}.") for name in names)
+
+    known = SEARCHED[objective]
+    near = nearest(key, known)
+    allowed = below(known) and not below(_NEVER)
+    must = f"be {', '.join(known)} or a key below, with objective {objective}"
+    require(allowed, f"sweep.space.{key}", must, key, f"{near} {_WHY[objective]}".strip())
+
+
+def _labelled(where: str, choices: Any) -> dict[Any, Any]:
+    """Label -> value: a mapping as it is, a list with each value for its own label."""
+    if isinstance(choices, Mapping) and choices:
+        return dict(choices)
+    require(isinstance(choices, list) and bool(choices), f"{where}.choices", "be a list or mapping of values", choices)
+    for value in choices:
+        advice = "Give it a name, as in {choices: {first: [1, 2], second: [3, 4]}}."
+        require(isinstance(value, _SIMPLE), f"{where}.choices", "be numbers, words, true, false or null", value, advice)
+    require(len({(type(v), v) for v in choices}) == len(choices), f"{where}.choices", "be different", choices)
+    return {value: value for value in choices}
+
+
+def _check_range(where: str, raw: Mapping[str, Any]) -> None:
+    for option in ("low", "high", "step"):
+        value = raw.get(option)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        require(number or (option == "step" and value is None), f"{where}.{option}", "be a number", value)
+    low, high, step, log = raw["low"], raw["high"], raw.get("step"), raw.get("log", False)
+    require(isinstance(log, bool), f"{where}.log", "be true or false", log)
+    require(low < high, f"{where}.low", f"be below high, {high}", low)
+    require(not log or low > 0, f"{where}.low", "be above 0 with log: true", low)
+    require(step is None or step > 0, f"{where}.step", "be above 0", step)
+    require(step is None or not log, f"{where}.step", "be left out with log: true", step)
+    whole = isinstance(low, int) and isinstance(high, int)
+    require(step is None or not whole or isinstance(step, int), f"{where}.step", "be whole in a whole range", step)
+
+
+def _check_when(where: str, when: Any, above: Mapping[str, Dimension]) -> None:
+    require(isinstance(when, Mapping), f"{where}.when", "be a mapping of keys to values", when)
+    for other, value in when.items():
+        require(other in above, f"{where}.when", f"name a key above it ({', '.join(above) or 'there is none'})", other)
+        ends = above[other].choices
+        must = f"be a choice of {other}" + ("" if ends is None else f" ({', '.join(map(str, ends))})")
+        require(ends is not None and value in ends, f"{where}.when.{other}", must, value)

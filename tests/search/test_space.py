@@ -1,0 +1,105 @@
+"""Search spaces: what may be searched, what is drawn, what a configuration gets of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.options import ClientOptions, Options
+from dpfl_lightning.search.options import SweepOptions, check
+from dpfl_lightning.search.space import check_values, drawn, options_of, parse
+
+RUN = Options(privacy=None, model={"name": "convnet", "width": 16})
+SPACE = {"model.width": {"choices": [8, 16]}}
+
+
+@pytest.mark.parametrize(
+    ("space", "objective", "words"),
+    [
+        ({"rounds": {"low": 1, "high": 3}}, "set", ["sweep.space.rounds", "objective public"]),
+        ({"modle.width": {"low": 1, "high": 3}}, "public", ["modle.width", "Did you mean `model`"]),
+        ({"data.name": {"choices": ["digits", "mnist"]}}, "public", ["data.name", "no choice of a search"]),
+        ({"clients.count": {"low": 1, "high": 3}}, "public", ["clients.count"]),
+        ({"privacy.epsilon": {"low": 1, "high": 3}}, "private", ["privacy.epsilon", "known before the first one"]),
+        ({"model.width": [8, 16]}, "set", ["model.width", "be a mapping", "{choices: [16, 32]}"]),
+        ({"model.width": {"choices": []}}, "set", ["model.width.choices", "be a list or mapping"]),
+        ({"model.width": {"choices": [8, 8]}}, "set", ["model.width.choices", "be different"]),
+        ({"model": {"choices": [{"name": "cnn_tiny"}]}}, "set", ["model.choices", "Give it a name"]),
+        ({"model.width": {"low": 8}}, "set", ["model.width.high", "be a number"]),
+        ({"model.width": {"low": 8, "hihg": 9}}, "set", ["model.width.hihg", "Did you mean `high`"]),
+        ({"model.width": {"low": 9, "high": 8}}, "set", ["model.width.low", "be below high, 8", "9"]),
+        ({"clients.learning_rate": {"low": 0, "high": 1, "log": True}}, "set", ["low", "above 0 with log"]),
+        ({"model.width": {"low": 8, "high": 16, "step": 0}}, "set", ["step", "above 0"]),
+        ({"model.width": {"low": 8, "high": 16, "step": 0.5}}, "set", ["step", "be whole"]),
+        ({"model.width": {"low": 8, "high": 9, "when": {"model.name": "convnet"}}}, "set", ["when", "a key above it"]),
+        ({"model.name": {"choices": ["convnet"]}, "model.width": {"choices": [8], "when": {"model.name": "resnet"}}},
+         "set", ["when.model.name", "be a choice of model.name (convnet)"]),
+    ],
+)  # fmt: skip
+def test_a_space_that_makes_no_sense_is_refused(space, objective, words):
+    with pytest.raises(UserError) as error:
+        parse(space, objective)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("space", "words"),
+    [
+        ({"clients.learning_rate": {"low": -1.0, "high": 1.0}}, ["clients.learning_rate", "above 0", "-1.0"]),
+        ({"clients.lerning_rate": {"low": 0.1, "high": 1.0}}, ["clients.lerning_rate", "Did you mean"]),
+        ({"privacy.accountant": {"choices": ["rdp", "prvv"]}}, ["privacy.accountant", "prvv", "Did you mean `prv`"]),
+    ],
+)
+def test_values_that_no_run_could_have_are_refused(space, words):
+    run = Options()
+    run = options_of(RUN, {}, {}, {"privacy": {"epsilon": 1.0}}) if "privacy" in next(iter(space)) else RUN
+    with pytest.raises(UserError) as error:
+        check_values(run, parse(space, "public"), {})
+    for word in ["sweep.space.", *words]:
+        assert word in str(error.value)
+
+
+def test_keys_are_asked_for_where_their_conditions_hold():
+    space = parse(
+        {
+            "model.name": {"choices": ["convnet", "cnn_tiny"]},
+            "model.width": {"choices": [8, 16], "when": {"model.name": "convnet"}},
+            "model.depth": {"low": 1, "high": 2, "when": {"model.width": 8}},
+        },
+        "set",
+    )
+    assert drawn(space, lambda own: own.ends()[0]) == {"model.name": "convnet", "model.width": 8, "model.depth": 1}
+    assert drawn(space, lambda own: own.ends()[-1]) == {"model.name": "cnn_tiny"}
+
+
+def test_what_is_drawn_comes_into_the_options_after_those_of_trials():
+    space = parse({"strategies": {"choices": {"pulled": {"size_weighted": {}, "fedprox": {"pull": 0.1}}}}}, "public")
+    found = options_of(RUN, space, {"strategies": "pulled"}, {"rounds": 3, "clients.count": 2})
+    assert found.strategies == {"size_weighted": {}, "fedprox": {"pull": 0.1}}
+    assert found.rounds == 3 and found.clients == ClientOptions(count=2)
+
+
+def test_another_model_comes_without_the_options_of_the_old_one():
+    space = parse({"model.name": {"choices": ["cnn_tiny"]}}, "set")
+    assert options_of(RUN, space, {"model.name": "cnn_tiny"}).model == {"name": "cnn_tiny"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"space": {}}, ["sweep.space", "at least one"]),
+        ({"trials": 0}, ["sweep.trials", ">= 1"]),
+        ({"scores": ("acuracy",)}, ["sweep.scores", "Did you mean `accuracy`"]),
+        ({"scores": ("accuracy", "accuracy")}, ["sweep.scores", "different"]),
+        ({"scores": ("accuracy", "num_params"), "pruner": {"name": "median"}}, ["sweep.pruner.name", "several scores"]),
+        ({"scores": ("seconds",), "pruner": {"name": "median"}}, ["sweep.pruner.name", "accuracy"]),
+        ({"sampler": {}}, ["sweep.sampler", "name"]),
+        ({"objective": "public", "distilled": "runs/x"}, ["sweep.distilled", "objective public"]),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(changed, words):
+    with pytest.raises(UserError) as error:
+        check(SweepOptions(**{"space": SPACE, **changed}))
+    for word in words:
+        assert word in str(error.value)

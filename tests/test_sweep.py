@@ -1,0 +1,285 @@
+"""The command as a person meets it: the files in sweeps/, mistakes, what it leaves, and who pays for private trials."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from test_conf import small_fashion  # noqa: F401 (a fixture)
+
+from dpfl_lightning.config import load
+from dpfl_lightning.data.datasets import load as load_data
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.search.objectives import Cost, Pruned, objective
+from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.report import set_text, total_cost
+from dpfl_lightning.sweep import main as sweep
+from dpfl_lightning.tracking import MlflowClient
+
+SWEEPS = Path(__file__).parents[1] / "sweeps"
+FILES = sorted(SWEEPS.glob("*.yaml"))
+SMALL = {
+    "rounds": 2,
+    "data": {"name": "digits", "public_records": 90},
+    "model": {"name": "logistic"},
+    "clients": {"count": 5, "learning_rate": 0.5},
+    "privacy": {"epsilon": [2, 4, 8, 8, 16], "delta": 1.0e-3},
+    "tracking": None,
+    "sweep": {
+        "space": {"clients.learning_rate": {"low": 0.1, "high": 1.0, "log": True}},
+        "training": {"epochs": 2, "batch_size": 16},
+        "sampler": {"name": "random"},
+        "trials": 2,
+    },
+}
+
+
+def changed(**own) -> dict:
+    return {**SMALL, "sweep": {**SMALL["sweep"], **own}}
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes a search's file; answers the words that run it."""
+
+    def written(raw: dict, *more: str) -> list[str]:
+        path = tmp_path / "mine.yaml"
+        path.write_text(yaml.safe_dump(raw))
+        return ["--config", str(path), "--output_dir", str(tmp_path / "out"), *more]
+
+    return written
+
+
+def shrunken(path: Path, small_fashion: Path) -> list[str]:  # noqa: F811
+    """Overrides that make any file in sweeps/ take seconds."""
+    argv = ["--config", str(path), "--rounds", "1", "--tracking", "null", "--sweep.trials", "2"]
+    if "fmnist" in path.name:
+        argv += ["--data.folder", str(small_fashion), "--data.records_per_client", "40", "--data.public_records", "300"]
+        argv += ["--clients.batch_size", "10", "--privacy.epsilon", "4"]
+    if "training" in path.read_text():
+        argv += ["--sweep.training.epochs", "1"]
+    return argv
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # noqa: F811
+    assert path.read_text().startswith("# ")
+    assert sweep([*shrunken(path, small_fashion), "--output_dir", str(tmp_path / "out")]) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    assert "trial 0 (1 of 2)" in said and "best.yaml" in said
+    best, _ = load(["--config", str(tmp_path / "out" / "best.yaml")])
+    assert best.data.public_records > 0
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert len(result["trials"]) == 2 and result["cost"] is None
+
+
+def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, capsys):
+    assert sweep(write(SMALL, "--final")) == 0
+    said = capsys.readouterr().out
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    best = result["trials"][result["best"][0]]
+    assert best["scores"]["accuracy"] == max(one["scores"]["accuracy"] for one in result["trials"])
+    rate = best["params"]["clients.learning_rate"]
+    final = yaml.safe_load((tmp_path / "out" / "final" / "options.yaml").read_text())
+    assert final["clients"]["learning_rate"] == rate and "Final test accuracy" in said
+    assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].clients.learning_rate == rate
+    assert sweep(write(SMALL, "--final")) == 0
+    again = capsys.readouterr().out
+    assert "Going on with a study that has 2 complete" in again and "trial 0 (" not in again
+    assert "Final test accuracy" in again and "round 1/2" not in again
+
+
+@pytest.mark.parametrize(
+    ("raw", "words"),
+    [
+        (changed(space={"model.widht": {"choices": [8]}}), ["sweep.space.model.widht", "it has none"]),
+        (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "above 0"]),
+        (changed(distilled="runs/nowhere"), ["distilled", "runs/nowhere", "strategy distillation"]),
+        (changed(trails=3), ["sweep.trails", "Did you mean `sweep.trials`"]),
+        (changed(trials="many"), ["sweep.trials", "a whole number", "many"]),
+        (changed(objective="publick"), ["sweep.objective", "Did you mean `public`"]),
+        (changed(training={"epoch": 3}), ["sweep.training.epoch", "Did you mean `epochs`"]),
+        (changed(training={"momentum": 1.0}), ["sweep.training.momentum", "[0, 1)"]),
+        (changed(scores=["accuracy", "num_params"], pruner={"name": "median"}), ["sweep.pruner.name", "several"]),
+        ({**SMALL, "data": {"name": "digits"}}, ["data.public_records", "--sweep.distilled"]),
+        ({**changed(objective="public", training={}), "data": {"name": "digits"}}, ["data.public_records"]),
+        ({**changed(objective="private", training={}), "privacy": None}, ["privacy.epsilon", "a budget for each"]),
+        ({**changed(objective="private", training={}), "data": {"name": "digits"}}, ["data.public_records", "scored"]),
+        ({**SMALL, "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}, "sweep": {**SMALL["sweep"], "space": {
+            "clients.batch_size": {"choices": [8, 16]}}}}, ["clients.learning_rate", "one number"]),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path, capsys):
+    assert sweep(write(raw)) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
+    for word in words:
+        assert word in said.err
+    assert "trial 0" not in said.out and not (tmp_path / "out" / "result.json").exists()
+
+
+def test_a_study_of_another_space_is_refused(write, capsys):
+    assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
+    assert sweep(write(changed(space={"clients.batch_size": {"choices": [8, 16]}}))) == 2
+    assert "`sweep.space` must stay what study mine has in that storage" in capsys.readouterr().err
+    assert sweep(write(SMALL, "--seed", "1")) == 2
+    assert "`seed` must stay" in capsys.readouterr().err
+
+
+def test_what_fails_only_together_is_a_failed_trial(write, tmp_path, capsys):
+    """Norm `group` needs a width that is a multiple of 4, which not every one here is."""
+    space = {"model.width": {"choices": [4, 6]}, "model.norm": {"choices": ["group", "none"]}}
+    raw = {**changed(space=space, sampler={"name": "grid"}, trials=4), "model": {"name": "convnet", "depth": 1}}
+    assert sweep(write(raw)) == 0
+    said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
+    assert sorted(one["state"] for one in result["trials"]) == ["complete"] * 3 + ["failed"]
+    assert "1 failed: `model.width` must be a multiple of 4" in said and "failed: `model.width`" in said
+
+
+def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path, capsys):
+    assert sweep(write(changed(objective="private", training={}, trials=3))) == 0
+    said = capsys.readouterr().out
+    cost = json.loads((tmp_path / "out" / "result.json").read_text())["cost"]
+    assert cost["epsilon"] == pytest.approx([6, 12, 24, 24, 48]) and min(cost["epsilon"]) >= 6
+    assert cost["delta"] == pytest.approx([3e-3] * 5)
+    assert "PRIVATE: 3 trials" in said and "epsilon 48.0" in said
+    spent = [0.0] * 5
+    for number in range(3):
+        folder = tmp_path / "out" / "trials" / str(number)
+        assert (folder / "ledger.jsonl").is_file()
+        for client in json.loads((folder / "result.json").read_text())["clients"]:
+            spent[client["client"]] += client["epsilon_spent"]
+            assert client["accuracy"] is None, "no held-out record of a client chooses"
+    assert all(own <= stated for own, stated in zip(spent, cost["epsilon"], strict=True))
+
+
+def test_a_trial_that_died_counts_with_its_whole_budget():
+    costs = [
+        {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1]}},
+        {},
+        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1]}},
+    ]
+    assert total_cost(costs) == {"epsilon": [2.0, None], "delta": [0.2, 0.2]}
+    assert total_cost([{}]) is None
+
+
+def options_of(raw: dict):
+    from dpfl_lightning.config import from_mapping
+
+    return from_mapping({key: value for key, value in raw.items() if key != "sweep"})
+
+
+def test_neither_clients_records_nor_the_test_set_choose():
+    """Every objective scores on public records, and none on what it trained on."""
+    run = options_of(SMALL)
+    for own in (
+        SweepOptions(training={"epochs": 2}),
+        SweepOptions(objective="public"),
+        SweepOptions(objective="private"),
+    ):
+        made = objective(own, run)
+        parts = [people for people, _ in made._parts] if own.objective == "set" else [made._people(run)]
+        data = load_data("digits")
+        public = {row.numpy().tobytes() for row in data.x[-90:]}
+        for people in parts:
+            assert people.test is not None
+            assert {row.numpy().tobytes() for row in people.x[people.test]} <= public
+            trained = {row.numpy().tobytes() for rows in people.train_of for row in people.x[rows]}
+            assert (trained <= public) == (own.objective != "private")
+            tested = {row.numpy().tobytes() for row in people.x[people.test]}
+            assert not trained & tested
+
+
+def a_set(folder: Path, each: int = 4, **card) -> Path:
+    x = torch.randn(10 * each, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    whole = {"num_classes": 10, "epsilon_max": 8.0, "delta_max": 1e-3, **card}
+    folder.mkdir(exist_ok=True)
+    DistilledSet(x, torch.arange(10).repeat_interleave(each), whole).save(folder)
+    return folder
+
+
+def test_a_distilled_set_is_searched_and_says_what_it_cost(write, tmp_path, capsys):
+    made = {"name": "digits", "public_records": 90}
+    raw = changed(distilled=str(a_set(tmp_path / "set", data=made)), networks=2, pruner={"name": "median"})
+    assert sweep(write(raw)) == 0
+    said = capsys.readouterr().out
+    assert "2 fresh nets on a distilled set (40 records) and scores on 90 public records" in said
+    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001; searching on it costs nothing more" in said
+
+
+def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
+    run = options_of({**SMALL, "data": {"name": "digits"}})
+    own = SweepOptions(distilled=str(a_set(tmp_path / "set")), networks=3)
+    seen = []
+    for people, (x, _) in objective(own, run)._parts:
+        held = {row.numpy().tobytes() for row in people.x[people.test]}
+        assert not held & {row.numpy().tobytes() for row in x} and len(held) + len(x) == 40
+        seen += held
+    assert len(seen) == len(set(seen)) == 40
+    with pytest.raises(UserError, match="2 records of each class"):
+        objective(SweepOptions(distilled=str(a_set(tmp_path / "set", each=1))), run)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        ({"name": "mnist", "public_records": 90}, "be a set of digits, got 'mnist'"),
+        ({"name": "digits", "public_records": 0}, "the others were clients' own then"),
+    ],
+)
+def test_a_set_of_other_records_is_refused(made, words, tmp_path):
+    own = SweepOptions(distilled=str(a_set(tmp_path / "set", data=made)))
+    with pytest.raises(UserError, match=words):
+        objective(own, options_of(SMALL))
+
+
+def test_a_set_without_a_bound_says_so():
+    assert "an epsilon without bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+
+
+def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):
+    run = options_of({**SMALL, "rounds": 3})
+    costs: list[Cost] = []
+    with pytest.raises(Pruned, match="after 1 of 3 rounds"):
+        objective(SweepOptions(objective="private"), run)(
+            run, tmp_path / "run", lambda step, accuracy: True, costs.append
+        )
+    assert len(costs) == 1 and all(math.isfinite(one) for one in costs[0].epsilon)
+    assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
+
+
+def test_each_trial_is_a_run_nested_in_the_searchs(write, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    assert sweep(write({**SMALL, "tracking": {"experiment": "e", "uri": uri}}, "--final")) == 0
+    client = MlflowClient(uri)
+    runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
+    (parent,) = [one for one in runs if "mlflow.parentRunId" not in one.data.tags]
+    nested = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    assert len(runs) == 4 and len(nested) == 3
+    trials = [one for one in nested if "trial" in one.data.tags]
+    assert {one.data.tags["state"] for one in trials} == {"complete"} and len(trials) == 2
+    assert all("clients.learning_rate" in one.data.params and "accuracy" in one.data.metrics for one in trials)
+    assert parent.data.metrics["accuracy"] == max(one.data.metrics["accuracy"] for one in trials)
+    assert {"best.yaml", "result.json", "trials.txt"} <= {one.path for one in client.list_artifacts(parent.info.run_id)}
+
+
+@pytest.mark.slow  # three imports of torch
+def test_two_workers_share_the_trials(write, tmp_path):
+    words = shlex.join(write(SMALL, "--sweep.trials", "4", "--workers", "2"))
+    own = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
+    command = f"{sys.executable} -m dpfl_lightning.sweep {words}"
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=own, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert 4 <= len(result["trials"]) <= 5 and all(one["state"] == "complete" for one in result["trials"])
+    assert done.stdout.count("Study mine") == 1 and done.stdout.count("Where to look next") == 1
