@@ -12,7 +12,6 @@ from dpfl_lightning.reproduction.clustered.settings import (
     METHODS,
     SCALES,
     THREE_SEEDS,
-    as_words,
     population,
     rounds,
     words,
@@ -26,6 +25,7 @@ from dpfl_lightning.reproduction.experiment import (
     Tolerance,
     Training,
     Values,
+    as_words,
 )
 
 if TYPE_CHECKING:
