@@ -126,8 +126,8 @@ REGRESSION = Experiment(
     minutes={"small": 0.15, "paper": 0.3},
     decimals=3,
     notes=(
-        "A client has 18 records, in the paper 320: budgets are ten times the paper's, so that noise is to the gradient "
-        "as there. 11 parameters; targets are dealt by tenths. Predicting the mean is an error of about 1.",
+        "A client has 18 records, in the paper 320: budgets are ten times the paper's, so that noise is to the "
+        "gradient as there. 11 parameters; targets are dealt by tenths. Predicting the mean is an error of about 1.",
         "Two stages would need a bound of losses, for which a regression has no usual value.",
     ),
 )

@@ -18,7 +18,8 @@ class SelectionRecorder(Recorder):
     Values beside the usual: `test_loss`; `equality`, Jain's index of participation; `never`, clients that took no part,
     %; `budget_gap`, accuracy of the quarter with the largest budgets minus that of the quarter with the smallest, in
     points; every number that strategies tell, and `offset` and `decides` of fitted constants, see `deciding`.
-    `test_curve`: round -> test accuracy in per cent, or test loss of a regression. `clients` have also quota, participations and, where it was estimated, unlikeness.
+    `test_curve`: round -> test accuracy in per cent, or test loss of a regression. `clients` have also
+    quota, participations and, where it was estimated, unlikeness.
     """
 
     def __init__(self) -> None:
