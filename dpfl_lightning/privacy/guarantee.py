@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, finite_or_none, rounded_up
@@ -75,7 +75,7 @@ class Guarantee:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
-        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
 

@@ -2,7 +2,8 @@
 Heterogeneous Differential Privacy": its tables and figures."""
 
 from dpfl_lightning.reproduction.selection.accuracy import TABLES
+from dpfl_lightning.reproduction.selection.beyond import BEYOND
 from dpfl_lightning.reproduction.selection.computed import COMPUTED
 from dpfl_lightning.reproduction.selection.training_figures import TRAINED
 
-EXPERIMENTS = (*TABLES, *TRAINED, *COMPUTED)
+EXPERIMENTS = (*TABLES, *TRAINED, *COMPUTED, *BEYOND)
