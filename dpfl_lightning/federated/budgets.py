@@ -15,7 +15,7 @@ from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.privacy.spending import SpentEpsilon
@@ -145,9 +145,10 @@ class Budgets:
         schedules = self.schedule.clients
         queries = [([*self.ledger.events(client), *self.caveats], own.delta) for client, own in enumerate(schedules)]
         found = map(self._holds, schedules, self.accountant.bounds(queries))
+        planned = [[line.event for line in own.planned] for own in schedules]  # before the first release, too
         return tuple(
-            guarantee(events, delta, self.accountant, sampling=self.sampling, found=own)
-            for (events, delta), own in zip(queries, found, strict=True)
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=own)
+            for (events, delta), lines, own in zip(queries, planned, found, strict=True)
         )
 
     def _holds(self, own: ClientSchedule, composed: tuple[float, str]) -> tuple[float, str]:

@@ -40,7 +40,7 @@ _BUDGETS = {
 }
 COMPOSED = Experiment(
     name="selection.composed",
-    title="Selection, weights by noise and groups of clients in one run: 30 clients in three groups of 10, 10 in a round",
+    title="Selection, weights by noise and groups of clients in one run: 30 clients in three groups, 10 in a round",
     shows="accuracy on each client's own test records, %; clients in the right cluster in the last round, %",
     rows={
         f"{name}_{key}": Row(f"{title}: {key.replace('_', ' ')}", value, name)
