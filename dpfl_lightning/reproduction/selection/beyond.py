@@ -9,7 +9,7 @@ from dpfl_lightning.reproduction.experiment import Column, Experiment, Row, Trai
 if TYPE_CHECKING:
     from dpfl_lightning.reproduction.recorder import Recorder
 
-_EQUAL, _BIASED = "uniform_selection: {clients_per_round: 10}", "biased_selection: {clients_per_round: 10}"
+_EQUAL, _BIASED = "uniform_selection: {clients_per_round: 7}", "biased_selection: {clients_per_round: 7}"
 #: row of cells -> what it is called, and strategies
 _COMPOSED = {
     "uniform": ("equal quotas", _EQUAL),
@@ -40,7 +40,7 @@ _BUDGETS = {
 }
 COMPOSED = Experiment(
     name="selection.composed",
-    title="Selection, weights by noise and groups of clients in one run: 30 clients in three groups, 10 in a round",
+    title="Selection, weights by noise and groups of clients in one run: 21 clients in three groups, 7 in a round",
     shows="accuracy on each client's own test records, %; clients in the right cluster in the last round, %",
     rows={
         f"{name}_{key}": Row(f"{title}: {key.replace('_', ' ')}", value, name)
