@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
 from dpfl_lightning.federated.distilled import DistilledSet
@@ -69,10 +69,11 @@ def figures(
         "accuracy_over_budget": _budget_figure(result),
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
+        "participation": _participation_figure(result),
         "clients": None if result.sketch is None else _clients_figure(result.sketch, result),
         "distilled_images": None if distilled is None else _images_figure(distilled),
     }
-    for name in ("epsilon_over_rounds", "accuracy_over_budget", "distilled_images"):
+    for name in ("epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"):
         if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
             figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
     return {name: figure for name, figure in drawn.items() if figure is not None}
@@ -263,6 +264,51 @@ def _noise_figure(result: RunResult) -> Figure | None:
         _log_scale(axes, which)
     axes.set(xlim=ends, ylim=ends)
     return figure
+
+
+def _participation_figure(result: RunResult) -> Figure | None:
+    """Who was to take part how often and did, and what of its budget each has spent; largest quotas and budgets first.
+
+    Nothing where all took part equally often.
+    """
+    quota, taken = _told_of_clients(result, "quota"), _told_of_clients(result, "participations")
+    if len({*quota.values(), *taken.values()}) < 2:
+        return None
+    budget = {client: result.clients[client]["epsilon_budget"] for client in quota}
+    spent = {client: result.clients[client]["epsilon_spent"] for client in quota}
+    private = None not in (*budget.values(), *spent.values())
+    order = sorted(quota, key=lambda client: (-quota[client], -(budget[client] or 0.0), client))
+    figure = Figure(figsize=(7.5, 6.0 if private else 3.5), dpi=120, layout="constrained")
+    axes = figure.subplots(2 if private else 1, 1, sharex=True, squeeze=False)[:, 0]
+    axes[0].set_ylabel("rounds")
+    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    _filled(axes[0], [quota[one] for one in order], [taken[one] for one in order], ("quota", "took part"))
+    equal = fmean(quota.values())
+    axes[0].axhline(equal, color="gray", linewidth=1, linestyle="--", label=f"equal quotas, {equal:.3g}")
+    if private:
+        axes[1].set_ylabel("epsilon")
+        _filled(axes[1], [budget[one] for one in order], [spent[one] for one in order], ("budget", "spent"))
+    axes[-1].set_xlabel("client, largest quota first")
+    if len(order) <= 40:
+        axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
+    for one, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
+        one.set_title(title, loc="left")
+        one.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
+        _quiet(one)
+        one.grid(visible=False, axis="x")
+        one.set_axisbelow(True)
+    return figure
+
+
+def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tuple[str, str]) -> None:
+    """A pale bar for each of `whole`, filled as far as `part`; of many one area."""
+    edges = [place - 0.5 for place in range(len(whole) + 1)]
+    for values, alpha, label in ((whole, 0.3, labels[0]), (part, 1.0, labels[1])):
+        if len(whole) <= MOST_CLIENTS:
+            axes.bar(range(len(whole)), values, color="C0", alpha=alpha, label=label)
+        else:
+            axes.stairs(values, edges, fill=True, color="C0", alpha=alpha, label=label)
+    axes.set_xlim(edges[0], edges[-1])
 
 
 def _clients_figure(sketch: Sketch, result: RunResult) -> Figure:

@@ -27,7 +27,8 @@ class DataOptions:
     """Whose records, and how they are dealt to the clients.
 
     Args:
-        name: data set: fashion_mnist, mnist, cifar10, cifar100 or digits (needs no download).
+        name: data set: fashion_mnist, mnist, cifar10, cifar100, or digits and diabetes (a regression), which need no
+            download.
         folder: folder with its files; null looks for the system's package and in the cache.
         download: fetch files that are not found, with checksum.
         records_per_client: training records of each client, >= 1; null deals out all records.

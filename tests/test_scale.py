@@ -53,3 +53,56 @@ def test_all_updates_of_a_model_of_eleven_million_parameters_fit(tmp_path):
     told = json.loads(done.stdout.splitlines()[-1])
     print(told)
     assert told["parameters"] > 11_000_000 and told["finite"] and told["gib"] < 8
+
+
+COHORTS = """
+import json, sys
+from dpfl_lightning.config import from_mapping
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.setup import build_loop
+
+class Memory(ServerCallback):
+    "Resident MiB after each round."
+    def __init__(self):
+        self._mib = []
+    def on_round_end(self, view, report):
+        status = open("/proc/self/status").read().splitlines()
+        self._mib.append(next(int(line.split()[1]) for line in status if line.startswith("VmRSS")) / 1024)
+
+memory = Memory()
+loop = build_loop(
+    from_mapping(
+        {
+            "rounds": 12,
+            "data": {"name": "digits", "records_per_client": 24, "partition": {"name": "overlapping"}},
+            "model": {"name": "logistic"},
+            "clients": {"count": 100_000, "batch_size": None},
+            "privacy": {
+                "epsilon": {"name": "uniform", "low": 0.5, "high": 8}, "delta": 1e-3, "accountant": "gdp"
+            },
+            "strategies": {"biased_selection": {"clients_per_round": 100}},
+            "evaluation": {"every": 12},
+            "engine": {"device": "cpu"},
+            "tracking": None,
+            "output_dir": sys.argv[1],
+        }
+    ),
+    [memory],
+)
+result = loop.run()
+releases = sum(row["releases"] for row in result.clients)
+print(json.dumps({"mib": memory._mib, "finished": result.finished, "releases": releases}))
+"""
+
+
+@pytest.mark.slow
+def test_cohorts_of_a_hundred_thousand_clients_leave_memory_flat(tmp_path):
+    """After the first round; what is planned for each client and its ledger are a few kB."""
+    done = subprocess.run(
+        [sys.executable, "-c", COHORTS, str(tmp_path / "run")], capture_output=True, text=True, check=True
+    )
+    told = json.loads(done.stdout.splitlines()[-1])
+    print(told)
+    assert told["finished"] and told["releases"] == 12 * 100
+    assert max(told["mib"]) < told["mib"][0] + 20 and told["mib"][0] < 1500
+    assert (tmp_path / "run/ledger.jsonl").stat().st_size < 8e6

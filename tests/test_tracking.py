@@ -520,10 +520,26 @@ def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
     assert [text.get_text() for text in legend.get_texts()] == ["model 0", "model 1"]
 
 
+def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_path):
+    view = a_view(tmp_path)
+    above, below = drawn(view, quota=[2.0, 5.0, 3.0], participations=[2.0, 4.0, 3.0])["participation"].axes
+    assert [bar.get_height() for bar in above.patches] == [5, 3, 2, 4, 3, 2], "largest quota first"
+    assert above.lines[0].get_ydata()[0] == pytest.approx(10 / 3)
+    budgets = [a_result(view).clients[client]["epsilon_budget"] for client in (1, 2, 0)]
+    assert [bar.get_height() for bar in below.patches][:3] == budgets
+    assert [label.get_text() for label in below.get_xticklabels()] == ["01", "02", "00"]
+    assert "participation" not in drawn(view, quota=[3.0] * 3, participations=[3.0] * 3)
+    bare = a_result(view, told={"quota": [2.0, 5.0, 3.0], "participations": [2.0, 5.0, 3.0]})
+    for client in bare.clients:
+        client["epsilon_spent"] = None
+    assert len(figures(lambda metric: {}, bare)["participation"].axes) == 1, "without privacy there is no budget"
+
+
 def test_many_clients_are_drawn_without_their_numbers(tmp_path):
     view = a_view(tmp_path, num_clients=101)
     own = [0.01 * (client + 1) for client in range(101)]
-    shown = drawn(view, weight=own, estimated_noise_std=own)
+    shown = drawn(view, weight=own, estimated_noise_std=own, quota=own, participations=own)
+    assert len(shown["participation"].axes[0].patches) == 2
     assert len(shown["weights"].axes[0].patches) == 1 and len(shown["noise_estimated"].axes[0].texts) == 1
 
 

@@ -21,10 +21,10 @@ class Dataset:
     Args:
         name: registry name.
         x: [n, *X] float32, normalised training inputs.
-        y: [n] int64, labels in [0, num_classes).
+        y: [n] int64, labels in [0, num_classes); float32 targets of a regression.
         test_x: [m, *X] float32, the official test set.
-        test_y: [m] int64.
-        num_classes: number of classes.
+        test_y: [m], as `y`.
+        num_classes: number of classes; 1 for a regression.
     """
 
     name: str
@@ -44,7 +44,8 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     """A data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
     Args:
-        name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100` or `digits` (scikit-learn's, always there).
+        name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100`, or scikit-learn's `digits` and `diabetes` (a regression),
+            which are always there.
         folder: where the files lie: in it, or in its sub folder `name`. None: the system's package, or the cache.
         download: fetch what is not found; False never opens a connection.
 
@@ -56,7 +57,8 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
             nothing fetched.
 
     Privacy:
-        The constants come from the literature, not from the records: nothing is charged for them.
+        The constants come from the literature, not from the records: nothing is charged for them. Those of `diabetes`
+        were taken from all its records when it was published.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
@@ -65,6 +67,8 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     require(name in names(), "data.name", f"be one of {', '.join(names())}", name, nearest(name, names()))
     if name == "digits":
         return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
+    if name == "diabetes":
+        return _read_diabetes()
     source = SOURCES[name]
     place = find(name, source, None if folder is None else Path(folder), download)
     raw = source.layout.read(place)
@@ -76,9 +80,9 @@ def names() -> list[str]:
     """The data sets `load` knows.
 
     >>> names()
-    ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits']
+    ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits', 'diabetes']
     """
-    return [*SOURCES, "digits"]
+    return [*SOURCES, "digits", "diabetes"]
 
 
 def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float, std: float) -> Dataset:
@@ -99,6 +103,23 @@ def _read_digits() -> Raw:
 
     bunch = load_digits()
     x, y = bunch.images[:, None], bunch.target
-    order = np.random.default_rng(0).permutation(len(y))
-    train, test = np.split(order, [round(0.8 * len(y))])
+    train, test = _public_split(len(y))
     return x[train], y[train], x[test], y[test]
+
+
+def _read_diabetes() -> Dataset:
+    """442 patients, ten features of variance 1; the target, a year's progression, as (score - 152) / 77."""
+    from sklearn.datasets import load_diabetes
+
+    bunch = load_diabetes()
+    x = torch.from_numpy((bunch.data * len(bunch.data) ** 0.5).astype(np.float32))
+    y = torch.from_numpy(((bunch.target - 152) / 77).astype(np.float32))
+    train, test = _public_split(len(y))
+    return Dataset("diabetes", x[train], y[train], x[test], y[test], num_classes=1)
+
+
+def _public_split(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training and test rows, always the same."""
+    order = np.random.default_rng(0).permutation(count)
+    train, test = np.split(order, [round(0.8 * count)])
+    return train, test

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,7 +92,7 @@ class Population:
         """N."""
         return len(self.train_of)
 
-    @property
+    @functools.cached_property  # of a hundred thousand clients it is counted once, not once for each of a round
     def num_records(self) -> tuple[int, ...]:
         """[N] training records of each client."""
         return tuple(map(len, self.train_of))

@@ -15,7 +15,7 @@ from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.privacy.spending import SpentEpsilon
@@ -54,6 +54,8 @@ class Budgets:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
         self._spent, self._changed = SpentEpsilon(accountant), False
+        self._live: list[float] = []  # epsilon of each client, as of the last time it was asked for
+        self._paid = set(range(len(schedule.clients)))  # who has paid since then
         for one in unprotected:
             ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for client in range(len(schedule.clients))])
 
@@ -72,6 +74,7 @@ class Budgets:
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
             charges[client] = Charge(client, plan.round, plan.purpose, self._digest(what, known), event)
         plan = plan.only(lambda client: self._payable(charges[client]))
+        self._paid.update(plan.clients)
         return plan, self.ledger.charge([charges[client] for client in plan.clients])
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
@@ -79,6 +82,7 @@ class Budgets:
         digest = self._digest([*vars(query).values()], {})
         charges = [Charge(client, round, query.purpose, digest, query.event_of(client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
+        self._paid.update(charge.client for charge in charges)
         return tuple(charge.client for charge in charges), self.ledger.charge(charges)
 
     def change(self, schedule: RunSchedule) -> None:
@@ -100,7 +104,7 @@ class Budgets:
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
             _check_filter(after, self.accountant)
-        self.schedule, self._changed = schedule, True
+        self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
 
     def anyone_affords(self) -> bool:
         """Whether any client has any planned release left."""
@@ -111,13 +115,17 @@ class Budgets:
         )
 
     def spent(self) -> tuple[float, ...]:
-        """Live epsilon of each client, rounded up."""
-        return tuple(
-            math.inf
-            if self.ledger.used(client, _SHOWN)
-            else self._spent(own, lambda purpose, client=client: self.ledger.used(client, purpose))  # type: ignore[misc]
-            for client, own in enumerate(self.schedule.clients)
-        )
+        """Live epsilon of each client, rounded up; of those who have paid since it was last asked for it is new."""
+        live = self._live or [0.0] * len(self.schedule.clients)
+        for client in self._paid:
+            live[client] = self._spent_by(client)
+        self._live, self._paid = live, set()
+        return tuple(live)
+
+    def _spent_by(self, client: int) -> float:
+        if self.ledger.used(client, _SHOWN):
+            return math.inf
+        return self._spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
 
     def noise_multiplier(self, client: int) -> float | None:
         """Of the client's most frequent noised sum; None for one that is planned for none."""
@@ -134,16 +142,21 @@ class Budgets:
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
-        return tuple(self._guarantee(client, own) for client, own in enumerate(self.schedule.clients))
+        schedules = self.schedule.clients
+        queries = [([*self.ledger.events(client), *self.caveats], own.delta) for client, own in enumerate(schedules)]
+        found = map(self._holds, schedules, self.accountant.bounds(queries))
+        planned = [[line.event for line in own.planned] for own in schedules]  # before the first release, too
+        return tuple(
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=own)
+            for (events, delta), lines, own in zip(queries, planned, found, strict=True)
+        )
 
-    def _guarantee(self, client: int, own: ClientSchedule) -> Guarantee:
-        events = [*self.ledger.events(client), *self.caveats]
-        found = None
-        if self._changed:
-            epsilon, how = self.accountant.bound(events, own.delta)
-            if 0 < epsilon <= own.target_epsilon < math.inf:
-                found = own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
-        return guarantee(events, own.delta, self.accountant, sampling=self.sampling, found=found)
+    def _holds(self, own: ClientSchedule, composed: tuple[float, str]) -> tuple[float, str]:
+        """The composed bound, or the budget where later noise was chosen from earlier releases."""
+        epsilon, how = composed
+        if self._changed and 0 < epsilon <= own.target_epsilon < math.inf:
+            return own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
+        return composed
 
     def _payable(self, charge: Charge) -> bool:
         planned = self.schedule.planned(charge.client, charge.purpose)

@@ -52,6 +52,10 @@ class Accountant(Protocol):
         """The first half of `bound`."""
         ...
 
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        """`bound` of many clients, in one go where the arithmetic allows it."""
+        ...
+
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         """Epsilon of many clients at once, [clients], quick; `bound` certifies the one that is kept."""
         ...
@@ -118,6 +122,9 @@ class Rdp:
         if pure <= certified:
             return rounded_up(pure, 6), PURE
         return rounded_up(certified, 6), self.description
+
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        return [self.bound(events, delta) for events, delta in queries]
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
@@ -231,6 +238,9 @@ class Prv:
             return rounded_up(tight, 6), f"PRV (Opacus, upper bound within {error:g})"
         return loose, f"{loose_words}, the smaller bound here: PRV gives {tight:g}"
 
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        return [self.bound(events, delta) for events, delta in queries]
+
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         return np.array([self.epsilon(events, delta) for events, delta in queries])
 
@@ -256,7 +266,7 @@ class Gdp:
 
     name = "gdp"
     description = "Gaussian differential privacy (exact)"
-    together = 128
+    together = 4096
 
     def __init__(self, adjacency: str = "add_remove") -> None:
         self.adjacency, self.sensitivity = adjacency, _sensitivity(adjacency)
@@ -266,6 +276,9 @@ class Gdp:
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         return float(self.search([(events, delta)])[0]), self.description
+
+    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
+        return [(epsilon, self.description) for epsilon in self.search(queries).tolist()]
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         mu = [self._mu(events, delta) for events, delta in queries]

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, finite_or_none, rounded_up
@@ -75,7 +75,7 @@ class Guarantee:
 
     def as_dict(self) -> dict[str, Any]:
         """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
-        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
 
@@ -93,7 +93,8 @@ def guarantee(
         events: everything that one client releases.
         delta: in (0, 1).
         accountant: from `get_accountant`.
-        sampling: in words, where the sample rates do not say it (shuffled batches: with a `Caveat`).
+        sampling: how batches were drawn, in words (shuffled ones: with a `Caveat`); of full batches nothing is drawn,
+            and the sample rates say so.
         releases: how many releases each of the first events stands for; a ledger's events are one each.
         found: what `accountant.bound` answers, where it is known already.
     Privacy: arithmetic on public facts.
@@ -110,7 +111,7 @@ def guarantee(
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
-        sampling=_sampling_words(events) if sampling is None else sampling,
+        sampling=sampling_words(events, sampling),
         accountant=how,
         adjacency=ADJACENCIES[accountant.adjacency],
         covers=released if bounded else (),
@@ -168,10 +169,19 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _sampling_words(events: Sequence[Event]) -> str:
+def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
+    """How batches were drawn; `drawn` says it of those that are not full.
+
+    >>> sampling_words([GaussianEvent(1.0, 2.0)], "Poisson sampling"), sampling_words([GaussianEvent(0.1, 2.0)])
+    ('full batches', 'Poisson-sampled batches')
+    """
     full = {event.sample_rate == 1 for event in events if isinstance(event, GaussianEvent) and event.steps}
     if any(isinstance(event, LaplaceEvent) and event.steps for event in events):
         full.add(True)
-    if full == {True, False}:
-        return "full and Poisson-sampled batches"
-    return "full batches" if full == {True} else "Poisson-sampled batches" if full else "no batches"
+    if full == {True}:
+        return "full batches"
+    if drawn is not None:
+        return drawn
+    if not full:
+        return "no batches"
+    return "full and Poisson-sampled batches" if True in full else "Poisson-sampled batches"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -166,10 +166,8 @@ def calibrate(
 
         known = {} if cache is None else _still_fitting(chunk, accountant, cache)
         left = [schedule for schedule in chunk if schedule not in known]
-        new = {
-            schedule: _certified(schedule, noise, accountant)
-            for schedule, noise in zip(left, _smallest_noise(left, accountant, tell), strict=True)
-        }
+        found = _certified(left, _smallest_noise(left, accountant, tell), accountant)
+        new = dict(zip(left, found, strict=True))
         if cache is not None and any(new.values()):
             cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
         for schedule, noise in (known | new).items():
@@ -321,17 +319,24 @@ def _still_fitting(
     return {s: noise for (s, noise), epsilon in zip(held.items(), epsilons, strict=True) if epsilon <= s.target_epsilon}
 
 
-def _certified(schedule: ClientSchedule, noise: float, accountant: Accountant) -> float:
-    """The noise rounded up, and on until the accountant's own epsilon is within the target."""
-    step = _TOLERANCE
-    while True:
-        if noise > 0:
-            noise = rounded_up(noise, _DIGITS - 1 - math.floor(math.log10(noise)))
-        if accountant.epsilon(schedule.with_noise(noise).events(), schedule.delta) <= schedule.target_epsilon:
-            return noise
-        if not 0 < noise < _MOST_NOISE:
-            raise RuntimeError(f"no noise could be certified for {schedule}")
-        noise, step = noise * (1 + step), step * 2
+def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], accountant: Accountant) -> list[float]:
+    """The noises rounded up, and on until the accountant's own epsilon is within the target."""
+    found, step, left = list(map(float, noises)), _TOLERANCE, list(range(len(schedules)))
+    while left:
+        found = [_rounded_noise(noise) for noise in found]
+        queries = [(schedules[i].with_noise(found[i]).events(), schedules[i].delta) for i in left]
+        bounds = zip(left, accountant.bounds(queries), strict=True)
+        left = [i for i, (epsilon, _) in bounds if not epsilon <= schedules[i].target_epsilon]
+        for i in left:
+            if not 0 < found[i] < _MOST_NOISE:
+                raise RuntimeError(f"no noise could be certified for {schedules[i]}")
+            found[i] *= 1 + step
+        step *= 2
+    return found
+
+
+def _rounded_noise(noise: float) -> float:
+    return rounded_up(noise, _DIGITS - 1 - math.floor(math.log10(noise))) if noise > 0 else noise
 
 
 def _smallest_noise(

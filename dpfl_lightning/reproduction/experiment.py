@@ -101,6 +101,11 @@ class Column:
     experiment: str | None = None
 
 
+def as_words(options: Mapping[str, str]) -> list[str]:
+    """Options of `fit` as a person types them."""
+    return [word for key, text in options.items() for word in (f"--{key}", text)]
+
+
 class Tolerance(NamedTuple):
     """How far from the paper's a number may be, and why if that is special; `within` None is not compared."""
 

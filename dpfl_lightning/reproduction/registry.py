@@ -10,7 +10,7 @@ from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.reproduction.experiment import Experiment
 
 #: papers, each a module here with its `EXPERIMENTS`
-PAPERS = ("noise_aware", "clustered", "distillation", "example")
+PAPERS = ("noise_aware", "clustered", "selection", "distillation", "example")
 
 
 @functools.cache

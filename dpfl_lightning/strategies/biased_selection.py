@@ -136,6 +136,9 @@ class BiasedSelection(QuotaSelection):
         self._dissimilarity, self._least, self._most_epsilon = dissimilarity, min_participation, most
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
+        if total == 0:  # other strategies have taken all rounds
+            self._noise = ParticipationNoise(np.zeros(len(upper)), 1.0)
+            return np.zeros(len(upper), dtype=np.int64)
         self._noise = self._found_noise(total / len(upper), schedule, view)
         most = total // len(upper)
         must = f"be at most {most}, the mean number of rounds that a client takes part in"
@@ -161,7 +164,10 @@ class BiasedSelection(QuotaSelection):
     def outline(self, view: View) -> tuple[str, ...]:
         noise = self._noise
         if not noise.factor.any():
-            return (*super().outline(view), "No client adds noise: quotas are equal.")
+            words = (
+                "No client adds noise: quotas are equal." if self._quota.any() else "No round is left to select for."
+            )
+            return (*super().outline(view), words)
         gain = noise_gain(self._quota, noise.factor, noise.exponent)
         return (
             *super().outline(view),

@@ -121,6 +121,7 @@ class TwoStageSelection(QuotaSelection):
         self.caveats = (FILTER, UNSOUND) if allow_unsound else (FILTER,)
         self._reports: list[tuple[int, int, float, float]] = []  # (round, client, loss before, loss after or NaN)
         self._first: Counts | None = None  # participations of the first stage, once the second has begun
+        self._constants: dict[str, float] = {}  # of the paper, where they were fitted
 
     # -- the first stage
 
@@ -270,6 +271,8 @@ class TwoStageSelection(QuotaSelection):
         stage = FirstStage(self._warmup - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
         found, _ = fit_constants(stage)
         curvature = Curvature(found.smoothness, found.strong_convexity, found.lr_offset)
+        self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": found.lr_offset}
+        self._constants |= {"fitted_smoothness": found.smoothness, "fitted_convexity": found.strong_convexity}
         return bias_noise_ratio(rounds, self._cohort_size, 1.0, curvature, PAPER_BIAS)
 
     # -- what is told and kept
@@ -281,7 +284,7 @@ class TwoStageSelection(QuotaSelection):
             told |= {"quota": torch.from_numpy(self._first + self._quota).double()}
             told |= {"participations": torch.from_numpy(whole).double(), "participation_equality": jain_index(whole)}
             told["unlikeness"] = torch.from_numpy(self._unlike).double()
-        return told
+        return told | self._constants
 
     def outline(self, view: View) -> tuple[str, ...]:
         words = (
@@ -294,11 +297,13 @@ class TwoStageSelection(QuotaSelection):
         second = None
         if self._first is not None:
             second = [one.tolist() for one in (self._first, self._quota, self._unlike)]
-        return {**super().state_dict(), "reports": [list(one) for one in self._reports], "second": second}
+        reports, constants = [list(one) for one in self._reports], dict(self._constants)
+        return {**super().state_dict(), "reports": reports, "second": second, "constants": constants}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._reports = [(int(r), int(c), float(a), float(b)) for r, c, a, b in state["reports"]]
+        self._constants = dict(state["constants"])
         if state["second"] is not None:
             first, quota, unlike = state["second"]
             self._first, self._quota = np.array(first, dtype=np.int64), np.array(quota, dtype=np.int64)

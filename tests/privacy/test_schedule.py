@@ -257,8 +257,9 @@ def test_many_clients_afford_what_each_affords_alone(offers, most):
     assert affordable_counts(asked, RDP, most) == alone
 
 
-def test_affording_tells_how_far_it_is():
+def test_affording_tells_how_far_it_is(monkeypatch):
     told = []
+    monkeypatch.setattr(GDP, "together", 128)
     offers = [(GaussianEvent(1.0, 7.5), 1.0, 1e-5, [])] * 300
     assert affordable_counts(offers, GDP, 9, lambda done, total: told.append((done, total))) == [4] * 300
     assert told == [(128, 300), (256, 300), (300, 300)]

@@ -427,6 +427,30 @@ def test_personal_inputs_stay_with_the_selected_clients(make_loop):
         assert torch.equal(own, start[personal]) == (quota == 0)
 
 
+@pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
+def test_full_batches_are_not_called_samples(laplace, make_loop):
+    """Before the first release, at the end, and of a client that took no part."""
+    loop = federation(make_loop, BiasedSelection(COHORT), laplace=laplace, clients=None)
+    said = []
+
+    class Start(ServerCallback):
+        def on_run_start(self, view):
+            said.extend(one.sampling for one in view.guarantees())
+
+    loop.callbacks.append(Start())
+    result = loop.run()
+    said.append(result.guarantee)
+    assert "full batches" in result.guarantee and not [words for words in said if "Poisson" in words]
+    sampled = federation(
+        make_loop,
+        BiasedSelection(COHORT),
+        clients=ClientOptions(count=COUNT, batch_size=16, learning_rate=0.3),
+        privacy={"accountant": "rdp"},
+        rounds=2,
+    ).run()
+    assert "Poisson sampling" in sampled.guarantee
+
+
 def test_the_outline_says_quotas_and_gain(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT))
     loop.plan_schedule()

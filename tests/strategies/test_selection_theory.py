@@ -234,7 +234,7 @@ def test_most_of_the_gain_is_weighting_by_noise(low, high, exponent):
     draw, rows = np.random.default_rng(10), []
     for _ in range(200):
         epsilon, delta = draw.uniform(low, high, 100), draw.uniform(1e-5, 1e-4, 100)
-        factor = gaussian_noise(1, 1, epsilon, delta, 1, c2=1).factor if exponent == 1 else epsilon**-2.0
+        factor = gaussian_noise(1, 1, epsilon, delta, 1, c2=2).factor if exponent == 1 else epsilon**-2.0
         quota = noise_only(factor, 4000, exponent)
         ours = (quota ** (exponent + 1) * factor).sum() / 4000 / 20
         cohorts = np.array([draw.choice(100, 20, replace=False) for _ in range(50)])

@@ -12,7 +12,6 @@ from dpfl_lightning.reproduction.clustered.settings import (
     METHODS,
     SCALES,
     THREE_SEEDS,
-    as_words,
     population,
     rounds,
     words,
@@ -26,6 +25,7 @@ from dpfl_lightning.reproduction.experiment import (
     Tolerance,
     Training,
     Values,
+    as_words,
 )
 
 if TYPE_CHECKING:
@@ -53,8 +53,9 @@ _SELECTION = (
 )
 _RATES = (
     "The papers tell no learning rates for MNIST and Fashion-MNIST: each method has its best of one grid on public "
-    "records (clustered.tuning, 30 rounds; until that is made 0.2, chosen on them for one model). CIFAR-10 has the revised paper's 5e-4 of 200. "
-    "A run of T steps takes them in proportion to 1 / T. Another: --clients.learning_rate X."
+    "records (clustered.tuning, 30 rounds; until that is made all have 0.2, chosen on such records for one model). "
+    "CIFAR-10 has the revised paper's 5e-4 of 200. A run of T steps takes them in proportion to 1 / T. "
+    "Another: --clients.learning_rate X."
 )
 _OWN_NOISE = "RC-DPFL has a larger noise multiplier than the others in all rounds: its first one takes all records."
 _NOT_MEANS = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from dpfl_lightning.reproduction.experiment import Column
+from dpfl_lightning.reproduction.experiment import Column, as_words
 
 COLUMNS = {f"eps{epsilon}": Column(f"epsilon {epsilon}") for epsilon in (10, 5, 4, 3, 2)}
 
@@ -102,11 +102,6 @@ def words(data: str, row: str, column: str, scale: str, changed: Mapping[str, st
         "clients.learning_rate": f"{learning_rate(data, row, column, scale):.4g}",
     }
     return as_words({**options, **(changed or {})})
-
-
-def as_words(options: Mapping[str, str]) -> list[str]:
-    """As a person types them."""
-    return [word for key, text in options.items() for word in (f"--{key}", text)]
 
 
 def rounds(scale: str) -> dict[str, str]:
