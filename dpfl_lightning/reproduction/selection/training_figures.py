@@ -72,7 +72,9 @@ FIGURE2 = Experiment(
 def _draw_figure3(found: Found) -> list[Panel]:
     panels = []
     for panel in IMAGES:
-        clients = next((cell["clients"] for cell in found.get(("two_stage", panel), ()) if "clients" in cell), {})
+        clients: dict[str, list[float]] = next(
+            (cell["clients"] for cell in found.get(("two_stage", panel), ()) if "clients" in cell), {}
+        )
         for name, title in (("unlikeness", "estimated unlikeness (loss)"), ("quota", "participations")):
             series = {title: list(enumerate(clients[name]))} if name in clients else {}
             panels.append(Panel(f"{title_of(panel)}: {title}", "client", title, series, kind="points"))
