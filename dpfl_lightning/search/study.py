@@ -114,7 +114,7 @@ class Study:
         self._sweep, self._dimensions, self.url = sweep, dimensions, url
         self._now = -1  # the trial that is made here
         _sampler(sweep, dimensions, None), _pruner(sweep)  # refused before a database is touched
-        self._study = _opened(sweep, url, self._given_up)
+        self._study, self._storage = _opened(sweep, url, self._given_up)
         repeatable = _agreed(self._study, identity) and first
         self._study.sampler = _sampler(sweep, dimensions, sweep.sampler.get("seed", seed) if repeatable else None)
         self._study.pruner = _pruner(sweep)
@@ -131,11 +131,16 @@ class Study:
             on_end: told of each trial that ended here, or that was found to have died elsewhere.
         """
         self._on_end = on_end
+        vouched: set[int] = set()
         while True:
             while self._left() > 0:
                 self._one_trial(act)
-            if not self._others():
+            others = self._others()
+            if not others:
                 return
+            for trial_id in others - vouched:  # one whose worker died before its first heartbeat would never be stale
+                self._storage.record_heartbeat(trial_id)
+            vouched |= others
             time.sleep(_POLL_SECONDS)
             _quietly(optuna.storages.fail_stale_trials, self._study)
 
@@ -188,9 +193,9 @@ class Study:
         begun = [own for own in trials if own.state != TrialState.WAITING and own.number not in again]
         return self._wanted - len(begun) + len(lost)
 
-    def _others(self) -> bool:
-        """Whether another worker still makes a trial."""
-        return bool(self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
+    def _others(self) -> set[int]:
+        """Trials that other workers still make."""
+        return {own._trial_id for own in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
 
     # -- what came of them
 
@@ -254,7 +259,9 @@ class Study:
 # ---- how it is made
 
 
-def _opened(sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, FrozenTrial], None]) -> optuna.Study:
+def _opened(
+    sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, FrozenTrial], None]
+) -> tuple[optuna.Study, RDBStorage]:
     try:
         storage = _quietly(
             RDBStorage,
@@ -266,7 +273,8 @@ def _opened(sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, Fro
         )
         _one_at_a_time(storage.engine)
         directions = [StudyDirection.MAXIMIZE if SCORES[score] else StudyDirection.MINIMIZE for score in sweep.scores]
-        return optuna.create_study(storage=storage, study_name=sweep.name, directions=directions, load_if_exists=True)
+        study = optuna.create_study(storage=storage, study_name=sweep.name, directions=directions, load_if_exists=True)
+        return study, storage
     except _STORAGE_FAILS as error:
         raise UserError(
             f"`sweep.storage` must be the URL of a database that answers, got {without_password(url)!r} "

@@ -292,6 +292,15 @@ def test_what_a_killed_worker_was_at_is_made_again(url):
     check_nothing_is_lost(url)
 
 
+@pytest.mark.filterwarnings("ignore:Heartbeat of storage")
+def test_a_worker_that_died_before_its_first_heartbeat_is_noticed(url):
+    first = study(url, trials=1)
+    first._study.ask()  # begun, and nothing since
+    told = []
+    study(url, trials=1, first=False).work(width, told.append)
+    assert [one.state for one in told] == ["failed", "complete"] and told[0].again
+
+
 @contextlib.contextmanager
 def postgresql():
     """A server of its own in a temporary folder, reached through a socket there."""

@@ -143,11 +143,9 @@ _CONSTANTS = {
 
 
 def _printed(panel: str) -> dict[str, float]:
-    from dpfl_lightning.reproduction.selection.formulas import deciding
-
     data, mechanism = IMAGES[panel]
     numbers = paper.TABLE3[data][mechanism == "laplace"]
-    return dict(zip(_CONSTANTS, numbers, strict=True)) | deciding(*numbers[1:])
+    return dict(zip(_CONSTANTS, numbers, strict=True)) | paper.deciding(*numbers[1:])
 
 
 _PRINTED = {panel: _printed(panel) for panel in IMAGES}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from dpfl_lightning.reproduction.selection.paper import deciding
 from dpfl_lightning.strategies.allocation import allocate_int, allocate_real, noise_only, objective
 from dpfl_lightning.strategies.cohorts import systematic
 from dpfl_lightning.strategies.selection_estimates import Constants, FirstStage, fit_constants
@@ -91,12 +92,3 @@ def fitted_constants(start: str) -> dict[str, float]:
         **deciding(found.lr_offset, found.smoothness, found.strong_convexity),
         "residual": residual,
     }
-
-
-def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, float]:
-    """What gamma must be, and the one number that decides quotas, from the paper's constants.
-
-    >>> {name: round(value, 2) for name, value in deciding(0.277, 0.997, 0.239).items()}
-    {'offset': 33.37, 'decides': 18.05}
-    """
-    return {"offset": 8 * smoothness / convexity, "decides": smoothness + 3 / 8 * convexity * (gamma + 190)}

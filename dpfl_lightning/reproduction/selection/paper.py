@@ -16,3 +16,12 @@ TABLE3 = {
     "fashion_mnist": ((1.050, 12.117, 18.062, 14.198), (0.962, 144.688, 406.756, 200.645)),
     "cifar10": ((1.097, 1.958, 5.859, 5.678), (1.109, 66.112, 125.825, 63.722)),
 }
+
+
+def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, float]:
+    """What gamma must be, and the one number that decides quotas, from the paper's constants.
+
+    >>> {name: round(value, 2) for name, value in deciding(0.277, 0.997, 0.239).items()}
+    {'offset': 33.37, 'decides': 18.05}
+    """
+    return {"offset": 8 * smoothness / convexity, "decides": smoothness + 3 / 8 * convexity * (gamma + 190)}

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.reproduction.recorder import Recorder
-from dpfl_lightning.reproduction.selection.formulas import deciding
+from dpfl_lightning.reproduction.selection.paper import deciding
 
 _OF_CLIENTS = ("quota", "participations", "unlikeness")
 
