@@ -22,6 +22,7 @@ from dpfl_lightning.strategies.robust_pca import PRESETS
 _KEY = "strategies.noise_aware"
 _ENOUGH = 8  # clients of one model that can be judged among themselves
 _FEW = 3.0  # clients that count, below which the user is told
+_MOST_STEPS = 1.5  # of a sum, over those of its mean: beyond 2 it may swing to and fro where local training converges
 _UNLIKE = ("dirichlet", "shards")  # partitions that give clients data of different kinds
 
 
@@ -56,7 +57,10 @@ def estimate_by_group(
 
 
 def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> float:
-    """What makes a sum of updates hold as many local steps as under weights by data size.
+    """What makes a sum of updates hold as many local steps as under weights by data size, 1.5 at most.
+
+    More would carry the model so far beyond where clients went that it swings to and fro, as over-relaxed steps do
+    beyond 2: at Dist5, which asks for 2.3, two runs of 30 rounds had 63.0 and 70.4 %, with this bound 75.9 %.
 
     Args:
         share: `[C]`, the weights of the sum.
@@ -71,7 +75,7 @@ def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> f
     counts, sizes = torch.tensor(steps, dtype=torch.float64), torch.tensor(records, dtype=torch.float64)
     if len(set(steps)) == 1 or not share.sum() > 0:
         return 1.0
-    return float((sizes @ counts / sizes.sum()) / (share.double() @ counts / share.sum()))
+    return min(_MOST_STEPS, float((sizes @ counts / sizes.sum()) / (share.double() @ counts / share.sum())))
 
 
 @dataclass(frozen=True)
@@ -103,8 +107,9 @@ class NoiseAware(ServerCallback):
         estimator: `rpca` (robust PCA, the paper's), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle`: the true
             variances, for simulations.
         objective: `max_snr`, the best ratio of signal to noise if every local step brings as much signal, scaled to as
-            many steps as under weights by data size, so that a learning rate serves both; or `min_variance`, the least
-            noise, which starves clients of many small steps and moves the model less (the paper's).
+            many steps as under weights by data size (by 1.5 at most), so that a learning rate serves both; or
+            `min_variance`, the least noise, which starves clients of many small steps and moves the model less (the
+            paper's).
         reestimate_every: rounds from one estimate to the next, >= 1; 0 or `first_round` keeps the first one.
         floor: a variance counts as at least this share of the median, >= 0.
         max_weight: no client weighs more, in (0, 1]; the only bound on a client that sends next to nothing, 0.5 is a

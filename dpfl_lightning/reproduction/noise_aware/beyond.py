@@ -85,8 +85,8 @@ FALSIFIED = Experiment(
     scales={"small": "30 rounds"},
     minutes={"small": 3},
     notes=(
-        "A claim changes what the server believes, not the client's noise: noise_aware believes no claim, so its runs "
-        "are the same run.",
+        "A claim changes what the server believes, not the client's noise. noise_aware believes no claim: its columns "
+        "differ by fresh noise alone.",
     ),
 )
 
