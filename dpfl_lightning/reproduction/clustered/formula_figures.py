@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dpfl_lightning.reproduction.clustered.settings import COLUMNS
+from dpfl_lightning.reproduction.drawings import draw_noise_by_sample_rate
 from dpfl_lightning.reproduction.experiment import (
     Column,
     Comparison,
@@ -109,13 +110,6 @@ def _figure5(column: str, departures: Mapping[str, str]) -> Values:
     }
 
 
-def _draw_figure5(found: Found) -> list[Panel]:
-    series: dict[str, list[tuple]] = {}
-    for (row, column), cells in found.items():
-        series.setdefault(f"epsilon {row[3:]}", []).append((float(column[1:]), cells[0]["values"][row]))
-    return [Panel("Noise multiplier by sample rate", "sample rate q", "noise multiplier z", series)]
-
-
 FIGURE5 = Experiment(
     name="clustered.figure5",
     title="Figure 5, noise by sample rate, one training of 200 epochs",
@@ -124,7 +118,7 @@ FIGURE5 = Experiment(
     columns={f"q{rate:g}": Column(f"q {rate:g}") for rate in _SAMPLE_RATES},
     cells={"formulas": Computation(_figure5, TAKES)},
     scales={"paper": "computed for 200 epochs"},
-    draw=_draw_figure5,
+    draw=draw_noise_by_sample_rate,
     notes=("The paper's values cannot be read off its figure: z grows more slowly than q.", _ACCOUNTANT),
 )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dpfl_lightning.reproduction.drawings import draw_noise_by_sample_rate
 from dpfl_lightning.reproduction.experiment import (
     Column,
     Comparison,
@@ -133,13 +134,6 @@ def _figure8(column: str, departures: Mapping[str, str]) -> Values:
     return {f"eps{epsilon:g}": z for epsilon, z in zip(_EPSILONS8, found, strict=True)}
 
 
-def _draw_figure8(found: Found) -> list[Panel]:
-    series: dict[str, list[tuple]] = {}
-    for (row, column), cells in found.items():
-        series.setdefault(f"epsilon {row[3:]}", []).append((float(column[1:]), cells[0]["values"][row]))
-    return [Panel("Noise multiplier by sample rate", "sample rate q", "noise multiplier z", series)]
-
-
 FIGURE8 = Experiment(
     name="noise_aware.figure8",
     title="Figure 8, noise by sample rate",
@@ -148,7 +142,7 @@ FIGURE8 = Experiment(
     columns={f"q{rate:g}": Column(f"q {rate:g}") for rate in _SAMPLE_RATES},
     cells={"formulas": Computation(_figure8, _TAKES)},
     scales=FORMULAS,
-    draw=_draw_figure8,
+    draw=draw_noise_by_sample_rate,
     notes=("The paper's values cannot be read off its figure: z grows with q, more slowly than in proportion.",),
 )
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
+from declared_cells import options, some_cells
 from matplotlib.figure import Figure
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
@@ -18,9 +16,9 @@ from dpfl_lightning.reproduction.clustered.accuracy import fairness
 from dpfl_lightning.reproduction.clustered.settings import COLUMNS, METHODS
 from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.registry import experiments
-from dpfl_lightning.reproduction.run import Work, how, options_of, words_of
+from dpfl_lightning.reproduction.run import how, words_of
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 TABLES = range(3, 11)
 FIGURES = (
     "figure1",
@@ -34,26 +32,6 @@ FIGURES = (
 )
 
 
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def some_cells() -> list[Cell]:
-    """Of every experiment and row the first and the last column, at each scale."""
-    cells = {}
-    for experiment in EXPERIMENTS:
-        ends = [next(iter(experiment.columns)), list(experiment.columns)[-1]]
-        for scale in experiment.scales:
-            cells |= dict.fromkeys(wanted(experiment.restricted(None, ends), scale, None))
-    return [cell for cell in cells if isinstance(how(cell), Training) and not cell.seed]
-
-
-@functools.cache
-def options(cell: Cell):
-    return options_of(cell, Work(None, Path("results"), Path("runs")))
-
-
 def test_every_table_and_figure_is_there():
     names = {experiment.name for experiment in EXPERIMENTS}
     assert {f"clustered.table{number}" for number in TABLES} <= names
@@ -61,7 +39,7 @@ def test_every_table_and_figure_is_there():
     assert all(experiments()[f"clustered.{name}"].draw is not None for name in FIGURES)
 
 
-@pytest.mark.parametrize("cell", some_cells(), ids=str)
+@pytest.mark.parametrize("cell", some_cells(EXPERIMENTS), ids=str)
 def test_a_cell_is_a_run(cell):
     own = options(cell)
     rounds = 30 if "tuning" in cell.experiment else 60 if cell.scale == "small" else 200

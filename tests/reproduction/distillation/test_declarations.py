@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from pathlib import Path
 
 import pytest
+from declared_cells import options
 from matplotlib.figure import Figure
 from scipy.stats import kendalltau, spearmanr
 
@@ -17,26 +16,16 @@ from dpfl_lightning.reproduction.distillation import EXPERIMENTS, paper
 from dpfl_lightning.reproduction.distillation.searches import HPO, NAS, NETS, RATES, SCORERS, SPACE, UNTUNED, judged
 from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.registry import experiments
-from dpfl_lightning.reproduction.run import Work, options_of, words_of
+from dpfl_lightning.reproduction.run import words_of
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 FIGURES = range(2, 11)
 SEARCHES = ("distillation.nas", "distillation.hpo", "distillation.search_set")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 def every_cell() -> list[Cell]:
     cells = {cell: None for one in EXPERIMENTS for scale in one.scales for cell in wanted(one, scale, None)}
     return list(cells)
-
-
-@functools.cache
-def options(cell: Cell):
-    return options_of(cell, Work(None, Path("results"), Path("runs")))
 
 
 def own(cell: Cell) -> dict:

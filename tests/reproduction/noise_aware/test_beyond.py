@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
+from declared_cells import options
 
 from dpfl_lightning.config import load
 from dpfl_lightning.reproduction.cells import RESULTS, Cell, finished
 from dpfl_lightning.reproduction.noise_aware.ablation import ABLATION, updates
 from dpfl_lightning.reproduction.noise_aware.beyond import CHOSEN, FALSIFIED, RATES, TUNED, TUNING
-from dpfl_lightning.reproduction.run import Work, options_of
 
-ROOT = Path(__file__).parents[3]
-WORK = Work(None, Path("results"), Path("runs"))
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 
 
 # ---- estimators
@@ -52,10 +45,10 @@ def test_where_signals_are_large_it_will_not():
 
 def test_tuning_sees_public_records_only():
     for row in TUNING.rows:
-        data = options_of(Cell(TUNING.name, row, "dist1", "small", 0), WORK).data
+        data = options(Cell(TUNING.name, row, "dist1", "small", 0)).data
         assert data.use_public and data.public_records == 12_000 and data.partition["name"] == "overlapping"
     for row in TUNED.rows:
-        assert not options_of(Cell(TUNED.name, row, "dist1", "small", 0), WORK).data.use_public
+        assert not options(Cell(TUNED.name, row, "dist1", "small", 0)).data.use_public
 
 
 def test_chosen_rates_did_best_on_public_records():
@@ -79,14 +72,14 @@ def test_chosen_rates_did_best_on_public_records():
 
 
 def test_the_main_job_has_the_rate_that_was_chosen_for_it():
-    cell = options_of(Cell(TUNED.name, "ours", "dist1", "small", 0), WORK)
+    cell = options(Cell(TUNED.name, "ours", "dist1", "small", 0))
     job, _ = load(["--config", "conf/fmnist.yaml"])
     assert job.clients == cell.clients and job.strategies == cell.strategies == {"noise_aware": {}}
     assert (job.rounds, job.privacy.epsilon, job.data) == (cell.rounds, cell.privacy.epsilon, cell.data)
 
 
 def test_runs_differ_in_strategy_and_learning_rate_alone():
-    runs = [options_of(Cell(TUNED.name, row, "dist7", "small", 0), WORK) for row in TUNED.rows]
+    runs = [options(Cell(TUNED.name, row, "dist7", "small", 0)) for row in TUNED.rows]
     assert len({str(sorted(run.strategies)) for run in runs}) == 2  # epsilon_weighted, and noise_aware twice
     assert len({repr((run.privacy, run.data, run.rounds, run.clients.batch_size)) for run in runs}) == 1
 
@@ -95,9 +88,7 @@ def test_runs_differ_in_strategy_and_learning_rate_alone():
 
 
 def test_a_claim_changes_what_is_reported_and_nothing_else():
-    true, false = (
-        options_of(Cell(FALSIFIED.name, "weiavg", column, "small", 0), WORK) for column in ("claim0.95", "claim100")
-    )
+    true, false = (options(Cell(FALSIFIED.name, "weiavg", column, "small", 0)) for column in ("claim0.95", "claim100"))
     assert true.privacy == false.privacy and true.privacy.epsilon == {"name": "dist5"}
     changed = [a != b for a, b in zip(true.clients.reported_epsilon, false.clients.reported_epsilon, strict=True)]
     assert sum(changed) == 1 and false.clients.reported_epsilon[changed.index(True)] == 100

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
+from declared_cells import options, some_cells
 from matplotlib.figure import Figure
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
@@ -14,37 +12,16 @@ from dpfl_lightning.figures import panels_figure
 from dpfl_lightning.published import EPSILONS
 from dpfl_lightning.reproduce import main
 from dpfl_lightning.reproduction.cells import Cell, finished, read, wanted
-from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.noise_aware import EXPERIMENTS, paper
 from dpfl_lightning.reproduction.noise_aware.beyond import BEYOND
 from dpfl_lightning.reproduction.noise_aware.settings import LEARNING_RATES
 from dpfl_lightning.reproduction.registry import experiments
 from dpfl_lightning.reproduction.report import report
-from dpfl_lightning.reproduction.run import Work, command_of, how, options_of
+from dpfl_lightning.reproduction.run import command_of
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 TABLES = (3, 4, *range(12, 23))
 FIGURES = (2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def some_cells() -> list[Cell]:
-    """Of every experiment and row the first and the last column, at each scale."""
-    cells = {}
-    for experiment in EXPERIMENTS:
-        ends = [next(iter(experiment.columns)), list(experiment.columns)[-1]]
-        for scale in experiment.scales:
-            cells |= dict.fromkeys(wanted(experiment.restricted(None, ends), scale, None))
-    return [cell for cell in cells if isinstance(how(cell), Training) and not cell.seed]
-
-
-@functools.cache
-def options(cell: Cell):
-    return options_of(cell, Work(None, Path("results"), Path("runs")))
 
 
 def test_every_table_and_figure_is_there():
@@ -56,7 +33,7 @@ def test_every_table_and_figure_is_there():
     assert len(names) == len(EXPERIMENTS)
 
 
-@pytest.mark.parametrize("cell", some_cells(), ids=str)
+@pytest.mark.parametrize("cell", some_cells(EXPERIMENTS), ids=str)
 def test_a_cell_is_a_run(cell):
     own = options(cell)
     if cell.experiment not in {experiment.name for experiment in BEYOND}:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from pathlib import Path
-
 import pytest
+from declared_cells import options, some_cells
 from matplotlib.figure import Figure
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
@@ -15,31 +13,11 @@ from dpfl_lightning.reproduce import main
 from dpfl_lightning.reproduction.cells import Cell, read, wanted
 from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.registry import experiments
-from dpfl_lightning.reproduction.run import Work, how, options_of, words_of
+from dpfl_lightning.reproduction.run import how, words_of
 from dpfl_lightning.reproduction.selection import EXPERIMENTS
 
-ROOT = Path(__file__).parents[3]
+pytestmark = pytest.mark.usefixtures("in_the_repository")
 FIGURES = ("figure2", "figure3", "figure4", "figure5")
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
-
-
-def some_cells() -> list[Cell]:
-    """Of every experiment and row the first and the last column, at each scale."""
-    cells = {}
-    for experiment in EXPERIMENTS:
-        ends = [next(iter(experiment.columns)), list(experiment.columns)[-1]]
-        for scale in experiment.scales:
-            cells |= dict.fromkeys(wanted(experiment.restricted(None, ends), scale, None))
-    return [cell for cell in cells if isinstance(how(cell), Training) and not cell.seed]
-
-
-@functools.cache
-def options(cell: Cell):
-    return options_of(cell, Work(None, Path("results"), Path("runs")))
 
 
 def test_every_table_and_figure_is_there():
@@ -49,7 +27,7 @@ def test_every_table_and_figure_is_there():
     assert all(experiments()[f"selection.{name}"].draw is not None for name in FIGURES)
 
 
-@pytest.mark.parametrize("cell", some_cells(), ids=str)
+@pytest.mark.parametrize("cell", some_cells(EXPERIMENTS), ids=str)
 def test_a_cell_is_a_run(cell):
     own = options(cell)
     strategies.build(own.strategies)
