@@ -93,8 +93,8 @@ ONLY_IN = {
     "mlflow": {"tracking.py"},
     "matplotlib": {"figures.py"},
     "optuna": {"search/study.py"},
-    "numba": {"privacy/windows.py"},
-    "llvmlite": {"privacy/windows.py"},
+    "numba": {"privacy/windows.py", "strategies/plane_loops.py"},
+    "llvmlite": {"privacy/windows.py", "strategies/plane_loops.py"},
     "opacus": {
         "privacy/accountant.py",
         "privacy/prv.py",

@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from dpfl_lightning import models
 from dpfl_lightning.benchmark.cases import NUM_CLASSES
 from dpfl_lightning.client import ClientModule
+from dpfl_lightning.strategies.fast_loss import fast_loss
 from dpfl_lightning.strategies.gradient_matching import (
     Matching,
     SyntheticSet,
@@ -96,9 +97,9 @@ def ours(width: int, device: torch.device) -> Step:
     params = module.unflatten(module.flat)
     target = {name: one.to(device) for name, one in target_of(module.net).items()}
     names = tuple(target)
-    gradients = fastest_class_gradients(module.sample_loss, params, names, SHAPE)
-    at_once = images_at_once(module.sample_loss, params, SHAPE)
-    loss = module.sample_loss
+    loss = fast_loss(module)
+    gradients = fastest_class_gradients(loss, params, names, SHAPE)
+    at_once = images_at_once(loss, params, SHAPE)
     matching = Matching(loss, names, "layerwise_cosine", LEARNING_RATE, MOMENTUM, gradients, at_once=at_once)
     present = torch.ones(NUM_CLASSES, dtype=torch.bool, device=device)
     synthetic = first_images().to(device, torch.float32)

@@ -28,6 +28,7 @@ from dpfl_lightning.federated.state import (
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.strategies.fast_loss import fast_loss
 from dpfl_lightning.strategies.gradient_matching import (
     MATCHINGS,
     Matching,
@@ -451,7 +452,7 @@ class Distillation(ServerCallback):
 
     def _matching_of(self, view: View) -> Matching:
         if self._matching is None:
-            own, loss, names = self._switches, view.module.sample_loss, self._names(view)
+            own, loss, names = self._switches, fast_loss(view.module), self._names(view)
             params = view.module.unflatten(view.module.flat)
             self._matching = Matching(
                 loss,

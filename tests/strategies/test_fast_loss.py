@@ -1,0 +1,114 @@
+"""Faster layers for a server's own work: the numbers and both orders of derivatives of the net as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning import models
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.strategies.direct_convolution import DirectConvolution
+from dpfl_lightning.strategies.fast_loss import fast_loss
+from dpfl_lightning.strategies.gradient_matching import Matching, class_by_class, fastest_class_gradients
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("at_once", ["vmap", "loop"])
+@pytest.mark.parametrize("distance", ["layerwise_cosine", "mse"])  # mse reads the norms' parameters, too
+def test_matching_moves_images_as_without_fusion(depth, at_once, distance):
+    shape, generator = (2, 14, 14), torch.Generator().manual_seed(1)
+    module = ClientModule(models.build("convnet", shape, 3, width=4, depth=depth)).double()
+    params = module.unflatten(module.flat)
+    names = tuple(params)
+    images, classes = torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64), torch.arange(3)
+    target = {name: torch.randn(3, *params[name].shape, generator=generator, dtype=torch.float64) for name in names}
+    fused = fast_loss(module)
+    for layer in ("FusedPlanes", "DirectConvolution"):
+        assert layer in str(fused.__self__.net) and layer not in str(module.net)
+    gradients = fastest_class_gradients(fused, params, names, shape) if at_once == "vmap" else class_by_class
+    found = [
+        Matching(loss, names, distance, 0.1, 0.5, by).slope(images, classes, params, target)
+        for loss, by in ((fused, gradients), (module.sample_loss, class_by_class))
+    ]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def layers(channels):
+    return nn.Sequential(nn.GroupNorm(channels, channels), nn.ReLU(), nn.AvgPool2d(2))
+
+
+class OwnConvolution(nn.Conv2d):
+    pass
+
+
+@pytest.mark.parametrize(
+    "net",
+    {
+        "groups of channels": nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2)),
+        "other activation": nn.Sequential(nn.GroupNorm(2, 2), nn.Sigmoid(), nn.AvgPool2d(2)),
+        "other pooling": nn.Sequential(nn.GroupNorm(2, 2), nn.ReLU(), nn.MaxPool2d(2)),
+        "no pooling": nn.Sequential(nn.GroupNorm(2, 2), nn.ReLU()),
+        "no parameters": nn.Sequential(nn.GroupNorm(2, 2, affine=False), nn.ReLU(), nn.AvgPool2d(2), nn.Linear(1, 1)),
+        "stride": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, stride=1)),
+        "padding": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, padding=1)),
+        "oblong": nn.Sequential(*layers(2)[:2], nn.AvgPool2d((2, 1))),
+        "ceiling": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, ceil_mode=True)),
+        "divisor": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, divisor_override=3)),
+        "half precision": layers(2).bfloat16(),
+        "reflected": nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")),
+        "padding in words": nn.Sequential(nn.Conv2d(1, 1, 3, padding="same")),
+        "a subclass": nn.Sequential(OwnConvolution(1, 1, 3)),
+    }.items(),
+    ids=lambda pair: pair[0],
+)
+def test_other_layers_are_left_as_they_are(net):
+    module = ClientModule(net[1])
+    assert fast_loss(module) == module.sample_loss
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2, "bias": False}])
+def test_a_direct_convolution_has_torchs_derivatives(options):
+    generator = torch.Generator().manual_seed(0)
+    layer = nn.Conv2d(2, 4, (3, 2), **options).double()
+    x = torch.randn(2, 2, 7, 6, generator=generator, dtype=torch.float64, requires_grad=True)
+    direct = DirectConvolution(layer)
+    torch.testing.assert_close(direct(x), layer(x))
+
+    def operation(own, weight):
+        return torch.func.functional_call(direct, {"weight": weight}, (own,))
+
+    weight = layer.weight.detach().requires_grad_()
+    assert torch.autograd.gradcheck(operation, (x, weight))
+    assert torch.autograd.gradgradcheck(operation, (x, weight))
+
+
+@pytest.mark.parametrize("norm", ["instance", "group", "none"])
+@pytest.mark.parametrize("pooling", ["avg", "max"])
+def test_a_net_trained_with_faster_layers_is_the_net_trained_without(norm, pooling):
+    """After three steps in float64: what differs is rounding."""
+    module = ClientModule(
+        models.build("convnet", (1, 12, 12), 3, width=8, depth=2, norm=norm, pooling=pooling)
+    ).double()
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(9, 1, 12, 12, generator=generator, dtype=torch.float64), torch.arange(9) % 3
+    ends = []
+    for loss in (fast_loss(module), module.sample_loss):
+        theta = module.flat.requires_grad_()
+        for _ in range(3):
+            (slope,) = torch.autograd.grad(loss(module.unflatten(theta), x, y).mean(), theta)
+            theta = (theta - 0.1 * slope).detach().requires_grad_()
+        ends.append(theta.detach())
+    torch.testing.assert_close(*ends)
+    assert float((ends[0] - module.flat).norm()) > 0.01
+
+
+def test_a_module_with_a_loss_of_its_own_keeps_it():
+    class Doubled(ClientModule):
+        def loss(self, output, y):
+            return 2 * super().loss(output, y)
+
+    module = Doubled(nn.Sequential(*layers(3), nn.Flatten(), nn.Linear(12, 2)))
+    x, y, params = torch.randn(5, 3, 4, 4), torch.tensor([0, 1, 1, 0, 1]), module.unflatten(module.flat)
+    torch.testing.assert_close(fast_loss(module)(params, x, y), module.sample_loss(params, x, y))
