@@ -14,12 +14,9 @@ from torch.nn.functional import cross_entropy
 from dpfl_lightning import models
 from dpfl_lightning.benchmark.cases import NUM_CLASSES
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.strategies.fast_loss import fast_loss
 from dpfl_lightning.strategies.gradient_matching import (
     Matching,
     SyntheticSet,
-    fastest_class_gradients,
-    images_at_once,
     matched_names,
 )
 
@@ -96,11 +93,9 @@ def ours(width: int, device: torch.device) -> Step:
     module = ClientModule(build(width)).to(device)
     params = module.unflatten(module.flat)
     target = {name: one.to(device) for name, one in target_of(module.net).items()}
-    names = tuple(target)
-    loss = fast_loss(module)
-    gradients = fastest_class_gradients(loss, params, names, SHAPE)
-    at_once = images_at_once(loss, params, SHAPE)
-    matching = Matching(loss, names, "layerwise_cosine", LEARNING_RATE, MOMENTUM, gradients, at_once=at_once)
+    matching = Matching.of(
+        module, tuple(target), SHAPE, "layerwise_cosine", learning_rate=LEARNING_RATE, momentum=MOMENTUM
+    )
     present = torch.ones(NUM_CLASSES, dtype=torch.bool, device=device)
     synthetic = first_images().to(device, torch.float32)
 

@@ -28,14 +28,11 @@ from dpfl_lightning.federated.state import (
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
-from dpfl_lightning.strategies.fast_loss import fast_loss
 from dpfl_lightning.strategies.gradient_matching import (
     MATCHINGS,
     Matching,
     SyntheticSet,
     coordinate_median,
-    fastest_class_gradients,
-    images_at_once,
     matched_names,
     noise_aware_rows,
     num_rows,
@@ -240,7 +237,10 @@ class Distillation(ServerCallback):
         for line in own.planned:
             if line.purpose == "train" and isinstance(line.event, NoisedEvent):
                 rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
-                noise = self._on_the_sum(line.event.noise_multiplier, rate * view.facts.num_records[client], view)
+                expected = rate * view.facts.num_records[client] / view.facts.num_classes
+                if self._sampling == "fixed":
+                    expected = min(expected, self._switches["records_per_class"])
+                noise = self._on_the_sum(line.event.noise_multiplier, expected)
                 reserve = max(0, line.count - rounds)
                 count = min(line.count, takes_part + reserve)
                 laplace = isinstance(line.event, LaplaceEvent)
@@ -250,13 +250,13 @@ class Distillation(ServerCallback):
                 lines.append(line)
         return dataclasses.replace(own, planned=tuple(lines))
 
-    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float, view: View) -> float | None:
-        """The noise of a class's mean over its expected records is so many times smaller on the sum."""
+    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
+        """The noise of a class's mean over so many records, as noise on their sum."""
         if self._switches["noise_scale"] == "sum":
             return noise_multiplier
         advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
         require(noise_multiplier is not None, f"{_KEY}.noise_scale", "be sum here", "paper_mean", advice)
-        return noise_multiplier * expected_records / view.facts.num_classes  # type: ignore[operator]
+        return noise_multiplier * expected_records  # type: ignore[operator]
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         cohort = self._cohort(view, view.round)
@@ -452,16 +452,14 @@ class Distillation(ServerCallback):
 
     def _matching_of(self, view: View) -> Matching:
         if self._matching is None:
-            own, loss, names = self._switches, fast_loss(view.module), self._names(view)
-            params = view.module.unflatten(view.module.flat)
-            self._matching = Matching(
-                loss,
-                names,
+            own = self._switches
+            self._matching = Matching.of(
+                view.module,
+                self._names(view),
+                view.facts.input_shape,
                 own["matching"],
-                own["image_learning_rate"],
-                own["image_momentum"],
-                fastest_class_gradients(loss, params, names, view.facts.input_shape),
-                at_once=images_at_once(loss, params, view.facts.input_shape),
+                learning_rate=own["image_learning_rate"],
+                momentum=own["image_momentum"],
             )
         return self._matching
 

@@ -3,32 +3,41 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.privacy.clipping import SampleLoss
+from dpfl_lightning.privacy.clipping import Params
 from dpfl_lightning.strategies import direct_convolution
 from dpfl_lightning.strategies.direct_convolution import DirectConvolution
 from dpfl_lightning.strategies.fused_planes import FusedPlanes
 
 
-def fast_loss(module: ClientModule) -> SampleLoss:
-    """`module.sample_loss` with other layers in the sequential parts of its net, if it is on a CPU.
+class FastLoss:
+    """`module.sample_loss`, which several threads may call at a time, with faster layers if it is on a CPU.
 
-    A convolution is a `DirectConvolution`; an instance norm, a ReLU and a 2x2 mean pooling in a row are `FusedPlanes`.
-    The same numbers up to rounding, and the same names of parameters. A net without such layers is left as it is.
+    In the sequential parts of its net a convolution is a `DirectConvolution`, and an instance norm, a ReLU and a 2x2
+    mean pooling in a row are `FusedPlanes`. The same numbers up to rounding, and the same names of parameters.
     Derivatives of third order are refused where planes are fused.
+
+    Args:
+        module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
     """
-    if not any(_faster(part) for part in _sequential(module.net)):
-        return module.sample_loss
-    twin = copy.deepcopy(module)
-    for part in _sequential(twin.net):
-        for at, layers in _faster(part).items():
-            for place, layer in enumerate(layers, start=at):
-                part[place] = layer
-    return twin.sample_loss
+
+    def __init__(self, module: ClientModule) -> None:
+        self.module = copy.deepcopy(module)
+        for part in _sequential(self.module.net):
+            for at, layers in _faster(part).items():
+                for place, layer in enumerate(layers, start=at):
+                    part[place] = layer
+        self._own = threading.local()
+
+    def __call__(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+        if not hasattr(self._own, "module"):
+            self._own.module = copy.deepcopy(self.module)
+        return self._own.module.sample_loss(params, x, y)
 
 
 def _sequential(net: nn.Module) -> list[nn.Sequential]:

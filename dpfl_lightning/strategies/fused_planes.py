@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-_PLANES_A_PART = 256  # fewer are not worth another thread
-
 
 class FusedPlanes(nn.Module):
     """Takes the place of an instance norm (its parameters), a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to
-    `[B, C, H // 2, W // 2]`."""
+    `[B, C, H // 2, W // 2]`.
+
+    Raises:
+        RuntimeError: the compiled loops do not reproduce torch's numbers on this machine.
+    """
 
     def __init__(self, norm: nn.GroupNorm) -> None:
         super().__init__()
+        _held_to_torch()
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
 
     def forward(self, y: Tensor) -> Tensor:
@@ -44,7 +46,6 @@ def norm_relu_pool(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tenso
     >>> norm_relu_pool(plane, torch.tensor([2.0]), torch.tensor([0.5]), eps=0.0)
     tensor([[[1.2500]]])
     """
-    _held_to_torch()
     return _Forward.apply(y, scale, shift, eps)
 
 
@@ -129,7 +130,7 @@ _SHAPES = {
 
 
 def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
-    """What one of the compiled loops writes, over all planes; threads share them as they do in torch's operations."""
+    """What one of the compiled loops writes, over all planes."""
     from dpfl_lightning.strategies import plane_loops  # numba: half a second, for those who need it
 
     y, before = inputs[0], inputs[1].shape
@@ -145,22 +146,8 @@ def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
     number = np.dtype(str(y.dtype).removeprefix("torch.")).type
     constants = tuple(map(number, (0.0, 1.0, 0.25, 1.0 / (height * width), eps)))
     loop: Callable[..., None] = getattr(plane_loops, name)
-    _in_parts(functools.partial(loop, *arrays[: len(inputs)], constants, width, *arrays[len(inputs) :]), before.numel())
+    loop(*arrays[: len(inputs)], constants, width, *arrays[len(inputs) :], before.numel())
     return outputs
-
-
-def _in_parts(loop: Callable[[int, int], None], planes: int) -> None:
-    parts = max(1, min(torch.get_num_threads(), planes // _PLANES_A_PART))
-    if parts == 1:
-        loop(0, planes)
-    else:
-        ends = [planes * part // parts for part in range(parts + 1)]
-        list(_threads(parts).map(loop, ends[:-1], ends[1:]))
-
-
-@functools.cache
-def _threads(count: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(count, thread_name_prefix="planes")
 
 
 def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
+from dpfl_lightning.client import ClientModule
 from dpfl_lightning.privacy.clipping import Params, SampleLoss
+from dpfl_lightning.strategies.fast_loss import FastLoss
+from dpfl_lightning.strategies.server_threads import side_by_side
 
 MATCHINGS = ("layerwise_cosine", "cos", "mse")
 _GUARD = 1e-6  # added to the product of two norms, as in the condensation paper's code
 _NEAR_ZERO = 1e-24  # under a root, whose slope at 0 is infinite
 _ALIKE = 1e-3  # relative: rounding in float32 is far below, a wrong second derivative far above
 _IMAGES_AT_ONCE = 128  # of a vectorised pass: more fill an accelerator's memory
-_BYTES_AT_ONCE = 64 << 20  # kept by a forward pass on a CPU: more leave its caches, and take up to twice as long
 
 ByClass = Mapping[str, Tensor]  # parameter name -> [G, *shape], one gradient a class
 
@@ -212,32 +214,6 @@ def fastest_class_gradients(
     return all_classes_at_once if bool(apart <= _ALIKE * expected.norm()) else class_by_class
 
 
-def images_at_once(loss: SampleLoss, params: Params, input_shape: Sequence[int]) -> int:
-    """How many images a vectorised pass takes; on a CPU as many as leave what a forward pass keeps in its caches.
-
-    It follows from shapes alone, not from a stopwatch.
-
-    Args:
-        loss, params: see `ClassGradientsOf`.
-        input_shape: X.
-    """
-    like = next(iter(params.values()))
-    if like.device.type != "cpu":
-        return _IMAGES_AT_ONCE
-    fixed = {value.data_ptr() for value in params.values()}
-    kept = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in fixed:
-            kept[tensor.data_ptr()] = tensor.nbytes
-        return tensor
-
-    everything = {name: value.detach().requires_grad_() for name, value in params.items()}
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss(everything, like.new_zeros(1, *input_shape), torch.zeros(1, dtype=torch.long))
-    return max(1, min(_IMAGES_AT_ONCE, _BYTES_AT_ONCE // max(1, sum(kept.values()))))
-
-
 @dataclass(frozen=True)
 class SyntheticSet:
     """Images of every class and the momentum of their gradient descent.
@@ -292,7 +268,8 @@ class Matching:
         momentum: of the images, in [0, 1).
         gradients: of the synthetic set; see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, what was done to the clients' records, or None.
-        at_once: images of a pass, >= 1; see `images_at_once`.
+        at_once: images of a pass, >= 1; a pass has one class at least.
+        threads: whether passes run side by side; `loss` must then serve several threads, and `gradients` autograd's.
     """
 
     loss: SampleLoss
@@ -303,6 +280,31 @@ class Matching:
     gradients: ClassGradientsOf = class_by_class
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
     at_once: int = _IMAGES_AT_ONCE
+    threads: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        module: ClientModule,
+        names: Sequence[str],
+        input_shape: Sequence[int],
+        distance: str,
+        learning_rate: float,
+        momentum: float,
+    ) -> Matching:
+        """What is fastest on the module's device: one class after the other on each core, or vectorised passes.
+
+        Args:
+            module: whose loss; its own parameters are neither read nor changed.
+            names, distance, learning_rate, momentum: see above.
+            input_shape: X.
+        """
+        chosen = (tuple(names), distance, learning_rate, momentum)
+        if module.flat.device.type == "cpu":
+            return cls(FastLoss(module), *chosen, at_once=1, threads=True)
+        params = module.unflatten(module.flat)
+        gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
+        return cls(module.sample_loss, *chosen, gradients=gradients)
 
     def slope(
         self,
@@ -342,18 +344,25 @@ class Matching:
     ) -> tuple[SyntheticSet, Tensor]:
         """The set after one step towards `target`, and each class's distance before it, `[G]` with NaN where absent.
 
-        All classes at once, or as many as fill a pass: a class's images do not touch another's distance.
+        A class's images do not touch another's distance, so that passes may have any number of classes.
 
         Args:
             params: all parameters of the net.
             target: `[G, *shape]` for each name.
             present: `[G]` bool; absent classes and their momentum stay exactly as they are.
         """
-        apart = target[self.names[0]].new_full((len(present),), math.nan)
-        at_once = max(1, self.at_once // synthetic.images.shape[1])
-        for classes in present.nonzero().flatten().split(at_once):
+
+        def one_pass(classes: Tensor) -> tuple[Tensor, Tensor]:
             weights = None if row_weights is None else {name: one[classes] for name, one in row_weights.items()}
             own = {name: target[name][classes] for name in self.names}
-            slope, apart[classes] = self.slope(synthetic.images[classes], classes, params, own, weights)
-            synthetic = synthetic.moved(classes, slope, self.learning_rate, self.momentum)
-        return synthetic, apart
+            return self.slope(synthetic.images[classes], classes, params, own, weights)
+
+        apart = target[self.names[0]].new_full((len(present),), math.nan)
+        rows = present.nonzero().flatten()
+        passes = rows.split(max(1, self.at_once // synthetic.images.shape[1]))
+        found = side_by_side(one_pass, passes) if self.threads else list(map(one_pass, passes))
+        if len(rows) == 0:
+            return synthetic, apart
+        slopes, distances_before = zip(*found, strict=True)
+        apart[rows] = torch.cat(distances_before)
+        return synthetic.moved(rows, torch.cat(slopes), self.learning_rate, self.momentum), apart

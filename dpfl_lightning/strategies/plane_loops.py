@@ -58,10 +58,10 @@ def _pooled(values, width, quarter, z):  # type: ignore[no-untyped-def]
 
 
 @_loops
-def forward(y, scale, shift, constants, width, z, begin, end):  # type: ignore[no-untyped-def]
+def forward(y, scale, shift, constants, width, z, planes):  # type: ignore[no-untyped-def]
     zero, _, quarter, _, _ = constants
     x = np.empty_like(y[0])
-    for plane in range(begin, end):
+    for plane in range(planes):
         _normalise(y[plane], constants, x)
         for k in range(len(x)):
             x[k] = max(scale[plane] * x[k] + shift[plane], zero)
@@ -69,10 +69,10 @@ def forward(y, scale, shift, constants, width, z, begin, end):  # type: ignore[n
 
 
 @_loops
-def first_order(y, scale, shift, dz, constants, width, dy, dscale, dshift, begin, end):  # type: ignore[no-untyped-def]
+def first_order(y, scale, shift, dz, constants, width, dy, dscale, dshift, planes):  # type: ignore[no-untyped-def]
     zero, _, _, inverse, _ = constants
     x, da = np.empty_like(y[0]), np.empty_like(y[0])
-    for plane in range(begin, end):
+    for plane in range(planes):
         r = _normalise(y[plane], constants, x)
         _passed_on(dz[plane], x, scale[plane], shift[plane], width, constants, da)
         sum_da, sum_da_x = zero, zero
@@ -86,10 +86,10 @@ def first_order(y, scale, shift, dz, constants, width, dy, dscale, dshift, begin
 
 
 @_loops
-def second_order(y, scale, shift, dz, u, p, q, constants, width, to_y, to_scale, to_dz, begin, end):  # type: ignore[no-untyped-def]
+def second_order(y, scale, shift, dz, u, p, q, constants, width, to_y, to_scale, to_dz, planes):  # type: ignore[no-untyped-def]
     zero, _, quarter, inverse, _ = constants
     x, da, to_da = np.empty_like(y[0]), np.empty_like(y[0]), np.empty_like(y[0])
-    for plane in range(begin, end):
+    for plane in range(planes):
         s, t = scale[plane], shift[plane]
         r = _normalise(y[plane], constants, x)
         _passed_on(dz[plane], x, s, t, width, constants, da)

@@ -6,9 +6,8 @@ import functools
 import math
 import queue
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +17,7 @@ from torch.linalg import vector_norm
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.fast import cores
 from dpfl_lightning.strategies.noise_weights import weights
+from dpfl_lightning.strategies.server_threads import one_thread_an_operator
 
 _BLOCK = 150_000  # numbers of a matrix that are worked on at once: on a CPU they stay in the caches,
 _COLUMNS = 8192  # and float32 sums over so many columns at most are exact enough
@@ -160,7 +160,7 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
     [0.0, 0.0, 5.0, 0.0, 0.0, 0.0]
     """
     require(workers is None or workers >= 1, "workers", "be >= 1", workers)
-    with _one_thread_an_operator():
+    with one_thread_an_operator():
         matrix, sizes = _prepared(deltas, settings)
         norm = sizes.sum() if settings.mu_norm == "entries" else sizes.max()
         mu = settings.mu_scale * matrix.numel() / (4 * max(float(norm), 1e-150))
@@ -329,14 +329,3 @@ class _Sweep:
     def _product(self, block: Tensor) -> Tensor:
         block = block.double() if self._exact_products else block  # a CPU's blocks are short enough for float32
         return block @ block.T
-
-
-@contextmanager
-def _one_thread_an_operator() -> Iterator[None]:
-    """Small operators gain more from threads side by side than from threads within; and the latter decide bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -13,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data.augmentation import augmented
 from dpfl_lightning.privacy.noise import stream_words
-from dpfl_lightning.strategies.fast_loss import fast_loss
+from dpfl_lightning.strategies.fast_loss import FastLoss
 
 
 def public_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
@@ -74,7 +74,7 @@ def trained_on(module: ClientModule, start: Tensor, records: tuple[Tensor, Tenso
     theta = start.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
-    sample_loss = fast_loss(module)
+    sample_loss = FastLoss(module)
     with _seeded(seed, x.device), torch.enable_grad():
         for epoch in range(how.epochs):
             if how.decayed and epoch == (how.epochs + 1) // 2:

@@ -400,6 +400,11 @@ def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
     assert loop.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * 12 / CLASSES, 1)
     same = PrivacyOptions(noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
     assert torch.equal(images_of(own), images_of(distilled(make_loop, digits(EQUAL), privacy=same)[1]))
+    for drawn, mean_of in ((2, 2), (100, 4)):
+        few, _ = distilled(
+            make_loop, digits(EQUAL), privacy=noise, noise_scale="paper_mean", sampling="fixed", records_per_class=drawn
+        )
+        assert few.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * mean_of, 1)
     exact = get_accountant("gdp").epsilon([GaussianEvent(1.0, 0.01 * 256, 500)], 1e-5)
     assert exact == pytest.approx(74.6, abs=0.06)
     with pytest.raises(UserError, match=r"noise_scale` must be sum here, got 'paper_mean'"):

@@ -9,8 +9,9 @@ from torch import nn
 from dpfl_lightning import models
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.strategies.direct_convolution import DirectConvolution
-from dpfl_lightning.strategies.fast_loss import fast_loss
+from dpfl_lightning.strategies.fast_loss import FastLoss
 from dpfl_lightning.strategies.gradient_matching import Matching, class_by_class, fastest_class_gradients
+from dpfl_lightning.strategies.server_threads import side_by_side
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
@@ -23,9 +24,9 @@ def test_matching_moves_images_as_without_fusion(depth, at_once, distance):
     names = tuple(params)
     images, classes = torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64), torch.arange(3)
     target = {name: torch.randn(3, *params[name].shape, generator=generator, dtype=torch.float64) for name in names}
-    fused = fast_loss(module)
+    fused = FastLoss(module)
     for layer in ("FusedPlanes", "DirectConvolution"):
-        assert layer in str(fused.__self__.net) and layer not in str(module.net)
+        assert layer in str(fused.module.net) and layer not in str(module.net)
     gradients = fastest_class_gradients(fused, params, names, shape) if at_once == "vmap" else class_by_class
     found = [
         Matching(loss, names, distance, 0.1, 0.5, by).slope(images, classes, params, target)
@@ -65,7 +66,7 @@ class OwnConvolution(nn.Conv2d):
 )
 def test_other_layers_are_left_as_they_are(net):
     module = ClientModule(net[1])
-    assert fast_loss(module) == module.sample_loss
+    assert str(FastLoss(module).module) == str(module)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2, "bias": False}])
@@ -94,7 +95,7 @@ def test_a_net_trained_with_faster_layers_is_the_net_trained_without(norm, pooli
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(9, 1, 12, 12, generator=generator, dtype=torch.float64), torch.arange(9) % 3
     ends = []
-    for loss in (fast_loss(module), module.sample_loss):
+    for loss in (FastLoss(module), module.sample_loss):
         theta = module.flat.requires_grad_()
         for _ in range(3):
             (slope,) = torch.autograd.grad(loss(module.unflatten(theta), x, y).mean(), theta)
@@ -111,4 +112,14 @@ def test_a_module_with_a_loss_of_its_own_keeps_it():
 
     module = Doubled(nn.Sequential(*layers(3), nn.Flatten(), nn.Linear(12, 2)))
     x, y, params = torch.randn(5, 3, 4, 4), torch.tensor([0, 1, 1, 0, 1]), module.unflatten(module.flat)
-    torch.testing.assert_close(fast_loss(module)(params, x, y), module.sample_loss(params, x, y))
+    torch.testing.assert_close(FastLoss(module)(params, x, y), module.sample_loss(params, x, y))
+
+
+def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
+    module = ClientModule(models.build("convnet", (1, 12, 12), 3, width=4, depth=2))
+    loss, x, y = FastLoss(module), torch.randn(5, 1, 12, 12), torch.tensor([0, 1, 2, 0, 1])
+    starts = [factor * module.flat for factor in torch.linspace(0.5, 1.5, 40)]
+    expected = [loss(module.unflatten(start), x, y) for start in starts]
+    found = side_by_side(lambda start: loss(module.unflatten(start), x, y), starts)
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(module.flat, starts[0] / 0.5)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.func import grad, vmap
 
 from dpfl_lightning.strategies import fused_planes, plane_loops
-from dpfl_lightning.strategies.fused_planes import as_torch, norm_relu_pool
+from dpfl_lightning.strategies.fused_planes import FusedPlanes, as_torch, norm_relu_pool
 
 EPS = 1e-5
 SHAPES = [(6, 5, 4), (2, 3, 8, 8), (4, 2, 2), (1, 7, 7), (2, 2, 3, 3, 2)]
@@ -34,7 +35,6 @@ def test_both_orders_of_derivatives_are_those_of_finite_differences(shape):
 
 def test_a_finite_difference_finds_a_wrong_second_derivative(monkeypatch):
     right = plane_loops.second_order
-    norm_relu_pool(*some_planes((2, 4, 4)), EPS)  # compiled and compared before
 
     def wrong(*arguments):
         right(*arguments)
@@ -55,7 +55,7 @@ def test_loops_that_do_not_reproduce_torchs_numbers_are_not_used(monkeypatch):
     monkeypatch.setattr(plane_loops, "forward", wrong)
     fused_planes._held_to_torch.cache_clear()
     with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
-        norm_relu_pool(*some_planes((2, 4, 4)), EPS)
+        FusedPlanes(nn.GroupNorm(2, 2))
     fused_planes._held_to_torch.cache_clear()
 
 
@@ -71,14 +71,6 @@ def test_a_plane_of_one_value_and_a_scale_of_zero_are_as_in_torch():
         torch.testing.assert_close(ours, theirs)
     no_planes = [one.detach()[:0].requires_grad_() for one in (y, scale, shift)]
     assert norm_relu_pool(*no_planes, EPS).shape == (0, 2, 2)
-
-
-def test_planes_beside_each_other_do_not_touch_whatever_thread_has_them(monkeypatch):
-    planes = [one.detach() for one in some_planes((40, 6, 6))]
-    expected = norm_relu_pool(*planes, EPS)
-    monkeypatch.setattr(fused_planes, "_PLANES_A_PART", 3)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    assert torch.equal(norm_relu_pool(*planes, EPS), expected)
 
 
 def test_vmap_is_one_more_dimension_of_planes():

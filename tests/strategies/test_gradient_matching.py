@@ -24,7 +24,6 @@ from dpfl_lightning.strategies.gradient_matching import (
     coordinate_median,
     distances,
     fastest_class_gradients,
-    images_at_once,
     matched_names,
     noise_aware_rows,
     num_rows,
@@ -300,24 +299,18 @@ def test_one_joint_step_is_a_step_of_each_class_with_torchs_sgd(steps, monkeypat
     assert not torch.allclose(now.images, start.images, atol=1e-2)
 
 
-def test_a_pass_takes_as_many_images_as_caches_hold():
-    """Twice as wide a net keeps twice as much of an image; small nets take as many as any pass may."""
-    counts = []
-    for width in (8, 64, 128):
-        module = ClientModule(models.build("convnet", (1, 28, 28), 10, width=width))
-        counts.append(images_at_once(module.sample_loss, module.named_trainable, (1, 28, 28)))
-    assert counts[0] == 128 and 10 < counts[2] < counts[1] < 128
-    assert counts[1] == pytest.approx(2 * counts[2], abs=2)
-
-
-def test_few_images_at_a_time_move_as_all_at_once():
+@pytest.mark.parametrize("threads", [False, True])
+@pytest.mark.parametrize("at_once", [1, 5])
+def test_passes_of_few_classes_side_by_side_or_not_move_as_all_at_once(threads, at_once):
     torch.manual_seed(0)
     module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=4, depth=2))
     names = matched_names({name: tuple(p.shape) for name, p in module.named_trainable.items()}, "layerwise_cosine")
     target, start = some_target(module, names), SyntheticSet.of_noise(3, 2, (1, 8, 8), torch.Generator().manual_seed(0))
     matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once)
     everything = matching.step(start, module.named_trainable, target, torch.ones(3, dtype=torch.bool))
-    few = dataclasses.replace(matching, at_once=2).step(
+    apart = Matching.of(module, names, (1, 8, 8), "layerwise_cosine", learning_rate=0.1, momentum=0.5)
+    assert apart.threads and apart.at_once == 1
+    few = dataclasses.replace(apart, at_once=at_once, threads=threads).step(
         start, module.named_trainable, target, torch.ones(3, dtype=torch.bool)
     )
     torch.testing.assert_close(few[0].images, everything[0].images)
