@@ -18,6 +18,7 @@ from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
@@ -94,7 +95,7 @@ class Spy(ServerCallback):
         self._told.append(report.told)
 
 
-def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, **options):
+def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, engine=None, **options):
     """A finished run, its strategy."""
     own = Distillation(**{**SMALL, **options})
     population = digits(UNEQUAL) if population is None else population
@@ -108,6 +109,7 @@ def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net
         privacy=privacy,
         rounds=rounds,
         evaluate_every=rounds,
+        **({} if engine is None else {"engine": ENGINES[engine]()}),
     )
     loop.run()
     return loop, own
@@ -392,6 +394,15 @@ def test_with_a_public_divisor_the_target_has_the_scale_of_a_class_mean(make_loo
     params = loop.module.unflatten(loop.module.flat)
     loop.run()
     torch.testing.assert_close(own.kept[0][0], torch.stack(class_means(population, params)), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
+def test_every_engine_leads_to_the_same_set(make_loop, engine):
+    """Also where a module has been through a Trainer, or holds a task: the server's nets are copies of it."""
+    ours, theirs = (
+        images_of(distilled(make_loop, digits(UNEQUAL), privacy=private(), engine=one)[1]) for one in (engine, "serial")
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
