@@ -316,7 +316,7 @@ class FederatedLoop:
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
         self.training_seconds, self.told = saved["training_seconds"], saved["told"]
         self.noise_std = dict(saved["noise_std"])
-        self.saved_at, self.snapshot = time.perf_counter(), saved
+        self.saved_at, self.snapshot = time.perf_counter(), dict(saved)
         self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
         return state

@@ -111,13 +111,8 @@ class RunFolder:
         """The run's ledger: a new one, or, given a checkpoint, the one that was written until then.
 
         Raises:
-            UserError: it is not; or the checkpoint does not say how far the ledger went.
+            UserError: it is not.
         """
-        if saved is not None and "ledger" not in saved:
-            raise UserError(
-                f"`{self.checkpoint}` must say how far the ledger went, got one from an older version of this program. "
-                "What was spent stands in the ledger beside it; start a new run in another --output_dir."
-            )
         return Ledger(self.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
 
     def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
@@ -127,10 +122,10 @@ class RunFolder:
         """The last complete round.
 
         Raises:
-            UserError: the file is damaged.
+            UserError: the file is damaged; later, where something is asked of it that it does not hold.
         """
         try:
-            return torch.load(self.checkpoint, map_location=device, weights_only=True)
+            return _Checkpoint(self.checkpoint, torch.load(self.checkpoint, map_location=device, weights_only=True))
         except (RuntimeError, EOFError, pickle.UnpicklingError):
             raise UserError(
                 f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. "
@@ -150,6 +145,18 @@ class RunFolder:
             state.update({name: value.cpu().clone() for name, value in module.unflatten(model).items()})
             name = "model.pt" if len(delivered.models) == 1 else f"model_{row}.pt"
             write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
+
+
+class _Checkpoint(dict[str, Any]):
+    def __init__(self, path: Path, held: Mapping[str, Any]) -> None:
+        super().__init__(held)
+        self._path = path
+
+    def __missing__(self, name: str) -> Any:
+        raise UserError(
+            f"`{self._path}` must hold {name!r}, got one from another version of this program. "
+            "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+        )
 
 
 def write_atomically(path: Path, write: Any, private: bool = False) -> Path:

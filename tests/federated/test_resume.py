@@ -140,13 +140,14 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
-def test_a_checkpoint_of_an_older_version_is_one_sentence(make_loop):
+@pytest.mark.parametrize("name", ["ledger", "models", "told"])
+def test_a_checkpoint_of_another_version_is_one_sentence(make_loop, name):
     loop = make_loop(rounds=1)
     loop.run()
     saved = torch.load(loop.folder.checkpoint, weights_only=True)
-    del saved["ledger"]
+    del saved[name]
     torch.save(saved, loop.folder.checkpoint)
-    with pytest.raises(UserError, match="must say how far the ledger went, got one from an older version"):
+    with pytest.raises(UserError, match=f"must hold '{name}', got one from another version"):
         make_loop(rounds=1, output_dir=loop.output_dir).run(resume=True)
 
 
