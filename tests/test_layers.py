@@ -94,7 +94,7 @@ ONLY_IN = {
     "matplotlib": {"figures.py"},
     "optuna": {"search/study.py"},
     "numba": {"privacy/windows.py", "strategies/plane_loops.py"},
-    "llvmlite": {"privacy/windows.py", "strategies/plane_loops.py"},
+    "llvmlite": {"privacy/windows.py"},
     "opacus": {
         "privacy/accountant.py",
         "privacy/prv.py",

@@ -25,6 +25,7 @@ from dpfl_lightning.privacy.ledger_file import Head, Header
 from dpfl_lightning.privacy.noise import new_noise_key
 
 _GIVEN, _DESTROYED = "given", "destroyed"
+_WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
 
 
 class RunFolder:
@@ -128,8 +129,7 @@ class RunFolder:
             return _Checkpoint(self.checkpoint, torch.load(self.checkpoint, map_location=device, weights_only=True))
         except (RuntimeError, EOFError, pickle.UnpicklingError):
             raise UserError(
-                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. "
-                "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. {_WAY_OUT}"
             ) from None
 
     def save_json(self, name: str, content: object, private: bool = False) -> Path:
@@ -153,10 +153,7 @@ class _Checkpoint(dict[str, Any]):
         self._path = path
 
     def __missing__(self, name: str) -> Any:
-        raise UserError(
-            f"`{self._path}` must hold {name!r}, got one from another version of this program. "
-            "What was spent stands in the ledger beside it; start a new run in another --output_dir."
-        )
+        raise UserError(f"`{self._path}` must hold {name!r}, got one from another version of this program. {_WAY_OUT}")
 
 
 def write_atomically(path: Path, write: Any, private: bool = False) -> Path:

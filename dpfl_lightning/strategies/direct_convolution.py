@@ -6,12 +6,13 @@ convolution with the output's gradient for a kernel, as large as the image: the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+_X, _KERNEL, _DY = range(3)
 
 
 class DirectConvolution(nn.Module):
@@ -23,7 +24,7 @@ class DirectConvolution(nn.Module):
         self.geometry = (list(layer.stride), list(layer.padding), list(layer.dilation), layer.groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Forward.apply(x, self.weight, self.geometry)
+        y = _Slope.apply(_DY, self.geometry, x, self.weight, None)
         return y if self.bias is None else y + self.bias[:, None, None]
 
 
@@ -32,80 +33,32 @@ def takes(layer: nn.Conv2d) -> bool:
     return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
-def _convolution(x: Tensor, weight: Tensor, geometry: Any) -> Tensor:
-    return F.conv2d(x, weight, None, *geometry)
-
-
-def _gradients(x: Tensor, weight: Tensor, dy: Tensor, geometry: Any, wanted: Sequence[bool]) -> tuple[Any, Any]:
-    """Of the input and of the kernel, each if wanted."""
-    stride, padding, dilation, groups = geometry
-    found = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, stride, padding, dilation, False, [0, 0], groups, [*wanted, False]
-    )
-    return found[0], found[1]
-
-
-class _Forward(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, geometry: Any) -> Tensor:
-        return _convolution(x, weight, geometry)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.geometry = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        dx = _InputGradient.apply(x, weight, dy, ctx.geometry) if ctx.needs_input_grad[0] else None
-        dw = _KernelGradient.apply(x, weight, dy, ctx.geometry) if ctx.needs_input_grad[1] else None
-        return dx, dw, None
-
-
-class _InputGradient(torch.autograd.Function):
-    """Linear in the kernel and in dy; of x only the shape counts."""
+class _Slope(torch.autograd.Function):
+    """The slope of `<dy, convolution of x with the kernel>` along one of the three, of which only the shape counts:
+    along dy that is the convolution itself. It is linear in the two others, so its own slopes are of the same kind."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor, dy: Tensor, geometry: Any) -> Tensor:
-        return _gradients(x, weight, dy, geometry, (True, False))[0]
+    def forward(along: int, geometry: Any, x: Tensor, weight: Tensor, dy: Tensor | None) -> Tensor:
+        if along == _DY:
+            return F.conv2d(x, weight, None, *geometry)
+        stride, padding, dilation, groups = geometry
+        wanted = [along == _X, along == _KERNEL, False]
+        return torch.ops.aten.convolution_backward(
+            dy, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted
+        )[along]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, weight, dy, ctx.geometry = inputs
-        ctx.save_for_backward(weight, dy)
+        ctx.along, ctx.geometry, *three = inputs
+        three[ctx.along] = None
+        ctx.save_for_backward(*three)
 
     @staticmethod
     def backward(ctx: Any, slope: Tensor) -> Any:
-        weight, dy = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        to_weight = _KernelGradient.apply(slope, weight, dy, ctx.geometry) if wanted[1] else None
-        to_dy = _Forward.apply(slope, weight, ctx.geometry) if wanted[2] else None
-        return None, to_weight, to_dy, None
-
-
-class _KernelGradient(torch.autograd.Function):
-    """Linear in x and in dy; of the kernel only the shape counts."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, weight: Tensor, dy: Tensor, geometry: Any) -> Tensor:
-        return _gradients(x, weight, dy, geometry, (False, True))[1]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, _, dy, ctx.geometry = inputs
-        ctx.save_for_backward(x, dy)
-
-    @staticmethod
-    def backward(ctx: Any, slope: Tensor) -> Any:
-        x, dy = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
-        to_x = _InputGradient.apply(x, slope, dy, ctx.geometry) if wanted[0] else None
-        to_dy = _Forward.apply(x, slope, ctx.geometry) if wanted[2] else None
-        return to_x, None, to_dy, None
+        three = list(ctx.saved_tensors)
+        three[ctx.along] = slope
+        wanted = [which != ctx.along and ctx.needs_input_grad[2 + which] for which in (_X, _KERNEL, _DY)]
+        found = [_Slope.apply(which, ctx.geometry, *three) if want else None for which, want in enumerate(wanted)]
+        return None, None, *found
