@@ -90,7 +90,7 @@ ALLOWED = {
 }
 COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}
 ONLY_IN = {
-    "mlflow": {"tracking.py"},
+    "mlflow": {"tracking/store.py"},
     "matplotlib": {"figures.py"},
     "optuna": {"search/study.py"},
     "numba": {"privacy/windows.py", "strategies/plane_loops.py"},

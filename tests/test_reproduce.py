@@ -116,7 +116,7 @@ def test_a_cell_that_fails_is_status_1_and_told_at_the_end(capsys, places):
 
 
 def test_everything_is_tracked_in_one_experiment(places, tmp_path):
-    from dpfl_lightning.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient
 
     store = f"sqlite:///{tmp_path}/mlflow.db"
     assert main([*EXAMPLE, *places, "--tracking.uri", store]) == 0
@@ -138,7 +138,7 @@ def test_everything_is_tracked_in_one_experiment(places, tmp_path):
 
 
 def test_a_figure_is_tracked(places, tmp_path):
-    from dpfl_lightning.tracking import MlflowClient
+    from mlflow.tracking import MlflowClient
 
     store = f"sqlite:///{tmp_path}/mlflow.db"
     assert main(["noise_aware.figure8", *places, "--tracking.uri", store]) == 0

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from mlflow.tracking import MlflowClient
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.config import load
@@ -23,7 +24,6 @@ from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import set_text, total_cost
 from dpfl_lightning.sweep import main as sweep
-from dpfl_lightning.tracking import MlflowClient
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
 FILES = sorted(SWEEPS.glob("*.yaml"))

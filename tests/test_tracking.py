@@ -14,6 +14,7 @@ import pytest
 import torch
 from fakes import a_report, a_result, a_view
 from matplotlib.figure import Figure
+from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
@@ -22,7 +23,7 @@ from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.state import Sketch
 from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.tracking import MlflowClient, Tracking, how_to_open, log_report, store_uri
+from dpfl_lightning.tracking import Tracking, how_to_open, log_report, store_uri
 
 SECRET = "0123456789abcdef0123456789abcdef"
 
@@ -186,8 +187,8 @@ def test_one_write_a_round(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
     writes = []
-    real = tracking._client.log_batch
-    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
+    real = tracking.store.client.log_batch
+    monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     for round in (1, 2, 3):
         tracking._send_at = 0.0  # rounds that take long
         tracking.on_round_end(view, a_report(view, round))
@@ -198,8 +199,8 @@ def test_what_strategies_tell_goes_into_the_same_write(store, experiment, folder
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
     writes = []
-    real = tracking._client.log_batch
-    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
+    real = tracking.store.client.log_batch
+    monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     told = {"weight": torch.tensor([0.25, math.nan, 0.75]), "effective_clients": 1.6}
     tracking.on_round_end(view, a_report(view, 1, told=told))
     assert len(writes) == 1
@@ -282,8 +283,8 @@ def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, 
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
     writes = []
-    real = tracking._client.log_batch
-    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
+    real = tracking.store.client.log_batch
+    monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     for round in range(1, 11):
         tracking.on_round_end(view, a_report(view, round))
     assert len(writes) < 5
@@ -429,7 +430,7 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(sto
 
     assert tracking._send_at == 0.0
     with monkeypatch.context() as patch:
-        patch.setattr(tracking._client, "log_batch", broken)
+        patch.setattr(tracking.store.client, "log_batch", broken)
         with pytest.warns(UserWarning, match="training goes on.*gone") as warned:
             for round in (1, 2, 3):
                 tracking.on_round_end(view, a_report(view, round))
@@ -446,7 +447,7 @@ def test_what_was_not_tracked_is_said_at_the_end(store, experiment, folder, monk
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
     tracking.on_round_end(view, a_report(view, 1))
-    monkeypatch.setattr(tracking._client, "log_batch", lambda *args, **options: 1 / 0)
+    monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning) as warned:
         tracking.on_round_end(view, a_report(view, 2))
         tracking.on_run_end(view, a_result(view))
@@ -457,7 +458,7 @@ def test_what_was_not_tracked_is_said_at_the_end(store, experiment, folder, monk
 
 def test_files_that_cannot_be_sent_leave_the_status(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    monkeypatch.setattr(tracking._client, "log_artifact", lambda *args: 1 / 0)
+    monkeypatch.setattr(tracking.store.client, "log_artifact", lambda *args: 1 / 0)
     with pytest.warns(UserWarning) as warned:
         play(tracking, view, [1])
     assert "did not get: some files and figures" in str(warned[-1].message)
