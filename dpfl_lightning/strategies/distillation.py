@@ -5,15 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import dpfl_lightning
-from dpfl_lightning.data.augmentation import OPERATIONS, ClassAugmentation
-from dpfl_lightning.errors import UserNotice, nearest, require
+from dpfl_lightning.data.augmentation import ClassAugmentation
+from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.state import (
@@ -28,8 +28,8 @@ from dpfl_lightning.federated.state import (
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS, KEY, loops, participants, switches
 from dpfl_lightning.strategies.gradient_matching import (
-    MATCHINGS,
     Matching,
     SyntheticSet,
     coordinate_median,
@@ -46,50 +46,7 @@ from dpfl_lightning.strategies.server_training import (
 
 PURPOSE = "class_gradients"
 
-_KEY = "strategies.distillation"
 _COUNTS = 2  # columns beside a block: records drawn, records held
-AUGMENTATIONS: dict[str, tuple[str, ...]] = {
-    "none": (),
-    "dsa": tuple(OPERATIONS),
-    "dsa_without_flip": tuple(name for name in OPERATIONS if name != "flip"),
-}
-_CHOICES: dict[str, Iterable[str]] = {
-    "mode": ("default", "paper_literal"),
-    "matching": MATCHINGS,
-    "row_weights": ("equal", "noise_aware"),
-    "augmentation": AUGMENTATIONS,
-    "net_update": ("synthetic", "aggregate"),
-    "aggregation": ("sampled", "uniform", "class_count", "median", "by_base_rule"),
-    "sampling": ("full", "poisson", "fixed"),
-    "noise_scale": ("sum", "paper_mean"),
-}
-#: what an option that is left out is, by mode; None: see `Distillation`
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "default": {"aggregation": "sampled", "sampling": None, "reinit_every": None},
-    "paper_literal": {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0},
-}
-#: images per class -> (rounds from one initialisation to the next, epochs on the set after a round)
-_LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
-
-
-def loops(images_per_class: int) -> tuple[int, int]:
-    """The condensation paper's loops: rounds from one initialisation to the next, epochs on the set after a round.
-
-    A number that its code does not know takes those of the next larger one, and above 50 those of 50.
-
-    >>> loops(1), loops(10), loops(12), loops(100)
-    ((1, 1), (10, 50), (20, 25), (50, 10))
-    """
-    return _LOOPS[min((known for known in _LOOPS if known >= images_per_class), default=50)]
-
-
-def participants(num_clients: int, fraction: float) -> int:
-    """Clients of a round: the fraction of all, a half rounded up, at least one.
-
-    >>> participants(5, 0.5), participants(20, 0.5), participants(3, 0.1)
-    (3, 10, 1)
-    """
-    return max(1, math.floor(fraction * num_clients + 0.5))
 
 
 def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
@@ -185,11 +142,8 @@ class Distillation(ServerCallback):
         evaluation_epochs: int = 300,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
-        require(mode in _DEFAULTS, f"{_KEY}.mode", f"be one of {', '.join(_DEFAULTS)}", mode, nearest(mode, _DEFAULTS))
-        given |= {name: value for name, value in _DEFAULTS[mode].items() if given[name] is None}
-        _check(given)
+        self._switches = given = switches(given)
         every, epochs = loops(images_per_class)
-        self._switches = given
         self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
         augmentations = AUGMENTATIONS[augmentation]
         self._between = Training(
@@ -224,7 +178,7 @@ class Distillation(ServerCallback):
             )
         must = "not be class_count where clients add noise: how many records of a class they have is private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
-        require(allowed, f"{_KEY}.aggregation", must, self._switches["aggregation"])
+        require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
         rounds_of = [0] * view.facts.num_clients
         for round in range(1, schedule.rounds + 1):
             for client in self._cohort(view, round):
@@ -255,7 +209,7 @@ class Distillation(ServerCallback):
         if self._switches["noise_scale"] == "sum":
             return noise_multiplier
         advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
-        require(noise_multiplier is not None, f"{_KEY}.noise_scale", "be sum here", "paper_mean", advice)
+        require(noise_multiplier is not None, f"{KEY}.noise_scale", "be sum here", "paper_mean", advice)
         return noise_multiplier * expected_records  # type: ignore[operator]
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
@@ -312,7 +266,7 @@ class Distillation(ServerCallback):
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
         must = "stand alone among strategies that make several models"
-        require(len(weights) == 1, _KEY, must, f"{len(weights)} models")
+        require(len(weights) == 1, KEY, must, f"{len(weights)} models")
         divisors, noise_std = (
             torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates, view), updates.noise_std)
         )
@@ -466,45 +420,16 @@ class Distillation(ServerCallback):
     def _check_population(self, view: View) -> None:
         facts, own = view.facts, self._switches
         classes = facts.num_classes
-        require(classes >= 2, _KEY, "have records of classes", f"{classes} class", "A regression has none.")
+        require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has none.")
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are no images."
         must = "be none for these data"
-        require(image or own["augmentation"] == "none", f"{_KEY}.augmentation", must, own["augmentation"], advice)
+        require(image or own["augmentation"] == "none", f"{KEY}.augmentation", must, own["augmentation"], advice)
         must = "be empty: a net that the server trains by itself has no clients' own parameters"
         require(not view.module.personal, "personal", must, view.module.personal)
         size = participants(facts.num_clients, own["participation_fraction"])
         must = f"be at most the {size} clients of a round"
         advice = "A gradient of few clients' records gives them away; raise clients.count or participation_fraction."
-        require(own["min_participants"] <= size, f"{_KEY}.min_participants", must, own["min_participants"], advice)
-
-
-def _check(given: Mapping[str, Any]) -> None:
-    """Every option by itself, and those that exclude each other."""
-    for name, choices in _CHOICES.items():
-        value, known = given[name], list(choices)
-        ok = value in known or (value is None and name == "sampling")
-        require(ok, f"{_KEY}.{name}", f"be one of {', '.join(known)}", value, nearest(str(value), known))
-    for name, least in (
-        ("images_per_class", 1),
-        ("image_steps", 1),
-        ("reinit_every", 0),
-        ("net_epochs", 0),
-        ("records_per_class", 1),
-        ("min_participants", 1),
-        ("min_records_per_target", 1),
-        ("evaluation_epochs", 1),
-    ):
-        require(given[name] is None or given[name] >= least, f"{_KEY}.{name}", f"be >= {least}", given[name])
-    for name in ("image_learning_rate", "net_learning_rate"):
-        require(0 < given[name] < math.inf, f"{_KEY}.{name}", "be above 0", given[name])
-    require(0 <= given["image_momentum"] < 1, f"{_KEY}.image_momentum", "be in [0, 1)", given["image_momentum"])
-    fraction = given["participation_fraction"]
-    require(0 < fraction <= 1, f"{_KEY}.participation_fraction", "be in (0, 1]", fraction)
-    rows = given["row_weights"] == "equal" or (
-        given["matching"] == "layerwise_cosine" and given["aggregation"] != "median"
-    )
-    must = "be equal unless matching is layerwise_cosine and the target is a mean"
-    require(rows, f"{_KEY}.row_weights", must, given["row_weights"])
+        require(own["min_participants"] <= size, f"{KEY}.min_participants", must, own["min_participants"], advice)
 
 
 def _is_noised(own: ClientSchedule) -> bool:

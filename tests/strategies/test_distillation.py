@@ -23,7 +23,8 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.distillation import PURPOSE, Distillation, loops, mean_of_holders
+from dpfl_lightning.strategies.distillation import PURPOSE, Distillation, mean_of_holders
+from dpfl_lightning.strategies.distillation_options import loops
 from dpfl_lightning.strategies.gradient_matching import matched_names
 from dpfl_lightning.strategies.server_training import public_generator, torch_seed
 from dpfl_lightning.strategies.uniform import Uniform

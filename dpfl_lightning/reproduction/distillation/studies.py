@@ -38,7 +38,7 @@ from dpfl_lightning.reproduction.distillation.baselines import (
 from dpfl_lightning.reproduction.distillation.settings import LOCAL_CLIENTS, NETWORKS
 from dpfl_lightning.reproduction.recorder import Recorder
 from dpfl_lightning.reproduction.run import Making
-from dpfl_lightning.strategies.distillation import AUGMENTATIONS
+from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS
 from dpfl_lightning.strategies.server_training import Training, public_generator, torch_seed, trained_on
 
 Held = dict[str, Any]
