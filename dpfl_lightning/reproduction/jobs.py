@@ -60,7 +60,7 @@ def _process(cell: Cell, work: Work, share: Sequence[str]) -> str:
     command = [sys.executable, "-m", "dpfl_lightning.reproduce", *only(cell), *flags, *["--again"] * work.again]
     with open(log, "w") as file:
         done = subprocess.run([*command, *share, *work.free], stdout=file, stderr=subprocess.STDOUT)
-    return "" if done.returncode == 0 else f"{_last_line(log)} (all of it in {log})"
+    return "" if done.returncode == 0 else f"{_last_line(log).removeprefix(f'not made: {cell}: ')} (all of it in {log})"
 
 
 def _last_line(log: Path) -> str:

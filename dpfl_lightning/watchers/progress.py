@@ -55,7 +55,8 @@ class Progress(ServerCallback):
         self._say(_frame(view))
         self._say(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
-            self._say(f"Going on from round {run.first_round} of {run.rounds}.")
+            on = f"Going on from round {run.first_round} of {run.rounds}."
+            self._say(on if run.first_round <= run.rounds else "No round is left.")
         self._table(_plan_columns(view))
         self._begun, self._first = time.monotonic(), run.first_round
         if self._live:

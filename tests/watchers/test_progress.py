@@ -71,6 +71,11 @@ def test_a_resumed_run_says_where_it_goes_on(paper, tmp_path):
     assert "Going on from round 4 of 10" in printed(paper)
 
 
+def test_a_finished_run_has_no_round_left(paper, tmp_path):
+    Progress(paper).on_run_start(a_view(tmp_path, first_round=11))
+    assert "No round is left." in printed(paper)
+
+
 def test_an_unknown_time_is_said_to_be_unknown(paper, tmp_path):
     Progress(paper).on_run_start(a_view(tmp_path, estimated_seconds=math.nan))
     assert "estimated time: unknown" in printed(paper)

@@ -155,6 +155,37 @@ def _training(options: Mapping[str, Any]) -> Training:
     return dataclasses.replace(ON_A_SET, epochs=_AUGMENTED_EPOCHS, augmentations=augmentations)
 
 
+# ---- what gradients give away
+
+
+def given_away(making: Making) -> Held:
+    """How like a client's own records the images are that the server makes of its gradients.
+
+    Values: over the classes that the client has, the mean correlation of a class's image with the nearest record of
+    that class: the client's (`own`), and as many of the test set's, which the server has never had to do with
+    (`strangers`).
+    """
+    recorder = RunRecorder()
+    result = making.run([recorder])
+    population = population_of(making)
+    known = population.test_records()
+    assert known is not None  # for mypy: Fashion-MNIST has a test set
+    images, labels = (one.to(population.x.device) for one in DistilledSet.load(result.output_dir).records)
+    rows, (others, classes) = population.train_of[0], known
+    own, strangers = [], []
+    for label in population.y[rows].unique():
+        image, mine = images[labels == label], population.x[rows[population.y[rows] == label]]
+        own.append(_nearest(image, mine))
+        strangers.append(_nearest(image, others[classes == label][: len(mine)]))
+    return _held(result, recorder, {"own": fmean(own), "strangers": fmean(strangers)})
+
+
+def _nearest(image: Tensor, records: Tensor) -> float:
+    """The largest correlation of one image with a record."""
+    image, records = (one.flatten(1) - one.flatten(1).mean(dim=1, keepdim=True) for one in (image, records))
+    return float((nn.functional.normalize(image) @ nn.functional.normalize(records).T).max())
+
+
 # ---- searches: which of many nets or hyperparameters is best
 
 #: passes of a candidate net over the set

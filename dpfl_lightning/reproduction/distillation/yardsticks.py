@@ -65,6 +65,38 @@ BASELINES = Experiment(
 )
 
 
+# ---- by size
+
+_SIZES = (1, 10, 20, 50)
+_SIZED = {
+    "ten_steps": Row("DistDD, ten image steps a release", "test_accuracy"),
+    "random": Row("as many random real records", "test_accuracy"),
+}
+
+
+def _size_words(row: str, column: str, scale: str) -> list[str]:
+    images = int(column.removeprefix("ipc"))
+    own = distillation("small", CLIENTS, **TEN, images_per_class=images)
+    return as_words({**population("fashion_mnist", CLIENTS, 1.0), **own})
+
+
+SIZES = Experiment(
+    name="distillation.sizes",
+    title="What a set is worth by its size, in the setting of distillation.baselines at Dirichlet 1",
+    shows=TEST,
+    rows=_SIZED,
+    columns={
+        f"ipc{images}": Column(f"{images} a class", *(("alpha1", BASELINES.name) if images == 10 else ()))
+        for images in _SIZES
+    },
+    cells={
+        "ten_steps": Training(_size_words, study=DISTILLED),
+        "random": Training(_size_words, study=study("random_records")),
+    },
+    scales={"small": "100 rounds, ConvNet of width 32, at most 64 records a class and client"},
+    minutes={"small": 14},
+)
+
 # ---- with privacy
 
 _BUDGET = {"privacy.epsilon": 8.0, "privacy.delta": 1e-5, "privacy.clip_norm": 1.0}
@@ -108,4 +140,57 @@ PRIVATE = Experiment(
     ),
 )
 
-YARDSTICKS = (BASELINES, PRIVATE)
+
+# ---- what gradients give away
+
+_FEW = (10, 100, 1000)
+_NETS: dict[str, tuple[str, dict[str, Any]]] = {
+    "logistic": ("logistic regression", {"model": {"name": "logistic"}}),
+    "convnet": ("ConvNet", net("small")),
+}
+_STEPS = 500
+
+
+def _inversion_words(row: str, column: str, scale: str) -> list[str]:
+    records = row.removesuffix("_private").removeprefix("records")
+    alone = {"min_participants": 1, "min_records_per_target": 1, "images_per_class": 1, "image_steps": _STEPS}
+    own = {**alone, "net_epochs": 0, "evaluation_epochs": 1, "sampling": "full"}
+    return as_words(
+        {
+            "data.name": "fashion_mnist",
+            "data.records_per_client": int(records),
+            "data.partition.name": "stratified",
+            "clients.count": 1,
+            "clients.batch_size": None,
+            "rounds": 1,
+            "strategies": {"distillation": own},
+            **(_BUDGET if row.endswith("_private") else {"privacy": None}),
+            **_NETS[column][1],
+        }
+    )
+
+
+_GIVEN = {f"records{count}": f"{count:,} records, without noise" for count in _FEW} | {
+    "records10_private": "10 records, epsilon 8"
+}
+INVERSION = Experiment(
+    name="distillation.inversion",
+    title="What one round of class gradients gives away: one client, a tenth of its records of each class on average",
+    shows="correlation of the server's image of a class with the nearest record, mean over classes",
+    rows={
+        f"{cell}_{value}": Row(f"{title}: nearest {of}", value, cell)
+        for cell, title in _GIVEN.items()
+        for value, of in {"own": "of its own", "strangers": "of as many strangers"}.items()
+    },
+    columns={name: Column(title) for name, (title, _) in _NETS.items()},
+    cells=dict.fromkeys(_GIVEN, Training(_inversion_words, study=study("given_away"))),
+    scales={"small": f"one round, one image a class, {_STEPS} image steps"},
+    minutes={"small": 0.3},
+    notes=(
+        "The server does here what it always does, for one participant whom distillation refuses unless "
+        "`min_participants` and `min_records_per_target` are set to 1. Strangers are test records of the same class.",
+        "With the privacy of epsilon 8 at delta 1e-5 the images are like nobody.",
+    ),
+)
+
+YARDSTICKS = (BASELINES, SIZES, PRIVATE, INVERSION)

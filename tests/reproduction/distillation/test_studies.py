@@ -126,6 +126,20 @@ def test_with_privacy_the_budget_holds(work):
         assert "differential privacy" in held["guarantee"] and held["values"]["gigabytes"] > 0
 
 
+def test_few_records_are_given_away_unless_there_is_noise(work):
+    data = {"data.name": "digits"}
+    plain, private = (made(work, "inversion", row, "logistic", data) for row in ("records10", "records10_private"))
+    assert plain["values"]["own"] > plain["values"]["strangers"] + 0.05 and plain["values"]["own"] > 0.8
+    assert abs(private["values"]["own"]) < 0.4 and private["epsilon_max"] <= 8 + 1e-6
+
+
+def test_the_nearest_record_is_that_of_the_largest_correlation():
+    image = torch.tensor([[[1.0, 2.0, 4.0]]])
+    records = torch.tensor([[[4.0, 2.0, 1.0]], [[10.0, 12.0, 16.0]], [[0.0, 1.0, 0.0]]])
+    assert studies._nearest(image, records) == pytest.approx(1.0)
+    assert studies._nearest(image, records[:1]) == pytest.approx(-39 / 42)
+
+
 def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys):
     """Every scorer's cell by itself; the set is made once, by the first that needs it, and kept."""
     flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
