@@ -17,8 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
-import yaml
-
 from dpfl_lightning.errors import UserError, nearest, require
 from dpfl_lightning.options import (
     MAY_BE_NULL,
@@ -31,6 +29,7 @@ from dpfl_lightning.options import (
     nearest_key,
     to_dict,
 )
+from dpfl_lightning.yaml_text import dump, parse_yaml, read_yaml
 
 if TYPE_CHECKING:
     import jsonargparse
@@ -85,14 +84,14 @@ def load(
     path = flags.config or chosen
     source = _Source()
     if path:
-        raw = _read_yaml(path)
+        raw = read_yaml(path)
         if own is not None and isinstance(raw, Mapping):
             own.put_all(raw.get(own.name), f"in {path}")
             raw = {name: value for name, value in raw.items() if name != own.name}
         source.put_all(raw, path, f"in {path}")
     for key, text in overrides:
         if own is not None and key.partition(".")[0] == own.name:
-            own.put(key, _parse_yaml(text, f"--{key}"), "on the command line")
+            own.put(key, parse_yaml(text, f"--{key}"), "on the command line")
         else:
             source.put(key, _value(key, text), "on the command line")
     options = source.options()
@@ -171,11 +170,6 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
 def to_yaml(options: Options) -> str:
     """The resolved configuration as YAML that `load` reads back, without the noise key."""
     return dump(to_dict(options))
-
-
-def dump(raw: Mapping[str, Any]) -> str:
-    """A nested mapping of keys as YAML that `load` reads back."""
-    return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110)
 
 
 def save(options: Options, path: str | Path) -> None:
@@ -369,56 +363,6 @@ def _wrong_type(key: str, value: Any) -> UserError:
     return UserError(f"`{key}` must be {in_words(hint)}, got {value!r}. {advice}".rstrip())
 
 
-# ---- YAML
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML that reads numbers as people write them (1e-4) and refuses what YAML would drop in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        seen: set[str] = set()
-        for key, value in node.value:
-            if key.value in seen:
-                self._refuse(key, f"the key {key.value} a second time")
-            if key.value == "privacy" and value.value == "":
-                self._refuse(key, "privacy without keys; a run without privacy must say `privacy: null`")
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
-        return super().construct_mapping(node, deep)
-
-    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would read as numbers."""
-
-
-for _style in (_Loader, _Dumper):
-    _style.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-    )
-
-
-def _read_yaml(path: str) -> Any:
-    try:
-        return _parse_yaml(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        near = nearest(path, [str(one) for one in Path(path).parent.glob("*.y*ml")])
-        message = f"`--config` must be a file that can be read, got {path!r}: {reason}. {near}"
-        raise UserError(message.rstrip()) from None
-
-
-def _parse_yaml(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-        line = f" on line {mark.line + 1}" if mark is not None else ""
-        raise UserError(f"`{where}` must be valid YAML, got {problem or error}{line}.") from None
-
-
 # ---- command line
 
 
@@ -449,7 +393,7 @@ def _value(key: str, text: str) -> Any:
     """The text of an override as YAML; for a key that holds text, the text itself."""
     hint = all_keys()[key].hint if key in all_keys() else None
     if not (hint is str or get_origin(hint) is Literal or _may_be_text(hint)):
-        return _parse_yaml(text, f"--{key}")
+        return parse_yaml(text, f"--{key}")
     return None if text == "null" and types.NoneType in get_args(hint) else text
 
 

@@ -13,7 +13,6 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning import config
 from dpfl_lightning.config import from_mapping, load, save, to_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.options import (
@@ -28,6 +27,7 @@ from dpfl_lightning.options import (
     departures,
     to_dict,
 )
+from dpfl_lightning.yaml_text import parse_yaml
 
 CONF = Path(__file__).parents[1] / "conf"
 NOISE_KEY = "0123456789abcdef" * 2
@@ -219,7 +219,7 @@ def test_yaml_round_trip_but_for_the_noise_key(options: Options) -> None:
         public = dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=None))
     assert NOISE_KEY not in to_yaml(options)
     assert NOISE_KEY not in str(departures(options)) + str(to_dict(options))
-    assert from_mapping(yaml.load(to_yaml(options), Loader=config._Loader)) == public
+    assert from_mapping(parse_yaml(to_yaml(options), "text")) == public
     assert from_mapping(departures(options)) == public
 
 
@@ -461,5 +461,5 @@ def test_gallery_says_what_it_shows_and_writes_only_departures(path: Path) -> No
     text = path.read_text()
     assert text.startswith("# ")
     options, _ = load(["--config", str(path)])
-    assert departures(from_mapping(yaml.load(text, Loader=config._Loader))) == departures(options)
-    assert yaml.safe_load(yaml.safe_dump(departures(options))) == yaml.load(text, Loader=config._Loader)
+    assert departures(from_mapping(parse_yaml(text, "text"))) == departures(options)
+    assert yaml.safe_load(yaml.safe_dump(departures(options))) == parse_yaml(text, "text")

@@ -15,7 +15,6 @@ import torch
 
 import dpfl_lightning
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import dump
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.engine import Engine
@@ -23,6 +22,7 @@ from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
 from dpfl_lightning.privacy.ledger_file import Head, Header
 from dpfl_lightning.privacy.noise import new_noise_key
+from dpfl_lightning.yaml_text import dump
 
 _GIVEN, _DESTROYED = "given", "destroyed"
 _WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."

@@ -8,11 +8,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpfl_lightning.config import dump
 from dpfl_lightning.options import Options, departures
 from dpfl_lightning.privacy.accountant import rounded_up
 from dpfl_lightning.search.trial import Trial
 from dpfl_lightning.tables import columns, duration, epsilon
+from dpfl_lightning.yaml_text import dump
 
 _MOST_ROWS = 10
 _MOST_CLIENTS = 30

@@ -1,0 +1,77 @@
+"""YAML as configurations hold it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+
+from dpfl_lightning.errors import UserError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML that reads numbers as people write them (1e-4) and refuses what YAML would drop in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        seen: set[str] = set()
+        for key, value in node.value:
+            if key.value in seen:
+                self._refuse(key, f"the key {key.value} a second time")
+            if key.value == "privacy" and value.value == "":
+                self._refuse(key, "privacy without keys; a run without privacy must say `privacy: null`")
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
+        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the texts that `_Loader` would read as numbers."""
+
+
+for _style in (_Loader, _Dumper):
+    _style.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+    )
+
+
+def read_yaml(path: str) -> Any:
+    """What the file of `--config` holds.
+
+    Raises:
+        UserError: it cannot be read, or is no such YAML.
+    """
+    try:
+        return parse_yaml(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        near = nearest(path, [str(one) for one in Path(path).parent.glob("*.y*ml")])
+        message = f"`--config` must be a file that can be read, got {path!r}: {reason}. {near}"
+        raise UserError(message.rstrip()) from None
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """What a text holds; `where` it stands is for messages.
+
+    Raises:
+        UserError: it is no YAML, or has a key twice.
+
+    >>> parse_yaml("{clip_norm: 1e-1}", "--privacy")
+    {'clip_norm': 0.1}
+    """
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        line = f" on line {mark.line + 1}" if mark is not None else ""
+        raise UserError(f"`{where}` must be valid YAML, got {problem or error}{line}.") from None
+
+
+def dump(raw: Mapping[str, Any]) -> str:
+    """A nested mapping of keys as YAML that `load` reads back."""
+    return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110)
