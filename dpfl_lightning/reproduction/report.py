@@ -19,6 +19,8 @@ from dpfl_lightning.tables import markdown
 #: the marks of a page: what stands between them is written by the command
 _BLOCK = re.compile(r"(<!-- reproduce (\S+)(?: (\S+))? -->\n).*?(<!-- /reproduce -->)", re.DOTALL)
 
+_MOST_NAMED = 8  # of the rows and columns that are not begun
+
 
 class Number(NamedTuple):
     """One number of a table: ours as mean over seeds, None before it is made; the paper's, None where it has none."""
@@ -65,7 +67,8 @@ def report(
     otherwise = [f"with {key} {text}" for key, text in departures]
     frame = "; ".join([f"scale {scale}: {experiment.scales[scale]}", *otherwise])
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
-    if experiment.shown and any(one.ours is not None for one in told):
+    begun = experiment.shown and any(one.ours is not None for one in told)
+    if begun:
         parts += [_table(experiment, told), _verdict(experiment, told)]
     if experiment.summary is not None:
         parts.append(experiment.summary(found))
@@ -75,7 +78,7 @@ def report(
     cells = wanted(experiment, scale, None, departures)
     left = missing_files(cells, results)
     if left:
-        parts.append(f"{len(cells) - len(left)} of {len(cells)} cells are made.")
+        parts.append(f"{len(cells) - len(left)} of {len(cells)} cells are made." + (_lacking(experiment, told) * begun))
     parts += experiment.notes
     return "\n\n".join(filter(None, parts))
 
@@ -90,16 +93,35 @@ def _from(page: Path, path: Path) -> str:
 
 
 def _table(experiment: Experiment, told: Sequence[Number]) -> str:
-    """For each row of the table a line of ours, and where the paper has it its own and the difference."""
+    """For each row of the table a line of ours, and where the paper has it its own and the difference.
+
+    Rows and columns of which nothing is made are left out.
+    """
+    rows, columns = _begun(told)
     lines = []
-    for row, line in experiment.rows.items():
-        own = [one for one in told if one.row == row]
-        lines.append([line.title, *(_ours(one, experiment.decimals) for one in own)])
+    for row in (name for name in experiment.rows if name in rows):
+        own = [one for one in told if one.row == row and one.column in columns]
+        lines.append([experiment.rows[row].title, *(_ours(one, experiment.decimals) for one in own)])
         if any(one.paper is not None for one in own):
             lines.append(["the paper's", *(_shown(one.paper, min(experiment.decimals, 2)) for one in own)])
         if any(one.difference is not None for one in own):
             lines.append(["difference", *(_difference(one, experiment) for one in own)])
-    return markdown(["", *(column.title for column in experiment.columns.values())], lines)
+    return markdown(["", *(column.title for name, column in experiment.columns.items() if name in columns)], lines)
+
+
+def _begun(told: Sequence[Number]) -> tuple[set[str], set[str]]:
+    """Rows and columns of which something is made."""
+    made = [one for one in told if one.ours is not None]
+    return {one.row for one in made}, {one.column for one in made}
+
+
+def _lacking(experiment: Experiment, told: Sequence[Number]) -> str:
+    """What is not in the table yet."""
+    rows, columns = _begun(told)
+    titles = [line.title for name, line in experiment.rows.items() if name not in rows]
+    titles += [column.title for name, column in experiment.columns.items() if name not in columns]
+    more = [f"and {len(titles) - _MOST_NAMED} more"] if len(titles) > _MOST_NAMED else []
+    return f" None yet: {'; '.join(titles[:_MOST_NAMED] + more)}." if titles else ""
 
 
 def _ours(one: Number, decimals: int) -> str:

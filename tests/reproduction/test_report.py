@@ -41,6 +41,15 @@ def test_ours_the_papers_and_the_difference(results):
     assert "3 of 6 cells are made." in text
 
 
+def test_rows_and_columns_of_which_nothing_is_made_are_named_instead(tmp_path):
+    write(tmp_path, Cell("fake.table1", "ours", "a", "small", 0), held(accuracy=51.0))
+    text = report(fake(paper=PAPER, comparison=POINTS), "small", tmp_path)
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    assert "theirs" not in "".join(table) and "B" not in table[0] and row_of(text, "ours") == ["ours", "51.00"]
+    assert [cell.strip() for cell in table[3].split("|")[1:-1]] == ["the paper's", "50.00"]
+    assert "cells are made. None yet: theirs; formula; B." in text
+
+
 def test_the_leader_is_told_where_all_are_made(results):
     told = report(fake(paper=PAPER, comparison=POINTS), "small", results)
     assert "Best in A: ours, in the paper theirs." in told and "Best in B" not in told
