@@ -72,11 +72,11 @@ class Distillation(ServerCallback):
 
     Args:
         mode: which defaults hold where an option is left out: `default`, or `paper_literal` (aggregation `uniform`,
-            sampling `fixed`, never a new initialisation).
+            sampling `fixed`, never a new initialisation, image_learning_rate 0.1).
         images_per_class: >= 1.
         matching: distance of two gradients: `layerwise_cosine`, `cos` or `mse`.
         image_steps: steps of the images for each release, >= 1: more cost neither traffic nor privacy.
-        image_learning_rate: > 0.
+        image_learning_rate: > 0; null is 1. The condensation paper's 0.1 is slow: see docs/distillation.md.
         image_momentum: in [0, 1).
         row_weights: `noise_aware` counts a row of the target the less, the more of it is noise; or `equal`.
         augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`: one operation a class and round, for records
@@ -124,7 +124,7 @@ class Distillation(ServerCallback):
         images_per_class: int = 10,
         matching: str = "layerwise_cosine",
         image_steps: int = 1,
-        image_learning_rate: float = 0.1,
+        image_learning_rate: float | None = None,
         image_momentum: float = 0.5,
         row_weights: str = "equal",
         augmentation: str = "none",

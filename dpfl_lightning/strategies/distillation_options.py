@@ -27,10 +27,17 @@ _CHOICES: dict[str, Iterable[str]] = {
     "sampling": ("full", "poisson", "fixed"),
     "noise_scale": ("sum", "paper_mean"),
 }
+#: the condensation paper's learning rate of the images, for ten times as many steps as a few hundred rounds have
+CONDENSATION_RATE = 0.1
 #: what an option that is left out is, by mode; None: see `Distillation`
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "default": {"aggregation": "sampled", "sampling": None, "reinit_every": None},
-    "paper_literal": {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0},
+    "default": {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 1.0},
+    "paper_literal": {
+        "aggregation": "uniform",
+        "sampling": "fixed",
+        "reinit_every": 0,
+        "image_learning_rate": CONDENSATION_RATE,
+    },
 }
 #: images per class -> (rounds from one initialisation to the next, epochs on the set after a round)
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}

@@ -219,7 +219,8 @@ def reference_run(population, rounds, steps, reinit_every, epochs, augmented=Fal
 def test_one_client_is_centralised_condensation(steps, make_loop):
     """Five rounds, a new net after each second one, against loops over classes with torch's own optimisers."""
     population = together(digits([[5, 3, 4]]))
-    loop, own = distilled(make_loop, population, rounds=5, image_steps=steps, reinit_every=2, net_epochs=3)
+    options = {"image_steps": steps, "image_learning_rate": 0.1, "reinit_every": 2, "net_epochs": 3}
+    loop, own = distilled(make_loop, population, rounds=5, **options)
     images, theta, start = reference_run(population, 5, steps, reinit_every=2, epochs=3)
     torch.testing.assert_close(images_of(own), images, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(loop.state.models[0], theta, rtol=1e-4, atol=1e-5)
@@ -641,13 +642,12 @@ def sigmoid_net(seed: int) -> nn.Module:
 
 
 def test_the_mode_decides_what_is_left_out_and_nothing_else():
-    literal = {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0}
-    default = {"aggregation": "sampled", "sampling": None, "reinit_every": None}
+    literal = {"aggregation": "uniform", "sampling": "fixed", "reinit_every": 0, "image_learning_rate": 0.1}
+    default = {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 1.0}
     same = {
         "matching": "layerwise_cosine",
         "net_update": "synthetic",
         "image_steps": 1,
-        "image_learning_rate": 0.1,
         "image_momentum": 0.5,
         "records_per_class": 256,
         "noise_scale": "sum",
@@ -656,12 +656,12 @@ def test_the_mode_decides_what_is_left_out_and_nothing_else():
         own = Distillation(mode=mode)._switches
         assert {name: own[name] for name in (*expected, *same)} == expected | same
         assert own["net_epochs"] is None and Distillation(mode=mode)._between.epochs == loops(10)[1]
-    overridden = Distillation(mode="paper_literal", aggregation="median", sampling="full", reinit_every=7)._switches
-    assert [overridden[name] for name in literal] == ["median", "full", 7]
-    for name in literal:
-        value = {"aggregation": "class_count", "sampling": "poisson", "reinit_every": 3}[name]
+    other = {"aggregation": "median", "sampling": "full", "reinit_every": 7, "image_learning_rate": 0.3}
+    overridden = Distillation(mode="paper_literal", **other)._switches
+    assert {name: overridden[name] for name in literal} == other
+    for name, value in other.items():
         own = Distillation(mode="paper_literal", **{name: value})._switches
-        assert own[name] == value and all(own[other] == literal[other] for other in literal if other != name)
+        assert own[name] == value and all(own[one] == literal[one] for one in literal if one != name)
 
 
 @pytest.mark.parametrize(

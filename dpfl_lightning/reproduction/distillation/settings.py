@@ -57,13 +57,15 @@ def net(scale: str) -> dict[str, Any]:
 
 
 def distillation(scale: str, clients: int, **options: Any) -> dict[str, Any]:
-    """The strategy with half of the clients a round, and no set looked at before the last one.
+    """The strategy with half of the clients a round, the condensation paper's learning rate of the images, and no set
+    looked at before the last one.
 
     Args:
         options: of `Distillation`, in place of these.
     """
     own = {
         "images_per_class": IMAGES_PER_CLASS[scale],
+        "image_learning_rate": 0.1,
         "participation_fraction": 0.5,
         "records_per_class": RECORDS_PER_CLASS[scale],
         **options,

@@ -52,8 +52,8 @@ def test_every_cell_is_one_that_fit_takes():
             continue
         assert found.data.partition["name"] == "dirichlet" and found.model["name"] == "convnet"
         if "distillation" in found.strategies:
-            rounds = 50 if cell.experiment == "distillation.private" else 100 if cell.scale == "small" else 500
-            assert found.rounds == rounds, cell
+            special = {"distillation.private": 50, "distillation.tuning": 40}
+            assert found.rounds == special.get(cell.experiment, 100 if cell.scale == "small" else 500), cell
         if cell.experiment not in SEARCHES:
             assert found.model["width"] == (32 if cell.scale == "small" else 128)
 
@@ -87,9 +87,15 @@ def test_declared_kinds_of_cells_are_used():
         ("baselines", "one_step", "alpha1", "small", {"own.participation_fraction": 0.5, "own.image_steps": None}),
         ("baselines", "ten_steps", "alpha1", "small", {"own.image_steps": 10, "own.mode": None}),
         ("baselines", "literal", "alpha1", "small", {"own.mode": "paper_literal"}),
+        ("baselines", "one_step", "alpha1", "small", {"own.image_learning_rate": 0.1}),
         ("baselines", "ten_steps_dsa", "alpha1", "small", {"own.augmentation": "dsa", "own.image_steps": 10}),
         ("baselines", "centralised", "alpha1", "small", {"clients.count": 1, "own.image_steps": 10}),
         ("baselines", "random", "alpha1", "small", {"clients.count": 10, "own.images_per_class": 10}),
+        ("tuning", "lr1_steps30", "public", "small", {"data.use_public": True, "data.public_records": 12_000}),
+        ("baselines", "tuned", "alpha1", "small", {"data.public_records": 12_000, "data.use_public": False}),
+        ("private", "tuned", "eps8", "small", {"data.public_records": 12_000, "own.image_learning_rate": 3.0}),
+        ("tuning", "lr1_steps30", "public", "small", {"own.image_learning_rate": 1.0, "own.image_steps": 30}),
+        ("sizes", "tuned", "ipc50", "small", {"own.images_per_class": 50, "own.image_steps": 30, "rounds": 100}),
         ("private", "noise_aware", "eps8", "small", {"privacy.epsilon": 8.0, "privacy.delta": 1e-5, "rounds": 50}),
         ("private", "noise_aware", "eps8", "small", {"own.image_steps": 10, "own.participation_fraction": 1.0}),
         ("private", "dpfedavg", "eps8", "small", {"privacy.epsilon": 8.0, "strategies": {"size_weighted": {}}}),
@@ -110,9 +116,15 @@ def test_declared_kinds_of_cells_are_used():
         ("figure8", "gm", "ipc30", "small", {"clients.count": 1, "own.images_per_class": 30}),
         ("figure10", "distdd", "share10", "small", {"own.participation_fraction": 0.1, "own.min_participants": 1}),
         ("nas", "net00", "federated", "small", {"rounds": 10, "data.records_per_client": 1200, "clients.count": 10}),
-        ("nas", "net00", "early", "small", {"rounds": 1, "data.public_records": 5000, "model.width": 32}),
+        ("nas", "net00", "early", "small", {"rounds": 1, "data.public_records": 12_000, "model.width": 32}),
         ("hpo", "rate19", "distilled", "small", {"clients.learning_rate": 0.3, "clients.batch_size": 64}),
-        ("search_set", "distdd", "set", "small", {"own.image_steps": 10, "data.public_records": 5000, "rounds": 100}),
+        (
+            "search_set",
+            "distdd",
+            "set",
+            "small",
+            {"own.image_learning_rate": 3.0, "data.public_records": 12_000, "rounds": 100},
+        ),
     ],
 )
 def test_settings(name, row, column, scale, expected):
