@@ -144,13 +144,13 @@ SIZES = Experiment(
 
 _BUDGET = {"privacy.epsilon": 8.0, "privacy.delta": 1e-5, "privacy.clip_norm": 1.0}
 _PRIVATE: dict[str, Any] = {**TEN, "participation_fraction": 1.0}
-_PRIVATE_ROUNDS = 50
+_PRIVATE_ROUNDS, _FEW_ROUNDS = 50, 20
 _METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "noise_aware": ("DistDD, rows weighed by their noise", {**_PRIVATE, "row_weights": "noise_aware"}),
     "equal": ("DistDD, all rows alike", _PRIVATE),
     "one_step": ("DistDD, one image step", {**_PRIVATE, "image_steps": 1}),
     "tuned": (
-        "DistDD, rows weighed by their noise, image steps tuned on public records",
+        "DistDD, rows weighed by their noise, 20 rounds, image steps tuned on public records",
         {**_PRIVATE, **TUNED, "row_weights": "noise_aware"},
     ),
 }
@@ -163,7 +163,8 @@ def _private_words(row: str, column: str, scale: str) -> list[str]:
         return as_words({**own, **_BUDGET, **net("small"), "rounds": 20, "evaluation.every": 5, **training})
     own |= SET_ASIDE if row == "tuned" else {}
     made = distillation("small", CLIENTS, **_METHODS[row][1])
-    return as_words({**own, **_BUDGET, **made, "rounds": _PRIVATE_ROUNDS, "evaluation.every": _PRIVATE_ROUNDS})
+    rounds = _FEW_ROUNDS if row == "tuned" else _PRIVATE_ROUNDS
+    return as_words({**own, **_BUDGET, **made, "rounds": rounds, "evaluation.every": rounds})
 
 
 PRIVATE = Experiment(
@@ -179,7 +180,7 @@ PRIVATE = Experiment(
         **dict.fromkeys(_METHODS, Training(_private_words, study=DISTILLED)),
         "dpfedavg": Training(_private_words, study=FEDERATED),
     },
-    scales={"small": f"DistDD: {_PRIVATE_ROUNDS} rounds of all clients and all their records, 10 images a class"},
+    scales={"small": f"DistDD: {_PRIVATE_ROUNDS} rounds, all clients and all their records, 10 images a class"},
     minutes={"small": 16},
     notes=(
         "One release of a DistDD round is a noised gradient for each class: 11 models of traffic a client and round, "
