@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import functools
 import json
 import math
@@ -77,9 +78,16 @@ class Making:
         return self.work.fit(options_of(self.cell, self.work, folder), resume, watchers)
 
     def run_of(self, cell: Cell, watchers: Sequence[Any] = ()) -> RunResult:
-        """The run of another cell with this one's seed and departures: what is finished is not made again."""
+        """The run of another cell with this one's seed and departures: what is finished is not made again.
+
+        Of several processes that need it at once one makes it, and the others wait.
+        """
         alike = cell._replace(seed=self.cell.seed, departures=self.cell.departures)
-        return Making(alike, dataclasses.replace(self.work, again=False)).run(watchers)
+        folder = self.work.runs / alike.place
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            return Making(alike, dataclasses.replace(self.work, again=False)).run(watchers)
 
 
 def make(cells: Sequence[Cell], work: Work) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,16 @@ from dpfl_lightning.options import to_dict
 from dpfl_lightning.reproduction.cells import Cell, finished, path_of, read, wanted
 from dpfl_lightning.reproduction.jobs import fitting, make_at_once
 from dpfl_lightning.reproduction.registry import experiments
-from dpfl_lightning.reproduction.run import Work, command_of, make, options_of, run_folder, seconds_of, without_data
+from dpfl_lightning.reproduction.run import (
+    Making,
+    Work,
+    command_of,
+    make,
+    options_of,
+    run_folder,
+    seconds_of,
+    without_data,
+)
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("--tracking=null", "--engine.device=cpu")
@@ -149,6 +160,22 @@ def test_time_is_told_from_finished_cells_else_as_declared(work):
     own = read(path_of(work.results, CELL))["seconds"]
     assert seconds_of(cells, work.results) == pytest.approx(4 * own)
     assert seconds_of([], work.results) == 0
+
+
+def test_several_jobs_take_turns_with_a_run_that_all_need(work, monkeypatch):
+    inside, most = [], []
+
+    def run(making, watchers=()):
+        inside.append(making.cell)
+        most.append(len(inside))
+        time.sleep(0.02)
+        inside.pop()
+
+    monkeypatch.setattr(Making, "run", run)
+    one, other = cells_of("example.digits")[:2]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: Making(one, work).run_of(other), range(4)))
+    assert most == [1] * 4
 
 
 def test_several_at_once(work, capfd):
