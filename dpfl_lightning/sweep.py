@@ -134,7 +134,7 @@ class Search:
     def _share_cores(self, workers: int) -> None:
         import torch
 
-        from dpfl_lightning.federated.fast import cores
+        from dpfl_lightning.federated.threads import cores
 
         each = max(1, cores() // workers)
         if self.sweep.objective == "set":

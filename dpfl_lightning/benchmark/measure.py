@@ -20,7 +20,7 @@ import torch
 from dpfl_lightning.benchmark.cases import HEAVY, Case
 from dpfl_lightning.benchmark.contestants import Contestant, build_net, contestants
 from dpfl_lightning.benchmark.peers import PEERS, PeerMissing, peer_contestant, versions
-from dpfl_lightning.federated.fast import cores
+from dpfl_lightning.federated.threads import cores
 
 
 def measure(

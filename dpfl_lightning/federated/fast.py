@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
-import os
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -21,6 +21,7 @@ from dpfl_lightning.federated.engine import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
+from dpfl_lightning.federated.threads import cores, thread_pool
 from dpfl_lightning.privacy.clipping import ClippedSum
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.noise import Streams
@@ -69,7 +70,6 @@ class FastEngine(SerialEngine):
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
-        self._pool = ThreadPoolExecutor(self.workers, thread_name_prefix="client")
 
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
@@ -122,6 +122,11 @@ class FastEngine(SerialEngine):
             for task in running:
                 task.cancel()
 
+    @functools.cached_property
+    def _pool(self) -> ThreadPoolExecutor:
+        """Started when first used: among several ranks, rank 0 says after `setup` how many threads are within."""
+        return thread_pool(self.workers or 1, "client", torch.get_num_threads())
+
     def _another_seat(self) -> SerialEngine:
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
         seat = copy.copy(self)
@@ -140,11 +145,6 @@ class FastEngine(SerialEngine):
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)
         return theta
-
-
-def cores() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:

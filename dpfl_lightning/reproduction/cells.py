@@ -178,7 +178,7 @@ def circumstances(device: str) -> dict[str, Any]:
     """When, on what kind of machine and with which versions a cell was made; names neither machine nor user."""
     import torch
 
-    from dpfl_lightning.federated.fast import cores
+    from dpfl_lightning.federated.threads import cores
 
     return {
         "machine": {

@@ -16,7 +16,7 @@ def fitting(cells: Sequence[Cell], work: Work) -> int:
     """How many runs leave no core without work: one run's clients are trained side by side, but no more than these."""
     import torch
 
-    from dpfl_lightning.federated.fast import cores
+    from dpfl_lightning.federated.threads import cores
 
     if not cells:
         return 1
@@ -30,7 +30,7 @@ def make_at_once(cells: Sequence[Cell], work: Work, jobs: int) -> list[str]:
 
     Ctrl-C reaches every process, which ends as it would alone.
     """
-    from dpfl_lightning.federated.fast import cores
+    from dpfl_lightning.federated.threads import cores
 
     share = ["--engine.workers", str(max(1, cores() // jobs))]
     work.say(f"{len(cells)} cells, {jobs} at once: about {duration(seconds_of(cells, work.results) / jobs)}")

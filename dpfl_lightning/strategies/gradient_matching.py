@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from dpfl_lightning.client import ClientModule
+from dpfl_lightning.federated.threads import side_by_side
 from dpfl_lightning.privacy.clipping import Params, SampleLoss
 from dpfl_lightning.strategies.fast_loss import FastLoss
-from dpfl_lightning.strategies.server_threads import side_by_side
 
 MATCHINGS = ("layerwise_cosine", "cos", "mse")
 _GUARD = 1e-6  # added to the product of two norms, as in the condensation paper's code

@@ -7,7 +7,6 @@ import math
 import queue
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -15,9 +14,8 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.fast import cores
+from dpfl_lightning.federated.threads import cores, one_thread_an_operator, thread_pool
 from dpfl_lightning.strategies.noise_weights import weights
-from dpfl_lightning.strategies.server_threads import one_thread_an_operator
 
 _BLOCK = 150_000  # numbers of a matrix that are worked on at once: on a CPU they stay in the caches,
 _COLUMNS = 8192  # and float32 sums over so many columns at most are exact enough
@@ -272,7 +270,7 @@ class _Sweep:
         self._scratch: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(workers):
             self._scratch.put(matrix.new_empty(num_clients, self._width))
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="robust_pca")
+        self._pool = thread_pool(workers, "robust_pca", threads_within=1)
         self._map = self._pool.map if workers > 1 and len(self._parts) > 1 else map
 
     def __enter__(self) -> _Sweep:

@@ -198,7 +198,7 @@ def test_an_error_of_a_process_is_reported(work, tmp_path):
 def test_no_core_is_left_without_work(work, monkeypatch):
     cells = cells_of("example.digits")  # five clients each
     for cores, jobs in ((2, 1), (9, 1), (10, 2), (64, 4)):
-        monkeypatch.setattr("dpfl_lightning.federated.fast.cores", lambda cores=cores: cores)
+        monkeypatch.setattr("dpfl_lightning.federated.threads.cores", lambda cores=cores: cores)
         assert fitting(cells, work) == jobs
     assert fitting([], work) == 1
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from dpfl_lightning import models
 from dpfl_lightning.client import ClientModule
+from dpfl_lightning.federated.threads import side_by_side
 from dpfl_lightning.strategies.direct_convolution import DirectConvolution
 from dpfl_lightning.strategies.fast_loss import FastLoss
 from dpfl_lightning.strategies.gradient_matching import Matching, class_by_class, fastest_class_gradients
-from dpfl_lightning.strategies.server_threads import side_by_side
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
