@@ -11,8 +11,8 @@ from dpfl_lightning.strategies.update_geometry import Updates, least
 
 MOST_GROUPS = 10
 _DRAWS = 1000
-FALSE_ALARMS = 0.05
-_ENOUGH = 20  # draws that a quantile is taken of
+FALSE_ALARMS = 0.01  # of a run; what lies 1.2 P^(1/4) apart is still found
+_ENOUGH = 100  # draws that a quantile is taken of
 _NUMBERS = 1 << 20  # drawn at once
 _DIGITS = 3  # of relative noise: clients that differ by less share their thresholds
 
@@ -25,19 +25,19 @@ def candidates(points: int) -> range:
 def two_way(
     num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2, share: float = 1.0
 ) -> float:
-    """What the separation of Ward's cut in two exceeds in 5 % of draws; a cut with a smaller part counts as none.
+    """What the separation of Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as none.
 
     Args:
         num_params: P.
         relative_noise: noise of each of the points / the unit of separations.
         min_size: of a group, >= 1.
-        share: of the 5 %, in (0, 1].
+        share: of the 1 %, in (0, 1].
     """
     return _two_way(num_params, _key(relative_noise), min_size, share)
 
 
 def given_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, groups: int, min_size: int = 2) -> float:
-    """95 % quantile of the least separation in Ward's cut in so many groups, among cuts without a smaller group.
+    """99 % quantile of the least separation in Ward's cut in so many groups, among cuts without a smaller group.
 
     Where nearly no cut of noise is such, of all cuts: then an alarm is rare already.
     """
@@ -45,7 +45,7 @@ def given_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, gro
 
 
 def any_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2) -> float:
-    """95 % quantile of the largest least separation over all `candidates` without a smaller group."""
+    """99 % quantile of the largest least separation over all `candidates` without a smaller group."""
     return _any_cut(num_params, _key(relative_noise), min_size)
 
 

@@ -81,8 +81,8 @@ def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups
         options: see there; a number of groups above n counts as n.
 
     **Guarantees** If clients differ by Gaussian noise of `noise_std` alone, it finds groups (or is confident of a
-    given number) in 5 % of runs. `split` parts any of the groups that are there in at most 5 % of runs: a cut of m of
-    the n clients may give a false alarm in 5 % * m / n (hierarchical testing, Meinshausen 2008).
+    given number) in 1 % of runs. `split` parts any of the groups that are there in at most 1 % of runs: a cut of m of
+    the n clients may give a false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
 
     **Privacy** Post-processing.
 
@@ -120,7 +120,7 @@ def _by_splits(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray
         if len(members) >= 2 * options.min_size:
             parts = tree.parts(node)
             pair = [tree.members(part) for part in parts]
-            share = len(members) / tree.size  # of false alarms: those of the groups that are there sum up to 5 %
+            share = len(members) / tree.size  # of false alarms: those of the groups that are there sum up to 1 %
             relative = _relative_noise(updates, members)
             noise = null_separation.two_way(updates.num_params, relative, options.min_size, share)
             threshold = _threshold(updates, noise, options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 
@@ -22,8 +23,11 @@ RULES = ("split", "mss")
     ("num_params", "two_of_21", "two_of_6", "family"),
     [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
 )
-def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family):
-    """1,000 draws: a quantile's own standard error is 2 %; known values are of other, fewer draws. Seeds are fixed."""
+def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch):
+    """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: a standard error of 2 %. Seeds are fixed."""
+    monkeypatch.setattr(null_separation, "FALSE_ALARMS", 0.05)
+    for name in ("_two_way", "_any_cut"):  # and nothing is remembered of the other quantile
+        monkeypatch.setattr(null_separation, name, functools.cache(getattr(null_separation, name).__wrapped__))
     begun = time.perf_counter()
     found = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
     assert found == pytest.approx([two_of_21, two_of_6, family], rel=0.08)
@@ -51,10 +55,11 @@ def false_alarms(draw, draws: int, **options) -> float:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sampling", [0.0, 9.6, 69.0])
 def test_noise_is_no_group(rule, sampling):
-    """Nominal 5 %, seed 3, 200 draws: more than 9 % has probability 0.005 at 5 % (binomial), 0.03 at 5.6 %.
+    """Nominal 1 %, seed 3, 200 draws: more than 3 % has probability 0.004 at 1 % (binomial), 0.03 at 1.5 %.
 
     With `sampling`, clients of one group differ by their records in ten directions, by so much in all: sqrt(records) /
-    noise multiplier is 9.6 at 2,285 records and noise 5, and 69 at 8,000 and 1.3.
+    noise multiplier is 9.6 at 2,285 records and noise 5, and 69 at 8,000 and 1.3, where the floor alone decides: it is
+    made for 5 %.
     """
     rng = np.random.default_rng(3)
 
@@ -63,7 +68,7 @@ def test_noise_is_no_group(rule, sampling):
         x[:, :10] += rng.standard_normal((21, 10)) * sampling / math.sqrt(10)
         return updates_of(x, sampling=sampling)
 
-    assert false_alarms(draw, 200, choose=rule) <= 0.09
+    assert false_alarms(draw, 200, choose=rule) <= (0.09 if sampling > 50 else 0.03)
 
 
 @pytest.mark.slow
@@ -78,7 +83,7 @@ def test_noise_of_the_papers_net_is_no_group_in_the_full_study(rule, sampling):
         x[:, :10] += rng.standard_normal((21, 10)) * sampling / math.sqrt(10)
         return updates_of(x, sampling=sampling)
 
-    assert false_alarms(draw, 200, choose=rule) <= 0.09
+    assert false_alarms(draw, 200, choose=rule) <= (0.09 if sampling > 50 else 0.03)
 
 
 def test_sampled_records_look_like_groups_without_the_floor():
@@ -95,9 +100,9 @@ def test_sampled_records_look_like_groups_without_the_floor():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_noise_of_the_papers_net_is_no_group(rule):
-    """As above at P = 28,938, 60 draws, by Gram matrices: more than 13 % has probability 0.002 at 5 %."""
+    """As above at P = 28,938, 60 draws, by Gram matrices: more than 5 % has probability 0.003 at 1 %."""
     draws = noise_alone(CNN, [1.0] * 21, draws=60, seed=[5])
-    assert false_alarms(lambda: next(draws), 60, choose=rule) <= 0.13
+    assert false_alarms(lambda: next(draws), 60, choose=rule) <= 0.05
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -106,7 +111,7 @@ def test_unequal_noise_is_no_group(rule):
     noise = np.geomspace(1, 4, 21)
     rng = np.random.default_rng(1)
     alarm = false_alarms(lambda: updates_of(rng.standard_normal((21, 1000)) * noise[:, None], noise), 200, choose=rule)
-    assert alarm <= 0.09
+    assert alarm <= 0.03
 
 
 @pytest.mark.parametrize("groups", [2, 4, 8])
@@ -116,7 +121,7 @@ def test_a_given_number_is_not_believed_in_noise(groups):
     confident = [
         find_groups(updates_of(rng.standard_normal((21, 500))), GroupOptions(groups)).confident for _ in range(200)
     ]
-    assert np.mean(confident) <= 0.09
+    assert np.mean(confident) <= 0.03
 
 
 @pytest.mark.parametrize("num_params", [2000, CNN])
@@ -154,18 +159,18 @@ def test_the_number_of_groups_is_found(num_params):
                 found = find_groups(updates, GroupOptions(choose=rule))
                 numbers[rule, nested].append(len(found.members))
                 if rule == "split":
-                    assert adjusted_rand_score(TRUE, found.labels) >= 0.85
+                    assert adjusted_rand_score(TRUE, found.labels) >= 0.95
     assert np.mean(np.array(numbers["mss", False]) == 4) >= 0.9
     assert numbers["mss", True] == [2] * 10
     for nested in (False, True):
-        assert set(numbers["split", nested]) <= {4, 5} and np.mean(np.array(numbers["split", nested]) == 4) >= 0.8
+        assert numbers["split", nested] == [4] * 10
 
 
-def test_groups_that_are_there_are_parted_in_5_percent_of_runs():
-    """All cuts of a run together; seeds 0..199, 9 % as above. At 5 % for each cut it would be one run in five."""
+def test_groups_that_are_there_are_parted_in_1_percent_of_runs():
+    """All cuts of a run together; seeds 0..199, 3 % as above."""
     found = [find_groups(updates_of(grouped(60, 500, seed))) for seed in range(200)]
     assert min(len(own.members) for own in found) == 4
-    assert np.mean([len(own.members) > 4 for own in found]) <= 0.09
+    assert np.mean([len(own.members) > 4 for own in found]) <= 0.03
 
 
 def test_few_clients_and_small_groups():

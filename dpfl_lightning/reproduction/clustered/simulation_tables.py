@@ -116,7 +116,7 @@ RECOVERY = Experiment(
     notes=(
         "split (our default) cuts in two as long as noise does not explain the cut; mss takes the number with the "
         "largest least separation, the papers' rule made safe, and never sees groups within groups. With no groups the "
-        "right number is one. split makes a group too many in one run of twenty, however many cuts it looks at.",
+        "right number is one. split makes a group too many in one run of a hundred, however many cuts it looks at.",
         _BAR,
     ),
 )
