@@ -146,7 +146,7 @@ class Search:
     def introduce(self) -> None:
         """Say what is searched, on what, and where it is kept."""
         from dpfl_lightning.search.report import counted
-        from dpfl_lightning.search.study import without_password
+        from dpfl_lightning.search.storage import without_password
 
         sweep, trials = self.sweep, self.study.trials()
         print(f"Study {sweep.name}: {self.study.wanted} trials, {', '.join(self.dimensions)}")

@@ -94,7 +94,7 @@ COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}
 ONLY_IN = {
     "mlflow": {"tracking/store.py"},
     "matplotlib": {"figures.py"},
-    "optuna": {"search/study.py"},
+    "optuna": {"search/study.py", "search/samplers.py", "search/storage.py"},
     "numba": {"privacy/windows.py", "strategies/plane_loops.py"},
     "llvmlite": {"privacy/windows.py"},
     "opacus": {

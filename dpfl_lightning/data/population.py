@@ -11,15 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset as TorchDataset
-from torch.utils.data import IterableDataset, TensorDataset
 
 from dpfl_lightning.data.datasets import Dataset
+from dpfl_lightning.data.given import check_alike, pair
 from dpfl_lightning.data.groups import Groups, grouped, stored
 from dpfl_lightning.data.mislabelling import mislabelled as with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import require
 
 # Clients of these partitions are alike: any random part of a test set is like their own records.
 _ALIKE = ("iid", "sizes", "overlapping")
@@ -280,8 +279,8 @@ class Population:
         pairs = {f"client {client}": source for client, source in enumerate(clients)}
         if test is not None:
             pairs["test"] = test
-        pairs = {where: _pair(source, where) for where, source in pairs.items()}
-        num_classes = _check_alike(pairs, num_classes)
+        pairs = {where: pair(source, where) for where, source in pairs.items()}
+        num_classes = check_alike(pairs, num_classes)
         x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
         ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]
         rows = np.split(np.arange(ends[-1]), ends[:-1])
@@ -360,66 +359,3 @@ def _test_draws(
 
 def _tensors(parts: Parts) -> list[Tensor]:
     return [torch.from_numpy(part.astype(np.int64)) for part in parts]
-
-
-def _pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
-    """x [n, *X] float32 and y [n] (int64, or float32) of one source, checked by themselves."""
-    if isinstance(source, TorchDataset):
-        source = _collected(source, where)
-    two = isinstance(source, tuple | list) and len(source) == 2
-    require(two, where, "be a pair (x, y) or a torch Dataset of such", type(source).__name__)
-    x, y = (_tensor(part, where) for part in source)
-    require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Bytes of images? Pass x.float() / 255.")
-    require(x.ndim >= 2, f"{where}: x", "have the shape [records, ...]", tuple(x.shape))
-    require(len(x) >= 1, f"{where}: x", "hold at least one record", tuple(x.shape))
-    require(y.shape == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}]", tuple(y.shape))
-    for name, part in (("x", x), ("y", y)):
-        require(bool(part.isfinite().all()), f"{where}: {name}", "be finite", "NaN or infinity")
-    return x.float(), y.float() if y.is_floating_point() else y.long()
-
-
-def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
-    """All records of a map-style Dataset as x and y."""
-    if isinstance(source, TensorDataset):
-        return source.tensors
-    sized = hasattr(source, "__len__") and not isinstance(source, IterableDataset)
-    advice = "Collect its records into tensors."
-    require(sized, where, "be a Dataset with a length and an index", type(source).__name__, advice)
-    records = [source[row] for row in range(len(source))]  # type: ignore[arg-type]
-    require(len(records) >= 1, where, "hold at least one record", 0)
-    columns = []
-    for column in zip(*records, strict=True):
-        parts = [_tensor(part, where) for part in column]
-        shapes = {tuple(part.shape) for part in parts}
-        require(len(shapes) == 1, where, "yield records of one shape", sorted(shapes))
-        columns.append(torch.stack(parts))
-    return tuple(columns)
-
-
-def _tensor(value: Any, where: str) -> Tensor:
-    try:
-        return torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        got = f"{type(value).__name__}: {error}"
-        raise UserError(f"`{where}` must hold numbers, got {got}. An image? Turn it into a tensor.") from error
-
-
-def _check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | None) -> int:
-    """Every source fits the first one; returns the number of classes, 1 for a regression."""
-    first, (first_x, first_y) = next(iter(pairs.items()))
-    regression = first_y.is_floating_point()
-    for where, (x, y) in pairs.items():
-        shape = tuple(first_x.shape[1:])
-        require(x.shape[1:] == shape, f"{where}: x", f"have records of shape {shape}, as {first}", tuple(x.shape[1:]))
-        require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
-    if regression:
-        advice = "Classes? Pass y.long()."
-        require(num_classes in (None, 1), "num_classes", "be 1 where y is floating", num_classes, advice)
-        return 1
-    if num_classes is None:
-        num_classes = max(int(y.max()) for _, y in pairs.values()) + 1
-    for where, (_, y) in pairs.items():
-        ends = int(y.min()), int(y.max())
-        must = f"hold classes from 0 to {num_classes - 1}"
-        require(ends[0] >= 0 and ends[1] < num_classes, f"{where}: y", must, ends)
-    return num_classes

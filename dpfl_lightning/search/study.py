@@ -1,57 +1,30 @@
-"""The study (the only optuna import): storage, sampler, pruner, and workers that lose no trial."""
+"""The study: workers that share its trials and lose none."""
 
 from __future__ import annotations
 
-import json
 import math
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import optuna
-import sqlalchemy
-from optuna.pruners import (
-    BasePruner,
-    HyperbandPruner,
-    MedianPruner,
-    NopPruner,
-    PercentilePruner,
-    SuccessiveHalvingPruner,
-)
-from optuna.samplers import (
-    BaseSampler,
-    GPSampler,
-    GridSampler,
-    NSGAIISampler,
-    QMCSampler,
-    RandomSampler,
-    TPESampler,
-)
-from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
-from optuna.study import StudyDirection
+from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.registry import call
 from dpfl_lightning.search.options import SCORES, SweepOptions
+from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
 from dpfl_lightning.search.space import Dimension, drawn
+from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
 from dpfl_lightning.search.trial import Pruned, Trial
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
 
-_IDENTITY, _MLFLOW = "searched", "mlflow_run"
+_MLFLOW = "mlflow_run"
 _MOST_RETRIES = 3  # of a trial whose worker died: the trial itself may be what kills it
 _POLL_SECONDS = 1.0
 _DIED = "its worker died"
-_STORAGE_FAILS = (
-    sqlalchemy.exc.SQLAlchemyError,
-    optuna.exceptions.OptunaError,
-    ImportError,
-    RuntimeError,
-    ValueError,
-)
 
 
 class Running:
@@ -113,12 +86,12 @@ class Study:
     ) -> None:
         self._sweep, self._dimensions, self.url = sweep, dimensions, url
         self._now = -1  # the trial that is made here
-        _sampler(sweep, dimensions, None), _pruner(sweep)  # refused before a database is touched
-        self._study, self._storage = _opened(sweep, url, self._given_up)
-        repeatable = _agreed(self._study, identity) and first
-        self._study.sampler = _sampler(sweep, dimensions, sweep.sampler.get("seed", seed) if repeatable else None)
-        self._study.pruner = _pruner(sweep)
-        self._wanted = min(sweep.trials, _size_of_grid(dimensions)) if sweep.sampler["name"] == "grid" else sweep.trials
+        sampler(sweep, dimensions, None), pruner(sweep)  # refused before a database is touched
+        self._study, self._storage = opened(sweep, url, self._given_up)
+        repeatable = agreed(self._study, identity) and first
+        self._study.sampler = sampler(sweep, dimensions, sweep.sampler.get("seed", seed) if repeatable else None)
+        self._study.pruner = pruner(sweep)
+        self._wanted = min(sweep.trials, size_of_grid(dimensions)) if sweep.sampler["name"] == "grid" else sweep.trials
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
     # -- making trials
@@ -142,7 +115,7 @@ class Study:
                 self._storage.record_heartbeat(trial_id)
             vouched |= others
             time.sleep(_POLL_SECONDS)
-            _quietly(optuna.storages.fail_stale_trials, self._study)
+            quietly(optuna.storages.fail_stale_trials, self._study)
 
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
@@ -172,7 +145,7 @@ class Study:
             own.set_user_attr("reason", "stopped by Ctrl-C")
             raise
         except Exception as error:
-            own.set_user_attr("reason", _in_one_line(error))
+            own.set_user_attr("reason", in_one_line(error))
             if not isinstance(error, UserError):
                 own.set_user_attr("error", traceback.format_exc())
             raise
@@ -256,138 +229,13 @@ class Study:
         self._study.set_user_attr(_MLFLOW, run_id)
 
 
-# ---- how it is made
-
-
-def _opened(
-    sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, FrozenTrial], None]
-) -> tuple[optuna.Study, RDBStorage]:
-    try:
-        storage = _quietly(
-            RDBStorage,
-            url,
-            {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
-            heartbeat_interval=sweep.heartbeat_seconds,
-            grace_period=3 * sweep.heartbeat_seconds,
-            heartbeat_stale_trial_callback=given_up,
-        )
-        _one_at_a_time(storage.engine)
-        directions = [StudyDirection.MAXIMIZE if SCORES[score] else StudyDirection.MINIMIZE for score in sweep.scores]
-        study = optuna.create_study(storage=storage, study_name=sweep.name, directions=directions, load_if_exists=True)
-        return study, storage
-    except _STORAGE_FAILS as error:
-        raise UserError(
-            f"`sweep.storage` must be the URL of a database that answers, got {without_password(url)!r} "
-            f"({_in_one_line(error)}). Such as sqlite:///study.db or postgresql+psycopg://host/name, for which pip "
-            "installs psycopg[binary]."
-        ) from None
-
-
-def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
-    """SQLite has no SELECT FOR UPDATE, by which workers agree who takes a trial: there a transaction is exclusive."""
-    if engine.dialect.name != "sqlite":
-        return
-
-    def by_hand(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # or Python would begin a transaction of its own, and later
-
-    sqlalchemy.event.listen(engine, "connect", by_hand)
-    sqlalchemy.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    engine.dispose()  # connections made before
-
-
-def _agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
-    """Whether the study is new; one that is not must search the same."""
-    ours = json.loads(json.dumps(identity))
-    theirs = study.user_attrs.get(_IDENTITY)
-    if theirs is None:
-        foreign = bool(study.get_trials(deepcopy=False))
-        advice = "Choose another sweep.name, or another sweep.storage."
-        require(not foreign, "sweep.name", "be new, or a study of this command", study.study_name, advice)
-        study.set_user_attr(_IDENTITY, ours)
-        return True
-    for key in {**theirs, **ours}:
-        same = theirs.get(key) == ours.get(key)
-        must = f"stay what study {study.study_name} has in that storage ({theirs.get(key)!r})"
-        advice = "Its trials cannot be compared with new ones: choose another --sweep.name or --output_dir."
-        require(same, key, must, ours.get(key), advice)
-    return False
-
-
-def _sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None) -> BaseSampler:
-    options = {name: value for name, value in sweep.sampler.items() if name not in ("name", "seed")}
-    given = sweep.sampler.get("seed")
-    whole = given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32)
-    require(whole, "sweep.sampler.seed", "be a whole number in [0, 2^32)", given)
-
-    def tpe(startup_trials: int = 10, multivariate: bool = False) -> BaseSampler:
-        return TPESampler(n_startup_trials=startup_trials, multivariate=multivariate, constant_liar=True, seed=seed)
-
-    def random() -> BaseSampler:
-        return RandomSampler(seed)
-
-    def grid() -> BaseSampler:
-        conditional = [key for key, own in dimensions.items() if own.when]
-        require(not conditional, "sweep.sampler.name", "not be grid where keys have a `when`", conditional)
-        return GridSampler({key: own.grid() for key, own in dimensions.items()}, seed)
-
-    def qmc() -> BaseSampler:
-        return QMCSampler(seed=seed, scramble=True)
-
-    def gp(startup_trials: int = 10) -> BaseSampler:
-        return GPSampler(seed=seed, n_startup_trials=startup_trials)
-
-    def nsga2(population_size: int = 50) -> BaseSampler:
-        require(population_size >= 2, "sweep.sampler.population_size", "be >= 2", population_size)
-        return NSGAIISampler(population_size=population_size, seed=seed)
-
-    known = {"tpe": tpe, "random": random, "grid": grid, "qmc": qmc, "gp": gp, "nsga2": nsga2}
-    return _quietly(call, "sweep.sampler", known, str(sweep.sampler["name"]), **options)
-
-
-def _pruner(sweep: SweepOptions) -> BasePruner:
-    options = {name: value for name, value in sweep.pruner.items() if name != "name"}
-
-    def median(startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-        return MedianPruner(startup_trials, warmup_steps)
-
-    def percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-        """Keeps those in the top `percentile` per cent."""
-        require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
-        return PercentilePruner(percentile, startup_trials, warmup_steps)
-
-    def halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
-        return SuccessiveHalvingPruner(min_resource, reduction_factor)
-
-    def hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
-        return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
-
-    known = {"none": NopPruner, "median": median, "percentile": percentile, "halving": halving, "hyperband": hyperband}
-    try:
-        return _quietly(call, "sweep.pruner", known, str(sweep.pruner["name"]), **options)
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"`sweep.pruner` must have options in range, got {sweep.pruner}: {error}") from None
-
-
-def _size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
-    size = 1
-    for own in dimensions.values():
-        size *= len(own.grid())
-    return size
-
-
-# ---- details
-
-
 def _make_again(study: optuna.Study, own: FrozenTrial, most: int | None = None) -> None:
     """Whoever comes next makes a trial of the same values, unless that was done `most` times."""
-    _quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
+    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
 
 
 def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for own in trials for number in _quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)}
+    return {number for own in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)}
 
 
 def _lost(own: FrozenTrial) -> bool:
@@ -396,29 +244,4 @@ def _lost(own: FrozenTrial) -> bool:
 
 
 def _history(own: FrozenTrial) -> list[int]:
-    return _quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)
-
-
-def _quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What optuna calls experimental, without its saying so in every trial."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return function(*args, **options)
-
-
-def without_password(url: str) -> str:
-    """The URL without its password.
-
-    >>> without_password("postgresql://me:secret@host/studies")
-    'postgresql://me:***@host/studies'
-    """
-    try:
-        return sqlalchemy.make_url(url).render_as_string(hide_password=True)
-    except sqlalchemy.exc.ArgumentError:
-        return url
-
-
-def _in_one_line(error: BaseException) -> str:
-    """An error's first line; what is no user's mistake also says its kind."""
-    line = (str(error).strip().splitlines() or [""])[0][:300]
-    return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
+    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)

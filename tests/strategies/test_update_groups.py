@@ -24,7 +24,7 @@ RULES = ("split", "mss")
     [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
 )
 def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch):
-    """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: a standard error of 2 %. Seeds are fixed."""
+    """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: 2 % of error. Seeds are fixed."""
     monkeypatch.setattr(null_separation, "FALSE_ALARMS", 0.05)
     for name in ("_two_way", "_any_cut"):  # and nothing is remembered of the other quantile
         monkeypatch.setattr(null_separation, name, functools.cache(getattr(null_separation, name).__wrapped__))

@@ -1,0 +1,104 @@
+"""What chooses the next trial, and what ends one early: optuna's, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from optuna.pruners import (
+    BasePruner,
+    HyperbandPruner,
+    MedianPruner,
+    NopPruner,
+    PercentilePruner,
+    SuccessiveHalvingPruner,
+)
+from optuna.samplers import (
+    BaseSampler,
+    GPSampler,
+    GridSampler,
+    NSGAIISampler,
+    QMCSampler,
+    RandomSampler,
+    TPESampler,
+)
+
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.registry import call
+from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.space import Dimension
+from dpfl_lightning.search.storage import quietly
+
+
+def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None) -> BaseSampler:
+    """What draws the next trial's values.
+
+    Raises:
+        UserError: an unknown one, an option out of range, or a space that it cannot search.
+    """
+    options = {name: value for name, value in sweep.sampler.items() if name not in ("name", "seed")}
+    given = sweep.sampler.get("seed")
+    whole = given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32)
+    require(whole, "sweep.sampler.seed", "be a whole number in [0, 2^32)", given)
+
+    def tpe(startup_trials: int = 10, multivariate: bool = False) -> BaseSampler:
+        return TPESampler(n_startup_trials=startup_trials, multivariate=multivariate, constant_liar=True, seed=seed)
+
+    def random() -> BaseSampler:
+        return RandomSampler(seed)
+
+    def grid() -> BaseSampler:
+        conditional = [key for key, own in dimensions.items() if own.when]
+        require(not conditional, "sweep.sampler.name", "not be grid where keys have a `when`", conditional)
+        return GridSampler({key: own.grid() for key, own in dimensions.items()}, seed)
+
+    def qmc() -> BaseSampler:
+        return QMCSampler(seed=seed, scramble=True)
+
+    def gp(startup_trials: int = 10) -> BaseSampler:
+        return GPSampler(seed=seed, n_startup_trials=startup_trials)
+
+    def nsga2(population_size: int = 50) -> BaseSampler:
+        require(population_size >= 2, "sweep.sampler.population_size", "be >= 2", population_size)
+        return NSGAIISampler(population_size=population_size, seed=seed)
+
+    known = {"tpe": tpe, "random": random, "grid": grid, "qmc": qmc, "gp": gp, "nsga2": nsga2}
+    return quietly(call, "sweep.sampler", known, str(sweep.sampler["name"]), **options)
+
+
+def pruner(sweep: SweepOptions) -> BasePruner:
+    """What ends a trial that others have left behind.
+
+    Raises:
+        UserError: an unknown one, or an option out of range.
+    """
+    options = {name: value for name, value in sweep.pruner.items() if name != "name"}
+
+    def median(startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
+        return MedianPruner(startup_trials, warmup_steps)
+
+    def percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
+        """Keeps those in the top `percentile` per cent."""
+        require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
+        return PercentilePruner(percentile, startup_trials, warmup_steps)
+
+    def halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
+        return SuccessiveHalvingPruner(min_resource, reduction_factor)
+
+    def hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
+        return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
+
+    known = {"none": NopPruner, "median": median, "percentile": percentile, "halving": halving, "hyperband": hyperband}
+    try:
+        return quietly(call, "sweep.pruner", known, str(sweep.pruner["name"]), **options)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"`sweep.pruner` must have options in range, got {sweep.pruner}: {error}") from None
+
+
+def size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
+    """How many different trials there are."""
+    size = 1
+    for own in dimensions.values():
+        size *= len(own.grid())
+    return size
