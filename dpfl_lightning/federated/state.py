@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,8 +161,15 @@ class RoundPlan:
 
     @property
     def expected_records(self) -> tuple[float, ...]:
-        """Records each client's steps process in expectation, `[C]`: the observed number is private."""
-        return tuple(m.expected_batch_size * steps for m, steps in zip(self.mechanism_of, self.steps, strict=True))
+        """Records each client's steps process in expectation, `[C]`: the observed number is private.
+
+        Of draws of a fixed number from each class at most so many: which classes a client lacks is private, too.
+        """
+        most = math.inf
+        if isinstance(self.job, ClassGradients) and self.job.most_records is not None:
+            most = self.job.num_classes * self.job.most_records
+        pairs = zip(self.mechanism_of, self.steps, strict=True)
+        return tuple(min(mechanism.expected_batch_size, most) * steps for mechanism, steps in pairs)
 
     def clip_norm(self, row: int) -> float:
         """Of one record's gradient, at the client of a row."""

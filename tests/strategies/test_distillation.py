@@ -96,6 +96,16 @@ class Spy(ServerCallback):
         self._told.append(report.told)
 
 
+class Reports(ServerCallback):
+    """Keeps each round's number of records."""
+
+    def __init__(self):
+        self.kept = []
+
+    def on_round_end(self, view, report):
+        self.kept.append(report.records)
+
+
 def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, engine=None, **options):
     """A finished run, its strategy."""
     own = Distillation(**{**SMALL, **options})
@@ -290,6 +300,14 @@ def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
     for client in range(4):
         assert loop.budgets.ledger.events(client) == [LaplaceEvent(loop.budgets.noise_multiplier(client), 1)] * 3
         assert 3 / loop.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
+
+
+@NOTICE
+@pytest.mark.parametrize("drawn, counted", [(2, 4 * 3 * 2), (100, 4 * 12)])
+def test_records_of_a_round_are_those_that_are_drawn(drawn, counted, make_loop):
+    seen = Reports()
+    distilled(make_loop, digits(EQUAL), others=[seen], sampling="fixed", records_per_class=drawn)
+    assert seen.kept == [counted] * 2
 
 
 def test_what_is_sent_is_counted(make_loop):
