@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -70,6 +69,7 @@ class FastEngine(SerialEngine):
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
+        self._pool: ThreadPoolExecutor | None = None  # not yet: of ranks, the first says how many threads are within
 
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
@@ -107,12 +107,13 @@ class FastEngine(SerialEngine):
             finally:
                 self._seats.put(seat)
 
+        pool = self._pool = self._pool or thread_pool(self.workers or 1, "client", torch.get_num_threads())
         running: dict[Future[T], int] = {}
         waiting = iter(numbers)
         try:
             while True:
                 for number in itertools.islice(waiting, 2 * (self.workers or 1) - len(running)):
-                    running[self._pool.submit(seated, number)] = number
+                    running[pool.submit(seated, number)] = number
                 if not running:
                     return
                 done, _ = wait(running, return_when=FIRST_COMPLETED)
@@ -121,11 +122,6 @@ class FastEngine(SerialEngine):
         finally:
             for task in running:
                 task.cancel()
-
-    @functools.cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        """Started when first used: among several ranks, rank 0 says after `setup` how many threads are within."""
-        return thread_pool(self.workers or 1, "client", torch.get_num_threads())
 
     def _another_seat(self) -> SerialEngine:
         """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
