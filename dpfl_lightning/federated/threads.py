@@ -26,7 +26,7 @@ def thread_pool(count: int, name: str, threads_within: int) -> ThreadPoolExecuto
 
     Without a word a new thread takes what torch was told elsewhere only once an operator asks for it. Until then a
     convolution takes every core, and a kernel's gradient has other last bits: which thread gets which work would decide
-    them. All are started here: the same call also changes a number that the process has once, the matrix library's.
+    them. All are started here, not later, since the same call also says what threads of others begin with.
     """
     pool = ThreadPoolExecutor(count, name, initializer=torch.set_num_threads, initargs=(threads_within,))
     everybody = threading.Barrier(count)
