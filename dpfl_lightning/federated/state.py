@@ -64,6 +64,14 @@ class RunSchedule:
 class LocalTraining:
     """The job of a usual round: `steps` DPSGD steps; the release is the change of the parameters, `[P]`."""
 
+    def clip_norm(self, mechanism: Mechanism) -> float:
+        """Of one record's gradient."""
+        return mechanism.clip_norm
+
+    def expected_records(self, mechanism: Mechanism) -> float:
+        """Of one step."""
+        return mechanism.expected_batch_size
+
 
 @dataclass(frozen=True)
 class ClassGradients:
@@ -90,6 +98,11 @@ class ClassGradients:
     def clip_norm(self, mechanism: Mechanism) -> float:
         """Of one record's gradient, so that one record moves the stack by at most the mechanism's."""
         return mechanism.clip_norm if self.most_records is None else mechanism.clip_norm / 2
+
+    def expected_records(self, mechanism: Mechanism) -> float:
+        """At most: which classes a client lacks is private."""
+        drawn = math.inf if self.most_records is None else self.num_classes * self.most_records
+        return min(mechanism.expected_batch_size, drawn)
 
     def seen(self, x: Tensor, y: Tensor) -> Tensor:
         """What the records `x` `[B, *X]` of the classes `y` `[B]` become."""
@@ -161,20 +174,13 @@ class RoundPlan:
 
     @property
     def expected_records(self) -> tuple[float, ...]:
-        """Records each client's steps process in expectation, `[C]`: the observed number is private.
-
-        Of draws of a fixed number from each class at most so many: which classes a client lacks is private, too.
-        """
-        most = math.inf
-        if isinstance(self.job, ClassGradients) and self.job.most_records is not None:
-            most = self.job.num_classes * self.job.most_records
+        """Records each client's steps process in expectation, `[C]`: the observed number is private."""
         pairs = zip(self.mechanism_of, self.steps, strict=True)
-        return tuple(min(mechanism.expected_batch_size, most) * steps for mechanism, steps in pairs)
+        return tuple(self.job.expected_records(mechanism) * steps for mechanism, steps in pairs)
 
     def clip_norm(self, row: int) -> float:
         """Of one record's gradient, at the client of a row."""
-        mechanism = self.mechanism_of[row]
-        return self.job.clip_norm(mechanism) if isinstance(self.job, ClassGradients) else mechanism.clip_norm
+        return self.job.clip_norm(self.mechanism_of[row])
 
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
         """The plan of the clients for which `keep(client)` holds."""

@@ -45,13 +45,16 @@ def one_thread_an_operator() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(work: Callable[[Item], Found], items: Sequence[Item]) -> list[Found]:
-    """`work` of every item, in their order; as many at a time as there are cores, in threads of their own.
+def side_by_side(work: Callable[[Item], Found], items: Sequence[Item], workers: int | None = None) -> list[Found]:
+    """`work` of every item, in their order; `workers` at a time (None: as many as there are cores), each in a thread.
 
-    **Guarantees** No number of cores changes a bit.
+    **Guarantees** No number of workers changes a bit.
     """
+    workers = workers or cores()
     with one_thread_an_operator():
-        return list(_server_threads(cores()).map(work, items))
+        if workers == 1 or len(items) == 1:
+            return list(map(work, items))
+        return list(_server_threads(workers).map(work, items))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.threads import cores, one_thread_an_operator, thread_pool
+from dpfl_lightning.federated.threads import cores, one_thread_an_operator, side_by_side
 from dpfl_lightning.strategies.noise_weights import weights
 
 _BLOCK = 150_000  # numbers of a matrix that are worked on at once: on a CPU they stay in the caches,
@@ -164,8 +164,8 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
         mu = settings.mu_scale * matrix.numel() / (4 * max(float(norm), 1e-150))
         settle = bool(settings.mu_scale * sizes.sum() <= norm * (1 + 1e-9))  # mu is at most Candes' value
         bound = 1 / math.sqrt(max(matrix.shape)) / mu
-        with _Sweep(matrix, bound, workers or (cores() if matrix.device.type == "cpu" else 1)) as sweep:
-            return _iterate(sweep, mu, settings, settle)
+        sweep = _Sweep(matrix, bound, workers or (cores() if matrix.device.type == "cpu" else 1))
+        return _iterate(sweep, mu, settings, settle)
 
 
 def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
@@ -270,14 +270,7 @@ class _Sweep:
         self._scratch: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(workers):
             self._scratch.put(matrix.new_empty(num_clients, self._width))
-        self._pool = thread_pool(workers, "robust_pca", threads_within=1)
-        self._map = self._pool.map if workers > 1 and len(self._parts) > 1 else map
-
-    def __enter__(self) -> _Sweep:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        self._workers = workers
 
     def run(self, work: Callable[[slice, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """The sums of `work(columns, scratch)` over all blocks, float64 on the CPU."""
@@ -294,7 +287,7 @@ class _Sweep:
             grams, squares = zip(*done, strict=True)
             return sum(grams[1:], grams[0].double()), sum(squares[1:], squares[0])
 
-        gram, squares = sum_of(list(self._map(part, self._parts)))
+        gram, squares = sum_of(side_by_side(part, self._parts, self._workers))
         return gram.cpu(), squares.cpu()
 
     def first_gram(self, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
