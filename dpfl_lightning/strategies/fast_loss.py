@@ -24,12 +24,14 @@ class FastLoss:
 
     Args:
         module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
+        second_order: whether slopes of gradients are wanted. What makes them fast slows plain gradients down: where only
+            these are wanted, convolutions stay torch's.
     """
 
-    def __init__(self, module: ClientModule) -> None:
+    def __init__(self, module: ClientModule, second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
         for part in _sequential(self.module.net):
-            for at, layers in _faster(part).items():
+            for at, layers in _faster(part, second_order).items():
                 for place, layer in enumerate(layers, start=at):
                     part[place] = layer
         self._own = threading.local()
@@ -44,14 +46,14 @@ def _sequential(net: nn.Module) -> list[nn.Sequential]:
     return [part for part in net.modules() if type(part) is nn.Sequential]
 
 
-def _faster(part: nn.Sequential) -> dict[int, list[nn.Module]]:
+def _faster(part: nn.Sequential, second_order: bool) -> dict[int, list[nn.Module]]:
     """Layers that can take the place of some in a row, by the place of the first."""
     found: dict[int, list[nn.Module]] = {}
     layers = list(part)
     for at, layer in enumerate(layers):
         if not all(own.device.type == "cpu" for own in layer.parameters()):
             continue
-        if type(layer) is nn.Conv2d and direct_convolution.takes(layer):
+        if second_order and type(layer) is nn.Conv2d and direct_convolution.takes(layer):
             found[at] = [DirectConvolution(layer)]
         elif type(layer) is nn.GroupNorm and _can_be_fused(layer, layers[at + 1 : at + 3]):
             found[at] = [FusedPlanes(layer), nn.Identity(), nn.Identity()]
