@@ -21,7 +21,7 @@ from dpfl_lightning.pages import split_page
 if TYPE_CHECKING:
     import torch
 
-_NAMES = (*CASES, "robust_pca", "matching", "startup", "memory")
+_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "startup", "memory")
 _DEVICES = ("cpu", "cuda", "auto")
 
 
@@ -52,6 +52,7 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UserError: the device or the peers' Python is not there.
     """
+    from dpfl_lightning.benchmark.class_gradients import class_gradient_times
     from dpfl_lightning.benchmark.matching import matching_times
     from dpfl_lightning.benchmark.measure import machine, measure, startup
     from dpfl_lightning.benchmark.memory import peak_memory
@@ -71,6 +72,8 @@ def bench(options: argparse.Namespace) -> dict[str, Any]:
             results[name] = robust_pca_times(options.scale, options.repeats, _say)
         elif name == "matching":
             results[name] = matching_times(options.repeats, device, _say)
+        elif name == "class_gradients":
+            results[name] = class_gradient_times(options.repeats, device, _say)
         else:
             case = CASES[name].scaled(options.scale)
             peers_python = options.peers_python if options.peers and name == "common" else None
@@ -108,8 +111,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         prog="python -m dpfl_lightning.bench",
         description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
         "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
-        "gradient matching beside a plain loop over classes; start-up; peak memory for more and more clients "
-        "(Fashion-MNIST). Takes minutes; tells its progress on stderr.",
+        "gradient matching, and a client's gradients of each class without privacy, beside plain loops; start-up; peak "
+        "memory for more and more clients (Fashion-MNIST). Takes minutes; tells its progress on stderr.",
         exit_on_error=False,
         allow_abbrev=False,
     )

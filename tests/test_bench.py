@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import parameters_to_vector
 
 from dpfl_lightning.bench import main
-from dpfl_lightning.benchmark import matching, measure, memory, peers, robust_pca
+from dpfl_lightning.benchmark import class_gradients, matching, measure, memory, peers, robust_pca
 from dpfl_lightning.benchmark.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
 from dpfl_lightning.benchmark.contestants import build_net, contestants
 from dpfl_lightning.benchmark.measure import startup
@@ -209,6 +209,22 @@ def test_the_loop_takes_the_same_steps():
     moved = (theirs - begun).flatten(0, 1).flatten(1).norm(dim=1)
     apart = (theirs - ours).flatten(0, 1).flatten(1).norm(dim=1) / moved
     assert bool((moved > 0).all()) and apart.median() < 1e-4 and apart.max() < 0.2
+
+
+def test_class_gradients_are_timed_beside_the_loop(monkeypatch, capsys):
+    real = class_gradients.class_gradient_times
+    monkeypatch.setattr(class_gradients, "class_gradient_times", lambda *told: real(*told, width=4))
+    assert main(["--cases", "class_gradients", "--repeats", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["class_gradients"]
+    assert len(found["seconds"]) == len(found["loop_seconds"]) == 2 and found["records"] == 640
+    assert "gradients of each of 10 classes without privacy, 640 records" in said.out
+
+
+def test_the_loops_class_gradients_are_ours():
+    x, y = class_gradients.records(16, torch.device("cpu"))
+    ours, theirs = (make(4, x, y)() for make in (class_gradients.ours, class_gradients.loop))
+    assert ours.shape == theirs.shape and (ours - theirs).norm() < 1e-3 * theirs.norm()
 
 
 @pytest.mark.slow

@@ -26,43 +26,57 @@ LEARNING_RATE, MOMENTUM = 0.1, 0.5
 Step = Callable[[], Tensor]
 
 
-def matching_times(
-    repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, steps: int = 3
-) -> dict[str, Any]:
-    """Seconds of a step on the images of all classes, ours and the loop's, in turns, with torch's threads.
+def in_turns(name: str, ours: Step, loop: Step, repeats: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds of a step, ours and the loop's, in turns.
 
     Args:
+        name: of the case.
+        ours, loop: one step each; what it returns is waited for.
         repeats: timed turns of each, after one that does not count; >= 1.
-        device: where to compute.
-        say: told what is done.
-        width: of the paper's ConvNet.
         steps: of a turn.
+        say: told what is done.
 
     Returns:
-        `parameters`, `images`, `threads`, `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop`
-        (median over turns) and `range_vs_loop`.
+        `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop` (median over turns), `range_vs_loop`, and
+        torch's `threads`.
     """
-    contestants = {"seconds": ours(width, device), "loop_seconds": loop(width, device)}
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    found: dict[str, list[float]] = {"seconds": [], "loop_seconds": []}
     for repeat in range(repeats + 1):
-        for name, step in contestants.items():
+        for who, step, times in zip(("ours", "loop"), (ours, loop), found.values(), strict=True):
             begun = time.perf_counter()
             for _ in range(steps):
-                images = step()
-            float(images.sum())  # waits for a GPU
+                done = step()
+            float(done.sum())  # waits for a GPU
             took = (time.perf_counter() - begun) / steps
             if repeat:
-                found[name].append(round(took, 4))
-            who = "ours" if name == "seconds" else "loop"
-            say(f"matching: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
+                times.append(round(took, 4))
+            say(f"{name}: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
     ratios = [theirs / own for own, theirs in zip(found["seconds"], found["loop_seconds"], strict=True)]
     return {
         "ratio_vs_loop": round(median(ratios), 3),
         "range_vs_loop": [round(min(ratios), 3), round(max(ratios), 3)],
-        "parameters": sum(parameter.numel() for parameter in build(width).parameters()),
-        "images": NUM_CLASSES * IMAGES_PER_CLASS,
         "threads": torch.get_num_threads(),
         **found,
+    }
+
+
+def matching_times(
+    repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, steps: int = 3
+) -> dict[str, Any]:
+    """A step on the images of all classes, ours beside the loop's, with torch's threads.
+
+    Args:
+        repeats: see `in_turns`, as `say` and `steps`.
+        device: where to compute.
+        width: of the paper's ConvNet.
+
+    Returns:
+        What `in_turns` does, and `parameters` and `images`.
+    """
+    return {
+        **in_turns("matching", ours(width, device), loop(width, device), repeats, steps, say),
+        "parameters": sum(parameter.numel() for parameter in build(width).parameters()),
+        "images": NUM_CLASSES * IMAGES_PER_CLASS,
     }
 
 

@@ -21,6 +21,12 @@ RIVALS = {
     "pfl": "pfl-research without privacy",
 }
 
+#: what was done beside a loop over classes
+_STEPS = {
+    "matching": "a step of gradient matching, {images} images of 10 classes",
+    "class_gradients": "a client's gradients of each of 10 classes without privacy, {records} records",
+}
+
 
 def report(results: Mapping[str, Any]) -> str:
     """Table with the ratios first, start-up, machine, and what was compared; Markdown that reads well as it is.
@@ -39,8 +45,8 @@ def report(results: Mapping[str, Any]) -> str:
     if "robust_pca" in results:
         parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
         parts += _share_of_a_round(results)
-    if "matching" in results:
-        parts.append(_matching(results["matching"]))
+    loops = [_beside_a_loop(words, results[name]) for name, words in _STEPS.items() if name in results]
+    parts += ["\n".join(loops)] if loops else []
     if "startup" in results:
         parts.append(_startup(results["startup"]))
     if "memory" in results:
@@ -127,12 +133,12 @@ def _share_of_a_round(results: Mapping[str, Any]) -> list[str]:
     return [f"Robust PCA of that many updates is {share:.1%} of a round of the common work."]
 
 
-def _matching(found: Mapping[str, Any]) -> str:
+def _beside_a_loop(words: str, found: Mapping[str, Any]) -> str:
     ours, theirs = (1000 * median(found[key]) for key in ("seconds", "loop_seconds"))
     return (
-        f"- a step of gradient matching, {found['images']} images of 10 classes, ConvNet of {found['parameters']:,} "
-        f"parameters: {ours:.0f} ms (median of {len(found['seconds'])}); a plain loop over the classes takes "
-        f"{theirs:.0f} ms, **{found['ratio_vs_loop']:.2f} times** as long "
+        f"- {words.format(**found)}, ConvNet of {found['parameters']:,} parameters: {ours:,.0f} ms (median of "
+        f"{len(found['seconds'])}); a plain loop over the classes takes {theirs:,.0f} ms, "
+        f"**{found['ratio_vs_loop']:.2f} times** as long "
         f"({found['range_vs_loop'][0]:.2f} to {found['range_vs_loop'][1]:.2f}; {found['threads']} threads)."
     )
 

@@ -35,12 +35,15 @@ class ServerCallback:
             replaces `model_of` in the aggregation).
         default_base: the base rule that it goes with, for runs that name none.
         caveats: what every guarantee of a run with it must say, in words.
+        trains_on_server: whether the server's own work may take longer than the clients' records: the time of a run is
+            then not foretold before the first round.
     """
 
     needs: Literal["facts", "deltas"] = "facts"
     role: Literal["base", "correction", "mask", "route"] = "correction"
     default_base: type[ServerCallback] | None = None
     caveats: tuple[str, ...] = ()
+    trains_on_server: bool = False
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""

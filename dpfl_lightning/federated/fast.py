@@ -21,11 +21,10 @@ from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import RoundPlan, ServerState
 from dpfl_lightning.federated.synthetic import synthetic_batch
 from dpfl_lightning.federated.threads import cores, thread_pool
-from dpfl_lightning.federated.unclipped import UnclippedSum
+from dpfl_lightning.federated.unclipped import quicker_without_clipping
 from dpfl_lightning.privacy.clipping import ClippedSum
-from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.strategies.fast_loss import FastLoss
 
 T = TypeVar("T")
 
@@ -76,9 +75,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        if self.module.device.type == "cpu" and isinstance(clipped_sum, FastClippedSum):
-            return UnclippedSum(clipped_sum, FastLoss(self.module, second_order=False))
-        return clipped_sum
+        return quicker_without_clipping(clipped_sum, self.module)
 
     def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])

@@ -435,6 +435,8 @@ class FederatedLoop:
         )
 
     def _measured_info(self, first_round: int) -> RunInfo:
+        if any(callback.trains_on_server for callback in self.callbacks):
+            return self._info(first_round)
         batch = round(median(own.batch_size for own in self.settings))
         each = seconds_per_record(self.engine, self.module, self.population, batch)
         records = sum(

@@ -118,6 +118,8 @@ class Distillation(ServerCallback):
     release are ours.
     """
 
+    trains_on_server = True
+
     def __init__(
         self,
         mode: str = "default",

@@ -24,8 +24,8 @@ class FastLoss:
 
     Args:
         module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
-        second_order: whether slopes of gradients are wanted. What makes them fast slows plain gradients down: where only
-            these are wanted, convolutions stay torch's.
+        second_order: whether slopes of gradients are wanted, for which convolutions are replaced; it does not speed up
+            plain gradients.
     """
 
     def __init__(self, module: ClientModule, second_order: bool = True) -> None:

@@ -24,6 +24,7 @@ from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.tables import duration
 
 _MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
+_SILENCE_SECONDS = 60.0  # of plain lines at most: a log tells that the run goes on, whether a round is evaluated or not
 _NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
 
 
@@ -43,6 +44,7 @@ class Progress(ServerCallback):
         self.next_steps = tuple(next_steps)
         self._bar: rich.progress.Progress | None = None
         self._score = ""
+        self._told_at = -math.inf  # when the last plain line was written
 
     def on_run_start(self, view: View) -> None:
         run = view.run
@@ -73,7 +75,8 @@ class Progress(ServerCallback):
             self._score = score or self._score  # in a round without evaluation the last one stays
             words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
-        elif report.client_accuracy is not None or report.test_loss is not None:
+        elif self._worth_a_line(report):
+            self._told_at = time.monotonic()
             width = len(str(report.rounds))
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
             some = len(report.clients) < view.facts.num_clients
@@ -113,6 +116,11 @@ class Progress(ServerCallback):
             self._say(f"  {line}")
 
     # -- how it is printed
+
+    def _worth_a_line(self, report: RoundReport) -> bool:
+        """Of a log: an evaluated round, the first one, and what ends a minute of silence."""
+        evaluated = report.client_accuracy is not None or report.test_loss is not None
+        return evaluated or time.monotonic() - self._told_at >= _SILENCE_SECONDS
 
     @property
     def _live(self) -> bool:

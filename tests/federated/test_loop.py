@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
@@ -392,3 +393,14 @@ def test_regression_reports_a_loss(make_loop):
 
 def test_blobs_are_unequal():
     assert len(set(blobs().num_records)) == 4
+
+
+class Trains(ServerCallback):
+    trains_on_server = True
+
+
+@pytest.mark.parametrize(("callbacks", "foretold"), [([], True), ([Trains()], False)], ids=["clients", "server"])
+def test_the_time_of_a_run_is_foretold_where_clients_take_it(callbacks, foretold, make_loop):
+    loop = make_loop(callbacks=callbacks)
+    loop.run()
+    assert math.isfinite(loop.info.estimated_seconds) is foretold

@@ -36,6 +36,12 @@ def test_matching_moves_images_as_without_fusion(depth, at_once, distance):
         torch.testing.assert_close(ours, theirs)
 
 
+def test_convolutions_are_replaced_for_second_derivatives_only():
+    module = ClientModule(models.build("convnet", (2, 14, 14), 3, width=4, depth=2))
+    first = str(FastLoss(module, second_order=False).module.net)
+    assert "FusedPlanes" in first and "DirectConvolution" not in first
+
+
 def layers(channels):
     return nn.Sequential(nn.GroupNorm(channels, channels), nn.ReLU(), nn.AvgPool2d(2))
 

@@ -101,6 +101,18 @@ def test_plain_lines_where_there_is_no_terminal(paper, tmp_path):
     assert not re.search(r"[\x00-\x09\x0b-\x1f]", printed(paper))
 
 
+def test_a_log_is_silent_for_a_minute_at_most(paper, tmp_path, monkeypatch):
+    progress, view, now = Progress(paper), a_view(tmp_path), [1000.0]
+    monkeypatch.setattr("dpfl_lightning.watchers.progress.time.monotonic", lambda: now[0])
+    progress.on_run_start(view)
+    unevaluated = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
+    for round in range(1, 10):  # 25 seconds each
+        now[0] += 25.0
+        progress.on_round_end(view, a_report(view, round, **unevaluated))
+    told = re.findall(r"round +(\d+)/10 \|.*\| (.*) left", printed(paper))
+    assert told == [("1", "3 min 45 s"), ("4", "2 min 30 s"), ("7", "1 min 15 s")]
+
+
 def test_regression_shows_the_loss(paper, tmp_path):
     progress, view = Progress(paper), a_view(tmp_path)
     progress.on_run_start(view)

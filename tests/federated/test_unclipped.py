@@ -1,0 +1,141 @@
+"""Sums of gradients that nothing clips: the clipped sum's own numbers, sooner; and all else left to it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from conftest import small_net
+from torch import nn
+
+from dpfl_lightning import models
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.unclipped import FEWEST, UnclippedSum
+from dpfl_lightning.privacy.clipping import VmapClippedSum
+from dpfl_lightning.privacy.fast_clipping import FastClippedSum
+from dpfl_lightning.strategies.fast_loss import FastLoss
+
+RECORDS = 6 * FEWEST
+
+
+class Watched(FastClippedSum):
+    """Counts how often it is asked."""
+
+    asked = 0
+
+    def __call__(self, *args, **kwargs):
+        self.asked += 1
+        return super().__call__(*args, **kwargs)
+
+
+def a_module(**convnet) -> ClientModule:
+    return ClientModule(models.build("convnet", (1, 12, 12), 3, width=4, depth=2, **convnet)).double()
+
+
+def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
+    inner = Watched(module.net, module.sample_loss, chunk)
+    return UnclippedSum(inner, FastLoss(module, second_order=False)), inner
+
+
+def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, 1, 12, 12, generator=generator, dtype=torch.float64)
+    return x, torch.arange(records) % 3
+
+
+@pytest.mark.parametrize("net", [{}, {"pooling": "max"}, {"norm": "none"}], ids=str)
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("only", [None, ("4.weight", "0.bias")])
+def test_the_sums_are_the_references(net, grouped, only):
+    module = a_module(**net)
+    names = None if only is None else [name for name in module.named_trainable if name in only or "0." in name]
+    summed, inner = both(module)
+    (x, y), params = batch(), module.unflatten(module.flat)
+    groups = (2 - y, 4) if grouped else (None, 1)  # a fourth group is empty
+    found = summed(params, x, y, math.inf, *groups, only=names)
+    expected = VmapClippedSum(module.sample_loss)(params, x, y, math.inf, *groups, only=names)
+    torch.testing.assert_close(found, expected)
+    assert inner.asked == 0 and (not grouped or not found[3].any())
+
+
+def test_parameters_that_no_loss_reads_have_zeros():
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(2, 3), nn.Linear(2, 3)
+
+        def forward(self, x):
+            return self.used(x)
+
+    module = ClientModule(Half())
+    x, y = torch.randn(FEWEST, 2), torch.arange(FEWEST) % 3
+    summed, inner = both(module)
+    found = module.unflatten(summed(module.named_trainable, x, y, math.inf)[0])
+    assert inner.asked == 0 and found["used.weight"].any() and not found["idle.weight"].any()
+
+
+def test_every_record_counts_as_neither_clipped_nor_broken():
+    module, norms = a_module(), []
+    both(module)[0](module.named_trainable, *batch(), math.inf, norms=norms)
+    assert torch.cat(norms).shape == (RECORDS,) and torch.cat(norms).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("clip_norm", "records", "num_groups", "broken"),
+    [(1.0, RECORDS, 1, False), (math.inf, 3 * FEWEST - 1, 3, False), (math.inf, RECORDS, 1, True)],
+    ids=["clipped", "small groups", "a broken record"],
+)
+def test_all_else_is_the_clipped_sums_own(clip_norm, records, num_groups, broken):
+    module = a_module()
+    summed, inner = both(module)
+    x, y = batch(records)
+    if broken:
+        x[5] = math.nan
+    norms, expected_norms = [], []
+    own = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
+    found = summed(*own, norms=norms)
+    assert inner.asked == 1
+    expected = FastClippedSum(module.net, module.sample_loss, 7)(*own, norms=expected_norms)
+    assert torch.equal(found, expected) and found.isfinite().all()
+    torch.testing.assert_close(norms, expected_norms, equal_nan=True)
+
+
+def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
+    module = a_module()
+    own = (module.named_trainable, *batch(), math.inf)
+    first, second = (both(module, chunk)[0] for chunk in (5, None))
+    torch.testing.assert_close(first(*own), second(*own))
+    other = a_module()
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(first.copy_for(other.net, other.sample_loss)(*own), first(*own))
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_threads_change_no_bit(grouped):
+    summed, (x, y) = both(a_module())[0], batch()
+    own = (a_module().named_trainable, x, y, math.inf, *((y, 3) if grouped else (None, 1)))
+    before, found = torch.get_num_threads(), []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(summed(*own))
+    torch.set_num_threads(before)
+    assert summed._pool is not None and torch.equal(*found)
+
+
+def test_the_fast_engine_has_it_only_for_nets_whose_records_do_not_mix(make_loop):
+    class Mixing(nn.Module):
+        """Each record's output depends on the others of its batch."""
+
+        def __init__(self):
+            super().__init__()
+            self.net = small_net()
+
+        def forward(self, x):
+            return self.net(x - x.mean(dim=0))
+
+    for net, kind in ((small_net(), UnclippedSum), (Mixing(), VmapClippedSum)):
+        loop = make_loop(engine=FastEngine(), module=ClientModule(net), privacy=None, rounds=1)
+        loop.run()
+        assert type(loop.engine.clipped_sum) is kind
