@@ -53,7 +53,7 @@ class UnclippedSum:
     ) -> Tensor:
         if clip_norm == math.inf and len(x) >= FEWEST * num_groups:
             total = self._summed(params, x, y, group, num_groups, only)
-            if total.isfinite().all():  # a gradient that is not would show in its sum
+            if torch.linalg.vector_norm(total, dim=1).isfinite().all():  # a gradient that is not would show in its sum
                 if norms is not None:
                     norms.append(torch.zeros(len(x)))  # finite, and not clipped: all that is counted of them
                 return total
