@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dpfl_lightning.reproduction.distillation.accuracy import TEST
 from dpfl_lightning.reproduction.distillation.paper import PUBLISHED as NUMBERS
 from dpfl_lightning.reproduction.distillation.settings import DISTILLED, as_words, distillation, population
@@ -10,16 +12,17 @@ from dpfl_lightning.reproduction.experiment import Column, Comparison, Experimen
 
 INITIALISATIONS = 1000
 TUNED_ROUNDS = 100
+#: row -> options of the strategy
+_OPTIONS: dict[str, dict[str, Any]] = {"dc": {}, "dsa": {"augmentation": "dsa"}, "tuned": TUNED}
 
 
 def _words(row: str, column: str, scale: str) -> list[str]:
     images = int(column.removeprefix("ipc"))
-    tuned = row.startswith("tuned")
-    options = {"augmentation": "dsa"} if row == "dsa" else TUNED if tuned else {}
+    tuned = row == "tuned"
     # from one initialisation to the next there are as many rounds as images a class
     rounds = TUNED_ROUNDS if tuned else INITIALISATIONS * images
-    own = distillation(scale, 1, images_per_class=images, **options) | {"rounds": rounds}
-    own["evaluation.every"] = rounds // 5
+    own = distillation(scale, 1, images_per_class=images, **_OPTIONS[row])
+    own |= {"rounds": rounds, "evaluation.every": rounds // 5}
     return as_words({**population("fashion_mnist", 1, 1.0), **(SET_ASIDE if tuned else {}), **own})
 
 
@@ -33,7 +36,7 @@ PUBLISHED = Experiment(
         "tuned": Row(f"gradient matching, {TUNED_ROUNDS} rounds, image steps tuned on public records", "test_accuracy"),
     },
     columns={f"ipc{images}": Column(f"{images} a class") for images in (1, 10, 50)},
-    cells=dict.fromkeys(("dc", "dsa", "tuned"), Training(_words, study=DISTILLED)),
+    cells=dict.fromkeys(_OPTIONS, Training(_words, study=DISTILLED)),
     scales={
         "paper": f"{INITIALISATIONS:,} initialisations of 1, 10 or 50 rounds, ConvNet of width 128, 256 records a class"
     },
