@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from dpfl_lightning.benchmark.cases import NUM_CLASSES
-from dpfl_lightning.benchmark.matching import SHAPE, Step, build, in_turns
+from dpfl_lightning.benchmark.matching import SHAPE, build, num_parameters
+from dpfl_lightning.benchmark.turns import Step, in_turns
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.federated.unclipped import quicker_without_clipping
 from dpfl_lightning.privacy.fast_clipping import clipped_sum_for, keep_freed_memory
@@ -35,7 +36,7 @@ def class_gradient_times(
     x, y = records(records_per_class, device)
     return {
         **in_turns("class_gradients", ours(width, x, y), loop(width, x, y), repeats, 1, say),
-        "parameters": sum(parameter.numel() for parameter in build(width).parameters()),
+        "parameters": num_parameters(width),
         "records": len(x),
     }
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch.nn.functional import cross_entropy
 
 from dpfl_lightning import models
 from dpfl_lightning.benchmark.cases import NUM_CLASSES
+from dpfl_lightning.benchmark.turns import Step, in_turns
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.strategies.gradient_matching import (
     Matching,
@@ -22,42 +21,6 @@ from dpfl_lightning.strategies.gradient_matching import (
 
 SHAPE, IMAGES_PER_CLASS = (1, 28, 28), 10
 LEARNING_RATE, MOMENTUM = 0.1, 0.5
-
-Step = Callable[[], Tensor]
-
-
-def in_turns(name: str, ours: Step, loop: Step, repeats: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of a step, ours and the loop's, in turns.
-
-    Args:
-        name: of the case.
-        ours, loop: one step each; what it returns is waited for.
-        repeats: timed turns of each, after one that does not count; >= 1.
-        steps: of a turn.
-        say: told what is done.
-
-    Returns:
-        `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop` (median over turns), `range_vs_loop`, and
-        torch's `threads`.
-    """
-    found: dict[str, list[float]] = {"seconds": [], "loop_seconds": []}
-    for repeat in range(repeats + 1):
-        for who, step, times in zip(("ours", "loop"), (ours, loop), found.values(), strict=True):
-            begun = time.perf_counter()
-            for _ in range(steps):
-                done = step()
-            float(done.sum())  # waits for a GPU
-            took = (time.perf_counter() - begun) / steps
-            if repeat:
-                times.append(round(took, 4))
-            say(f"{name}: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
-    ratios = [theirs / own for own, theirs in zip(found["seconds"], found["loop_seconds"], strict=True)]
-    return {
-        "ratio_vs_loop": round(median(ratios), 3),
-        "range_vs_loop": [round(min(ratios), 3), round(max(ratios), 3)],
-        "threads": torch.get_num_threads(),
-        **found,
-    }
 
 
 def matching_times(
@@ -75,7 +38,7 @@ def matching_times(
     """
     return {
         **in_turns("matching", ours(width, device), loop(width, device), repeats, steps, say),
-        "parameters": sum(parameter.numel() for parameter in build(width).parameters()),
+        "parameters": num_parameters(width),
         "images": NUM_CLASSES * IMAGES_PER_CLASS,
     }
 
@@ -85,6 +48,11 @@ def build(width: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return models.build("convnet", SHAPE, NUM_CLASSES, width=width)
+
+
+def num_parameters(width: int) -> int:
+    """Of the net."""
+    return sum(parameter.numel() for parameter in build(width).parameters())
 
 
 def first_images() -> SyntheticSet:
