@@ -1,0 +1,79 @@
+"""Distillation runs as their users see them: resumed, and the set with its card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import PowerCut, cut_at
+from few_digits import EQUAL, NOTICE, SMALL, a_net, digits, distilled, images_of, new_net, private
+
+from dpfl_lightning.distilled import load_distilled
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.options import ClientOptions
+from dpfl_lightning.strategies.distillation import Distillation
+
+
+@pytest.mark.parametrize("privacy", [None, private()], ids=["plain", "private"])
+@NOTICE
+def test_resumed_equals_unbroken(privacy, make_loop):
+    options = {"reinit_every": 3, "augmentation": "dsa", "participation_fraction": 0.5, **SMALL}
+
+    def run(**more):
+        return make_loop(
+            population=digits(EQUAL),
+            module=a_net(),
+            new_net=new_net,
+            callbacks=[Distillation(**options)],
+            privacy=privacy,
+            rounds=6,
+            clients=ClientOptions(count=4, batch_size=12),
+            evaluate_every=6,
+            **(more or {}),
+        )
+
+    unbroken = run()
+    unbroken.run()
+    broken = run(checkpoint_seconds=0.0)
+    for round in (2, 5):
+        cut_at(broken, round)
+        with pytest.raises(PowerCut):
+            broken.run(resume=round > 2)
+        broken = run(output_dir=broken.output_dir, checkpoint_seconds=0.0)
+    broken.run(resume=True)
+    ours, theirs = (loop.callbacks[0].state_dict() for loop in (broken, unbroken))
+    assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])
+    assert torch.equal(broken.state.models, unbroken.state.models) and ours["age"] == theirs["age"]
+
+
+def test_a_run_leaves_its_set_and_says_how_it_was_made(make_loop):
+    loop, own = distilled(make_loop, privacy=private(), rounds=2)
+    left = load_distilled(loop.output_dir)
+    assert torch.equal(left.x, images_of(own).flatten(0, 1)) and left.y.tolist() == [0, 0, 1, 1, 2, 2]
+    card = left.card
+    assert 0.98 * 8 < card["epsilon_max"] <= 8 and card["delta_max"] == 1e-3
+    assert card["guarantee"].startswith("(8, 0.001)-differential privacy per record")
+    assert (card["clients"], card["records"], card["rounds"]) == (4, 61, 2)
+    assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.budgets.ledger.head.as_dict()
+
+
+@NOTICE
+def test_a_set_made_without_noise_has_no_epsilon(make_loop):
+    loop, _ = distilled(make_loop, rounds=1)
+    card = load_distilled(loop.output_dir).card
+    assert card["epsilon_max"] is None and card["guarantee"].startswith("No differential privacy")
+
+
+def test_an_unfinished_run_leaves_no_set(make_loop):
+    loop = make_loop(
+        population=digits(EQUAL),
+        module=a_net(),
+        new_net=new_net,
+        callbacks=[Distillation(**SMALL)],
+        privacy=private(),
+        clients=ClientOptions(count=4, batch_size=12),
+    )
+    cut_at(loop, 2)
+    with pytest.raises(PowerCut):
+        loop.run()
+    with pytest.raises(UserError, match="be a folder with a distilled set"):
+        load_distilled(loop.output_dir)
