@@ -54,7 +54,7 @@ PUBLISHED = Experiment(
         "At 10 images a class there are ten times as many rounds as at 1, at 50 fifty times.",
         "Image steps are tuned at width 32 and 10 images a class (distillation.tuning). Here their learning rate is "
         "0.075, 0.75 and 3 at 1, 10 and 50 images a class, for the distance adds up four times as many rows, and the "
-        "gradient is a mean over the images. They learn from 48,000 records in 100 rounds, and 40 at 50 images a class; "
+        "gradient is a mean over images. They learn from 48,000 records in 100 rounds, and 40 at 50 images a class; "
         "no paper has that row.",
     ),
 )
