@@ -56,7 +56,7 @@ def test_every_cell_is_one_that_fit_takes():
             special = {
                 "distillation.private": 20 if cell.row == "tuned" else 50,
                 "distillation.tuning": 40,
-                "distillation.published": (40 if images == 50 else 100) if cell.row == "tuned" else 1000 * images,
+                "distillation.published": 40 if cell.row == "tuned" else 1000 * images,
             }
             assert found.rounds == special.get(cell.experiment, 100 if cell.scale == "small" else 500), cell
         if cell.experiment not in SEARCHES:
