@@ -37,7 +37,7 @@ PUBLISHED = Experiment(
     rows={
         "dc": Row("gradient matching", "test_accuracy"),
         "dsa": Row("gradient matching with DSA", "test_accuracy"),
-        "tuned": Row(f"gradient matching, {TUNED_ROUNDS} rounds of 30 image steps tuned on public records", "test_accuracy"),
+        "tuned": Row(f"gradient matching, {TUNED_ROUNDS} rounds, image steps tuned on public records", "test_accuracy"),
     },
     columns={f"ipc{images}": Column(f"{images} a class") for images in (1, 10, 50)},
     cells=dict.fromkeys(_OPTIONS, Training(_words, study=DISTILLED)),
@@ -53,6 +53,6 @@ PUBLISHED = Experiment(
         "At 10 images a class there are ten times as many rounds as at 1, at 50 fifty times.",
         "Image steps are tuned at width 32 and 10 images a class (distillation.tuning). Here their learning rate is "
         "0.075, 0.75 and 3 at 1, 10 and 50 images a class, for the distance adds up four times as many rows, and the "
-        f"gradient is a mean over images. They learn from 48,000 records in {TUNED_ROUNDS} rounds; no paper has that row.",
+        f"gradient is a mean over images. {TUNED_ROUNDS} rounds on 48,000 records; no paper has that row.",
     ),
 )

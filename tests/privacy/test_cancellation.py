@@ -1,0 +1,68 @@
+"""Records whose positions cancel in a gradient: rounding must not make them look shorter than what they add."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning.privacy.fast_clipping import FastClippedSum
+from dpfl_lightning.privacy.layer_rules import Lookup, Outer
+
+OFFSETS = [0.0, 10.0, 1e3, 1e5]
+
+
+class SequenceNet(nn.Module):
+    """The norm takes the mean over positions away, so that the gradients of its inputs add up to zero over them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 64), nn.GroupNorm(64, 64), nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.last(torch.relu(self.norm(self.first(x).mT)).mean(dim=2))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("contrast", [1.0, 1e-3])
+@pytest.mark.parametrize("offset", OFFSETS)
+def test_a_record_adds_no_more_than_the_clip_norm(offset, contrast, order):
+    torch.manual_seed(0)
+    net = SequenceNet()
+    with torch.no_grad():
+        net.first.weight.mul_(0.01)
+    params = {name: one.detach() for name, one in net.named_parameters()}
+    x, y, each = offset + contrast * torch.randn(20, 8, 64), torch.arange(20) % 10, torch.arange(20)
+    added = FastClippedSum(net)(params, x, y, 1e-2, each, 20, order=order)
+    assert torch.linalg.vector_norm(added.double(), ord=order, dim=1).max() <= 1e-2 * (1 + 1e-5)
+
+
+def outer(positions, offset):
+    left = torch.randn(9, positions, 12)
+    return Outer(left - left.mean(dim=1, keepdim=True), offset + torch.randn(9, positions, 30) / 100)
+
+
+def lookup(positions, offset):
+    dy = offset * torch.randn(9, positions, 12)
+    return Lookup(torch.randint(2, (9, positions)), dy - dy.mean(dim=1, keepdim=True), rows=2)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("positions", [2, 7, 40])
+@pytest.mark.parametrize("offset", OFFSETS)
+@pytest.mark.parametrize("make", [outer, lookup])
+def test_norms_are_never_below_what_is_summed(make, offset, positions, order, precision, monkeypatch):
+    torch.manual_seed(0)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: precision)
+    grads = make(positions, offset)
+    summed = torch.linalg.vector_norm(grads.weighted(torch.eye(9)).double(), ord=order, dim=1)
+    assert (grads.norms(order) >= summed * (1 - 1e-6)).all()
+
+
+def test_norms_are_hardly_larger_where_positions_are_unrelated():
+    torch.manual_seed(0)
+    left, right, ids = torch.randn(9, 40, 12), torch.randn(9, 40, 30), torch.randint(2, (9, 40))
+    for grads in (Outer(left, right), Lookup(ids, left, rows=2)):
+        exact = grads.weighted(torch.eye(9)).double().norm(dim=1)
+        assert torch.allclose(grads.norms().double(), exact, rtol=2e-4)
