@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
@@ -96,15 +96,24 @@ class Budgets:
             UserError: other releases, of which this is not known.
         """
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
-            paid = {line.purpose: line for line in after.planned}
-            for line in before.planned:
-                used, now = self.ledger.used(client, line.purpose), paid.get(line.purpose)
-                if used and (now is None or now.event != line.event or now.count < used):
-                    raise RuntimeError(f"client {client} has paid for {used} of {line}: its new schedule has less")
+            self._check_paid(client, after)
             if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
                 raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
             _check_filter(after, self.accountant)
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
+
+    def _check_paid(self, client: int, own: ClientSchedule) -> None:
+        """Refuse a new schedule that is not what the client has paid for so far and something more."""
+        planned = {line.purpose: line for line in own.planned}
+        for purpose, events in self.ledger.paid(client).items():
+            line = planned.get(purpose)
+            if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
+                raise UserError(
+                    f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
+                    f"releases for {purpose!r} of other noise or number: an engine, a device or a version that the run "
+                    "did not begin with has made anew what later noise is chosen from. Go on with what it began with, "
+                    "or start a new run."
+                )
 
     def anyone_affords(self) -> bool:
         """Whether any client has any planned release left."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask, evaluating
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.gradient_counts import COUNTED, fates
@@ -120,9 +120,10 @@ class SerialEngine:
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         params = self.module.unflatten(model)
         parts = []
-        for chunk in rows.split(FORWARD_CHUNK):
-            x = self.clipped_sum.enter(self.population.x[chunk])
-            parts.append(functional_call(self.module.net, params, (x,)))
+        with evaluating(self.module.net):
+            for chunk in rows.split(FORWARD_CHUNK):
+                x = self.clipped_sum.enter(self.population.x[chunk])
+                parts.append(functional_call(self.module.net, params, (x,)))
         return torch.cat(parts)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:

@@ -25,6 +25,7 @@ from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, regi
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.fingerprints import fingerprints, repeats
 from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
 from dpfl_lightning.federated.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.guarantee_page import guarantee_page
@@ -32,7 +33,7 @@ from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
 from dpfl_lightning.federated.ranks import LostRank, Ranks
 from dpfl_lightning.federated.report import accuracy_over_clients, client_rows, for_json, summary, told
-from dpfl_lightning.federated.run_folder import RunFolder, fingerprints
+from dpfl_lightning.federated.run_folder import RunFolder
 from dpfl_lightning.federated.settings import (
     accountant_of,
     client_settings,
@@ -81,8 +82,9 @@ class FederatedLoop:
         new_net: builds the module's net anew from a seed, for strategies that begin with several models, or again.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit, unless
-    `privacy.secure`: then the round that was broken off is charged again, from `reserve_rounds`, with fresh noise.
+    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit. Not so with
+    `privacy.secure`, on an accelerator, and for a net that draws random numbers (dropout), where no release is made
+    twice alike: the round that was broken off is then charged again, from `reserve_rounds`, with fresh noise.
 
     **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
     test and held-out records is not covered.
@@ -126,7 +128,8 @@ class FederatedLoop:
         self.caveats = (*population.caveats, *of_strategies)
         self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.evaluate_every = evaluate_every
-        self.checkpoint_seconds = 0.0 if self.secure else checkpoint_seconds  # there a replayed round costs budget
+        self.repeats = privacy is None or (not self.secure and repeats(self.module, self.population))
+        self.checkpoint_seconds = checkpoint_seconds if self.repeats else 0.0  # or a round again costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
         self.options, self.new_net = dict(options or {}), new_net
         self.sampling = "poisson" if privacy is None else privacy.sampling
@@ -288,8 +291,8 @@ class FederatedLoop:
             self.folder.open_ledger(self._ledger_header(), saved),
             self.accountant,
             SAMPLINGS[self.sampling],
-            fingerprint=repr(fingerprints(self.engine, self.population, self.device)),
-            secret=None if key is None else key.to_bytes(16, "big"),
+            fingerprint=repr(fingerprints(self.engine, self.population, self.module)),
+            secret=None if key is None or not self.repeats else key.to_bytes(16, "big"),
             caveats=self._caveats(),
             unprotected=[Unprotected(words) for words in self.unprotected],
         )

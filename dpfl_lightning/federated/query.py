@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, evaluating
 from dpfl_lightning.privacy.clipping import VmapClippedSum, summing_dtype
 from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -171,6 +171,7 @@ def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bo
     """The sum over records of each model's loss, clipped to `bounds`, `[M]` float64 on the CPU.
 
     A loss that is no number counts as the upper bound. A chunk of records at a time: memory does not grow with them.
+    Each loss is of its own record alone: nets that mix records were refused (`check_fits`).
 
     Args:
         models: `[M, P]`.
@@ -178,9 +179,10 @@ def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bo
         y: `[n]`.
     """
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
-    for row, model in enumerate(models):
-        params = module.unflatten(model)
-        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
-            losses = module.sample_loss(params, inputs, targets).clamp(*bounds)
-            totals[row] += losses.nan_to_num(nan=bounds[1], posinf=bounds[1]).sum(dtype=totals.dtype)
+    with evaluating(module.net):
+        for row, model in enumerate(models):
+            params = module.unflatten(model)
+            for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
+                losses = module.sample_loss(params, inputs, targets).clamp(*bounds)
+                totals[row] += losses.nan_to_num(nan=bounds[1], posinf=bounds[1]).sum(dtype=totals.dtype)
     return totals.cpu().double()

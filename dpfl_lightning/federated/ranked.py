@@ -17,9 +17,9 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.engine import Engine
+from dpfl_lightning.federated.fingerprints import fingerprints
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranks import Failed, Ranks
-from dpfl_lightning.federated.run_folder import fingerprints
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunResult, ServerState
 from dpfl_lightning.privacy.noise import Streams
 
@@ -135,7 +135,7 @@ class RankedEngine:
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
         if self.company_matters:
             self.description += f", split in {self.ranks.size}"
-        own = fingerprints(self.inner, population, module.device)
+        own = fingerprints(self.inner, population, module)
         told = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
         workers = [self.inner.workers]
         for rank, (their_workers, theirs) in self._together("_set_up", [None, *[told] * (self.ranks.size - 1)]):
@@ -247,7 +247,7 @@ class RankedEngine:
         self.module.net.load_state_dict(net)  # also what is not trained, and has no reason to be equal
         self.inner.setup(self.module, self.population, streams, sampling)
         torch.set_num_threads(threads)  # those within an operator decide bits
-        return self.inner.workers, fingerprints(self.inner, self.population, self.module.device)
+        return self.inner.workers, fingerprints(self.inner, self.population, self.module)
 
     def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
         """What arrives from the share's clients, their personal parameters and this round's counts, their seconds."""

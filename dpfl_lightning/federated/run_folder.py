@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
 from collections.abc import Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-import dpfl_lightning
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
 from dpfl_lightning.privacy.ledger_file import Head, Header
@@ -170,37 +165,3 @@ def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
         os.fsync(file.fileno())
     os.replace(partial, path)
     return path
-
-
-def fingerprints(engine: Engine, population: Population, device: torch.device) -> dict[str, str]:
-    """All that is constant in a run and decides a release bit for bit, by name; not who is trained beside whom.
-
-    **Privacy** Private, as it holds `data_fingerprint`.
-    """
-    own = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return {
-        "code": code_fingerprint(),
-        "data": data_fingerprint(population),
-        "engine": f"{engine.name} ({engine.description})",
-        "device": f"{device.type} {own}",  # another one has other kernels
-    }
-
-
-def code_fingerprint() -> str:
-    """Digest of this package's source and of the libraries that decide a release bit for bit."""
-    libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
-    digest = hashlib.sha256(f"{libraries} threads {torch.get_num_threads()}".encode())
-    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
-
-
-def data_fingerprint(population: Population) -> str:
-    """Digest of every client's records: another data set is another release.
-
-    **Privacy** Private: it goes into keyed digests only (`Budgets`), never into a file.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in (population.x, population.y, *population.train_of):
-        digest.update(tensor.cpu().contiguous().numpy().data)
-    return digest.hexdigest()

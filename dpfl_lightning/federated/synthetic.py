@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import random
 import time
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.client import ClientModule, evaluating
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import Engine
@@ -17,6 +20,8 @@ def synthetic_batch(population: Population, records: int, device: torch.device) 
     """Random data of the population's public shape: for self-checks and timing, never private records."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(records, *population.input_shape, generator=generator)
+    if not population.x.is_floating_point():
+        x = (x > 0).float()  # whole numbers may be rows of a table
     if population.y.is_floating_point():
         y = torch.randn(records, generator=generator)
     else:
@@ -37,10 +42,11 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
 
 
 def check_fits(module: ClientModule, population: Population) -> None:
-    """Refuse a module that cannot take the population's records, before a run begins.
+    """Refuse a module that cannot take the population's records one by one, before a run begins.
 
     Raises:
-        UserError: its `sample_loss` raises, or does not give one loss a record; says what came.
+        UserError: its `sample_loss` raises, does not give one loss a record, or gives a record another loss in other
+            company; or a loss changes its buffers. Says what came.
     """
     x, y = synthetic_batch(population, records=2, device=module.device)
     if not y.is_floating_point():
@@ -56,3 +62,51 @@ def check_fits(module: ClientModule, population: Population) -> None:
             f"`model` must take records of shape {population.input_shape} and give {population.num_classes} outputs "
             f"for each, got: {problem}. Choose another model, or another shape of data."
         )
+    alone = copy.deepcopy(module)
+    with evaluating(alone.net):
+        _check_alone(alone, *synthetic_batch(population, records=4, device=module.device))
+
+
+def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
+    """Refuse a net in which one record moves another's loss, or leaves a trace: clipping bounds neither."""
+    buffers = {name: value.clone() for name, value in module.net.named_buffers()}
+    if not draws_random_numbers(module, x, y) and not _same_in_company(module, x, y):
+        raise UserError(
+            "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
+            "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
+        )
+    for name, value in module.net.named_buffers():
+        if not torch.equal(value, buffers[name].to(value.dtype)):
+            raise UserError(f"`model` must not remember records, got a buffer `{name}` that a forward pass changes.")
+
+
+@torch.no_grad()
+def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+    """Whether each record's loss is its own, in float64 where net and device have it."""
+
+    def same(x: Tensor, tolerance: float) -> bool:
+        params = module.named_trainable
+        together = module.sample_loss(params, x, y)
+        alone = [module.sample_loss(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
+        return torch.allclose(together, torch.cat(alone), rtol=tolerance, atol=tolerance, equal_nan=True)
+
+    try:
+        module.double()
+        return same(x.double() if x.is_floating_point() else x, 1e-8)
+    except (RuntimeError, TypeError):
+        module.float()
+        return same(x, 1e-3)
+
+
+@torch.no_grad()
+def draws_random_numbers(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+    """Whether a forward pass asks torch's, numpy's or Python's own generator, which are put back."""
+    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        module.sample_loss(module.named_trainable, x, y)
+        same = torch.equal(torch_state, torch.get_rng_state()) and python_state == random.getstate()
+        return not (same and repr(numpy_state) == repr(np.random.get_state()))
+    finally:
+        torch.set_rng_state(torch_state)
+        np.random.set_state(numpy_state)
+        random.setstate(python_state)

@@ -21,8 +21,8 @@ from dpfl_lightning.privacy import sparse_conv
 NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
 LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
 #: by torch's float32 matmul precision: rounding of a sum of products, relative to the sum of their absolute values, at
-#: most; ten times what was measured with 24 bits (3e-7), five times the rounding of four factors to 11 and to 8 bits
-_ROUNDING = {"highest": 4e-6, "high": 1e-2, "medium": 1e-1}
+#: most; six times what was measured with 24 bits (3e-7), five times the rounding of four factors to 11 and to 8 bits
+_ROUNDING = {"highest": 2e-6, "high": 1e-2, "medium": 1e-1}
 
 
 class Unsupported(Exception):
@@ -49,7 +49,7 @@ def _rounding(like: Tensor) -> float:
     """How far off, relative to the sum of absolute values, a sum of products of such numbers may be."""
     if like.dtype == torch.float32:
         return _ROUNDING[torch.get_float32_matmul_precision()]
-    return 32 * torch.finfo(like.dtype).eps
+    return 16 * torch.finfo(like.dtype).eps
 
 
 def _only(values: Tensor, keep: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class Outer:
     `order` permutes a sum viewed as `[R, *shape]`, as in `Dense`.
 
     **Guarantees** Norms are never too small: where positions cancel, rounding leaves more than they do, and a norm of
-    zero would let it through unclipped. So what rounding may have taken is added: 2e-6 of a norm where all T positions
+    zero would let it through unclipped. So what rounding may have taken is added: 1e-6 of a norm where all T positions
     agree, T times that where they are unrelated, and more where they cancel.
     """
 

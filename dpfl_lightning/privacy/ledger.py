@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import os
-from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
@@ -46,9 +46,9 @@ class Ledger:
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
         self._keys: set[tuple[int, int, str, str]] = set()
-        self._used: Counter[tuple[int, str]] = Counter()
+        self._paid: defaultdict[int, defaultdict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
-        self._attempts: dict[tuple[int, int, str], list[str]] = defaultdict(list)
+        self._attempts: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
         try:
             if checkpoint is None and not ledger_file.is_begun(path):
                 self._begin(header)
@@ -59,7 +59,8 @@ class Ledger:
             raise
 
     def charge(self, charges: Sequence[Charge]) -> list[int]:
-        """Write the charges that are new and sync; returns each one's attempt number (0 unless released before).
+        """Write the charges that are new and sync; returns each one's attempt number: how many other releases of its
+        client and round were charged before it, for whatever purpose, so that no two of them have the same noise.
 
         A write that fails closes the ledger: what lies on disk is then known again only after it is verified.
         """
@@ -72,7 +73,7 @@ class Ledger:
                 raise
             for charge in new:
                 self._remember(charge)
-        return [self._attempts[charge.key[:3]].index(charge.release) for charge in charges]
+        return [self._attempts[charge.key[:2]].index(charge.key[2:]) for charge in charges]
 
     def holds(self, charge: Charge) -> bool:
         """Whether this very release is already paid for (a replay)."""
@@ -80,7 +81,11 @@ class Ledger:
 
     def used(self, client: int, purpose: str) -> int:
         """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
-        return self._used[client, purpose]
+        return len(self._paid[client][purpose])
+
+    def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
+        """What the client has paid for, by purpose, in order."""
+        return {purpose: tuple(events) for purpose, events in self._paid[client].items() if events}
 
     def events(self, client: int) -> list[Event]:
         """Everything the client has paid for, in order."""
@@ -136,9 +141,9 @@ class Ledger:
 
     def _remember(self, charge: Charge) -> None:
         self._keys.add(charge.key)
-        self._used[charge.client, charge.purpose] += 1
+        self._paid[charge.client][charge.purpose].append(charge.event)
         self._events[charge.client].append(charge.event)
-        self._attempts[charge.key[:3]].append(charge.release)
+        self._attempts[charge.key[:2]].append(charge.key[2:])
 
 
 def read_ledger(path: Path) -> list[Charge]:

@@ -99,8 +99,8 @@ class Streams:
 
     **Guarantees** The same arguments give the same stream in any process and for any number of workers; other
     arguments give an independent one (`numpy.random.SeedSequence` into a full 128-bit PCG64DXSM state; a torch CPU
-    generator would keep only 32 bits of a manual seed). `attempt` counts the releases of one (purpose, round, client)
-    that were not replays of each other, so that no noise ever protects two different values.
+    generator would keep only 32 bits of a manual seed). `attempt` counts the releases of one (round, client) that were
+    not replays of each other, so that no noise ever protects two different values.
 
     >>> a, b = (Streams(7).generator("noise", round=1, client=0) for _ in range(2))
     >>> bool(a.standard_normal() == b.standard_normal())

@@ -15,7 +15,7 @@ from dpfl_lightning.data.groups import grouped, names, renamed, stored, turned
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.evaluation import evaluate
-from dpfl_lightning.federated.run_folder import data_fingerprint
+from dpfl_lightning.federated.fingerprints import data_fingerprint
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.noise import Streams
 

@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.clipping import VmapClippedSum, cross_entropy_of
 from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.layer_rules import RULES, Unsupported
 
-TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-10}  # norms hold what rounding may have taken
 
 
 @pytest.fixture(autouse=True)

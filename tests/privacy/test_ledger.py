@@ -54,6 +54,16 @@ def test_a_charge_is_on_disk_when_it_returns(path):
     assert read_head(path) == ledger.head and ledger.head.lines == 3
 
 
+def test_no_two_releases_of_a_client_and_round_have_one_attempt(path):
+    """Whatever they are for: equal streams would let one be subtracted from the other."""
+    ledger = Ledger(path, HEADER)
+    first, other, second = charge(), charge(purpose="other"), charge(release="b")
+    assert ledger.charge([first, other, second, charge(client=1), charge(round=2)]) == [0, 1, 2, 0, 0]
+    ledger.close()
+    again = Ledger(path, HEADER)
+    assert again.charge([second, charge(purpose="other", release="b"), first, other]) == [2, 3, 0, 1]
+
+
 def test_everything_is_synced_before_a_charge_returns_the_head_last(path, monkeypatch):
     ledger, synced = Ledger(path, HEADER), []
     monkeypatch.setattr("dpfl_lightning.privacy.ledger._sync", lambda file: synced.append(os.fstat(file).st_ino))

@@ -15,6 +15,8 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss
+from dpfl_lightning.federated.run_folder import RunFolder
+from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import gaussian_mu
 from dpfl_lightning.privacy.ledger import read_ledger
@@ -207,6 +209,39 @@ def test_a_secure_run_pays_for_what_it_repeats(make_loop, tmp_path):
     again.run(resume=True)
     for client, budget in enumerate(EPSILON):
         assert again.accountant.epsilon(again.budgets.ledger.events(client), DELTA) <= budget
+
+
+def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(make_loop, tmp_path, monkeypatch):
+    """Another engine makes the first stage anew; what later noise follows from is then another release."""
+
+    def loop(engine):
+        own = {"output_dir": tmp_path / "run", "engine": ENGINES[engine]()}
+        return federation(make_loop, two_stages(), privacy={"reserve_rounds": WARMUP}, **own)
+
+    first, save = loop("fast"), RunFolder.save_checkpoint
+    monkeypatch.setattr(
+        RunFolder, "save_checkpoint", lambda own, now: None if own.checkpoint.exists() else save(own, now)
+    )
+    cut_at(first, WARMUP + 3)
+    with pytest.raises(PowerCut):  # as a kill: nothing is saved after the start
+        first.run()
+    monkeypatch.undo()
+    again = loop("serial")
+    with pytest.raises(UserError, match=r"ledger.jsonl` must hold what the schedule of client \d plans now"):
+        again.run(resume=True)
+    for client, budget in enumerate(EPSILON):
+        assert again.accountant.epsilon(again.budgets.ledger.events(client), DELTA) <= budget
+
+
+def test_a_loss_is_one_step_however_many_an_update_has(make_loop):
+    clients = ClientOptions(count=COUNT, batch_size=None, local_epochs=2, learning_rate=0.3)
+    loop = federation(make_loop, two_stages(), clients=clients)
+    loop.run()
+    for client, budget in enumerate(EPSILON):
+        paid = loop.budgets.ledger.paid(client)
+        assert {event.steps for event in paid.get("train", ())} <= {2}
+        assert {event.steps for event in paid.get("loss", ())} <= {1}
+        assert loop.accountant.epsilon(loop.budgets.ledger.events(client), DELTA) <= budget
 
 
 @pytest.mark.parametrize(
