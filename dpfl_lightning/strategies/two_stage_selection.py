@@ -163,6 +163,7 @@ class TwoStageSelection(QuotaSelection):
         noise = _MARGIN * alone * line.count**power
         updates = _of_noise(line, noise / (1 - self._share) ** power)
         reports = _of_noise(line, noise * (self._losses_a_round / self._share) ** power)
+        assert isinstance(reports.event, NoisedEvent)  # for mypy
         once = dataclasses.replace(reports.event, steps=1)  # however many steps an update has
         reports = Planned(_LOSS, once, self._losses_a_round * line.count)
         if self._unsound:
