@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -181,7 +183,7 @@ class Budgets:
         if self.secret is None:
             return secrets.token_hex(16)
         digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16, key=self.secret)
-        for value in values:
+        for value in _pieces(values):
             if isinstance(value, Tensor):
                 place = (value.data_ptr(), value.numel())
                 if place not in known:
@@ -201,6 +203,20 @@ def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
     known = accountant.name in ("gdp", "rdp")
     require(known, "privacy.accountant", "be gdp or rdp where later noise follows from releases", accountant.name)
+
+
+def _pieces(value: object) -> Iterator[object]:
+    """All that a value holds, whole: `repr` of a tensor within it would round, and leave out."""
+    if isinstance(value, Mapping):
+        yield from _pieces(list(value.items()))
+    elif isinstance(value, list | tuple):
+        yield f"{type(value).__qualname__} of {len(value)}"
+        for one in value:
+            yield from _pieces(one)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _pieces([type(value).__qualname__, *vars(value).items()])
+    else:
+        yield torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
 def _memory(value: Tensor) -> memoryview:

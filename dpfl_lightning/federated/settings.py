@@ -20,6 +20,7 @@ from dpfl_lightning.privacy.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate, cut_to_budgets
 
+_LEAST_CLIP_NORM = 1e-12
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
 
 
@@ -100,6 +101,8 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
         require(
             own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice
         )
+        must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
+        require(own.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, own.clip_norm)
         full = own.batch_size == own.num_records or not laplace
         must = f"be null (all {own.num_records} of client {client}'s records) with Laplace noise"
         require(full, "clients.batch_size", must, own.batch_size, "Its accounting is for full batches.")

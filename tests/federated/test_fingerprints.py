@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections import Counter
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -14,10 +15,13 @@ from torch.nn import functional as F
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.fingerprints import module_fingerprint, repeats
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import PrivacyOptions
+from dpfl_lightning.privacy.events import SelectionEvent
 from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.schedule import Planned
 
 RESERVE = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY, reserve_rounds=1)
 
@@ -172,3 +176,41 @@ class Remembering(nn.Module):
 def test_nets_that_mix_or_remember_records_are_refused(net, words, make_loop):
     with pytest.raises(UserError, match=words):
         make_loop(module=ClientModule(net))
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """A question that holds its tensors in a mapping."""
+
+    clients: tuple[int, ...]
+    weights: dict[str, torch.Tensor]
+    purpose: str = "weigh"
+
+    def event_of(self, client):
+        return SelectionEvent(0.5)
+
+    def answer(self, client, module, x, y, generator):
+        return float(generator.gumbel(0.0, 1.0, 1)[0])
+
+
+class AsksTwice(ServerCallback):
+    def __init__(self):
+        self._answers = []
+
+    def plan_run(self, schedule, view):
+        line = Planned("weigh", SelectionEvent(0.5), 2 * view.run.rounds)
+        return schedule.replan(lambda _, own: replace(own, planned=(*own.planned, line)))
+
+    def plan_round(self, plan, view):
+        for middle in (0.0, 1.0, 0.0):
+            weights = torch.zeros(3000)
+            weights[1500] = middle
+            self._answers.append(view.ask(Weighed(plan.clients, {"all": weights}))[0])
+        return plan
+
+
+def test_questions_that_differ_anywhere_have_answers_of_their_own(make_loop):
+    own = AsksTwice()
+    make_loop(callbacks=[own], rounds=1, privacy=RESERVE).run()
+    first, other, again = own._answers
+    assert first == again != other
