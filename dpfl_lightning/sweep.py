@@ -23,7 +23,7 @@ from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.options import Options, to_dict
 from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
-from dpfl_lightning.search.space import check_values, options_of, parse, probes
+from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 
 if TYPE_CHECKING:
     from dpfl_lightning.search.objectives import Cost, Outcome
@@ -80,6 +80,7 @@ class Search:
         self.sweep, self.options = sweep, dataclasses.replace(options, output_dir=None)
         self.dimensions = parse(sweep.space, sweep.objective)
         check_values(self.options, self.dimensions, sweep.trials_with)
+        check_trials_with(self.options, sweep.trials_with)
         from dpfl_lightning.search.objectives import objective
         from dpfl_lightning.search.study import Study
 

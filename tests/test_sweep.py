@@ -23,6 +23,7 @@ from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import set_text, total_cost
+from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
@@ -116,6 +117,7 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(objective="private", training={}), "data": {"name": "digits"}}, ["data.public_records", "scored"]),
         ({**SMALL, "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}, "sweep": {**SMALL["sweep"], "space": {
             "clients.batch_size": {"choices": [8, 16]}}}}, ["clients.learning_rate", "one number"]),
+        ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path, capsys):
@@ -125,6 +127,23 @@ def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path,
     for word in words:
         assert word in said.err
     assert "trial 0" not in said.out and not (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize("objective", ["set", "public", "private"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)],
+)
+def test_trials_have_the_public_records_of_the_run(objective, key, value, write, tmp_path, capsys):
+    """What is public in a trial alone belongs to clients in the run that follows, and nobody would have paid."""
+    own = {} if objective != "set" else {"training": SMALL["sweep"]["training"]}
+    for more in ({f"data.{key}": value}, {"data": {key: value}}):
+        assert sweep(write(changed(objective=objective, **{"training": {}, **own}, trials_with=more))) == 2
+        said = capsys.readouterr()
+        assert f"`sweep.trials_with.data.{key}` must be the run's own" in said.err and said.err.count("\n") == 1
+        assert repr(value) in said.err and "trial 0" not in said.out
+    same = {"data.public_records": 90, "data.partition.name": "overlapping"}
+    assert check_trials_with(options_of(SMALL), same) is None
 
 
 def test_a_study_of_another_space_is_refused(write, capsys):

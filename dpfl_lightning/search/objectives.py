@@ -176,6 +176,8 @@ def _public_of(options: Options, found: DistilledSet | None) -> tuple[Tensor, Te
     A record that a client held when the set was made is not public now.
     """
     count = options.data.public_records
+    must = "be false with objective set: its nets would be scored on records that clients hold"
+    require(not options.data.use_public, "data.use_public", must, True)
     if found is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
         require(count > 0, "data.public_records", "be above 0 to search on public records", count, advice)
