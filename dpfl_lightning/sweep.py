@@ -171,7 +171,7 @@ class Search:
         running.note("host", socket.gethostname())
 
         def charge(cost: Cost) -> None:
-            running.note("cost", {"epsilon": list(cost.epsilon), "delta": list(cost.delta)})
+            running.note("cost", {name: list(value) for name, value in vars(cost).items()})
 
         folder = self.folder / "trials" / str(running.number)
         outcome: Outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)

@@ -117,6 +117,8 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(objective="private", training={}), "data": {"name": "digits"}}, ["data.public_records", "scored"]),
         ({**SMALL, "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}, "sweep": {**SMALL["sweep"], "space": {
             "clients.batch_size": {"choices": [8, 16]}}}}, ["clients.learning_rate", "one number"]),
+        ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
+         ["privacy.diagnostics", "be false with objective private", "no bound"]),
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
@@ -181,13 +183,37 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     assert all(own <= stated for own, stated in zip(spent, cost["epsilon"], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("more", "caveat"),
+    [
+        ({"privacy": {**SMALL["privacy"], "sampling": "shuffle"}}, "this epsilon is NOT proven"),
+        ({"data": {**SMALL["data"], "partition": {"name": "overlapping"}, "records_per_client": 50}}, "a record may live"),
+        ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chose"),
+    ],
+)
+def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, caveat, write, tmp_path, capsys):
+    assert sweep(write({**changed(objective="private", training={}), **more, "rounds": 1})) == 0
+    said = capsys.readouterr().out
+    cost = json.loads((tmp_path / "out" / "result.json").read_text())["cost"]
+    assert any(caveat in one for one in cost["caveats"]), cost
+    assert all(said.count(f"Caveat: {one}") == 1 for one in cost["caveats"])
+    for number in range(2):
+        run = json.loads((tmp_path / "out" / "trials" / str(number) / "result.json").read_text())
+        assert caveat in run["guarantee"]
+
+
 def test_a_trial_that_died_counts_with_its_whole_budget():
     costs = [
         {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1]}},
         {},
-        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1]}},
+        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
+        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
     ]
-    assert total_cost(costs) == {"epsilon": [2.0, None], "delta": [0.2, 0.2]}
+    assert total_cost(costs) == {
+        "epsilon": [3.0, None],
+        "delta": [pytest.approx(0.3)] * 2,
+        "caveats": ["b", "a", "c"],
+    }
     assert total_cost([{}]) is None
 
 
@@ -263,6 +289,12 @@ def test_a_set_of_other_records_is_refused(made, words, tmp_path):
 
 def test_a_set_without_a_bound_says_so():
     assert "an epsilon without bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+
+
+def test_what_a_sets_epsilon_does_not_cover_is_said_beside_it():
+    promise = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
+    said = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": promise})
+    assert "at most epsilon 8.0000" in said and said.endswith(f"The set's guarantee: {promise}")
 
 
 def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):
