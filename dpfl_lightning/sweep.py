@@ -173,7 +173,8 @@ class Search:
         def charge(cost: Cost) -> None:
             running.note("cost", {name: list(value) for name, value in vars(cost).items()})
 
-        folder = self.folder / "trials" / str(running.number)
+        # several studies may share a folder, and each numbers its trials from 0
+        folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
         outcome: Outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
         for name, value in dataclasses.asdict(outcome).items():
             running.note(name, value)

@@ -175,7 +175,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     assert "PRIVATE: 3 trials" in said and "epsilon 48.0" in said
     spent = [0.0] * 5
     for number in range(3):
-        folder = tmp_path / "out" / "trials" / str(number)
+        folder = tmp_path / "out" / "trials" / "mine" / str(number)
         assert (folder / "ledger.jsonl").is_file()
         for client in json.loads((folder / "result.json").read_text())["clients"]:
             spent[client["client"]] += client["epsilon_spent"]
@@ -198,8 +198,15 @@ def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, cav
     assert any(caveat in one for one in cost["caveats"]), cost
     assert all(said.count(f"Caveat: {one}") == 1 for one in cost["caveats"])
     for number in range(2):
-        run = json.loads((tmp_path / "out" / "trials" / str(number) / "result.json").read_text())
+        run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
         assert caveat in run["guarantee"]
+
+
+def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_path, capsys):
+    raw = changed(objective="private", training={}, trials=1)
+    for name in ("mine", "other"):
+        assert sweep(write(raw, "--sweep.name", name)) == 0, capsys.readouterr()
+        assert (tmp_path / "out" / "trials" / name / "0" / "result.json").is_file()
 
 
 def test_a_trial_that_died_counts_with_its_whole_budget():
