@@ -20,10 +20,12 @@ from dpfl_lightning.config import load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.federated.threads import cores
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import set_text, total_cost
 from dpfl_lightning.search.space import check_trials_with
+from dpfl_lightning.sweep import Search
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
@@ -207,6 +209,17 @@ def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_pat
     for name in ("mine", "other"):
         assert sweep(write(raw, "--sweep.name", name)) == 0, capsys.readouterr()
         assert (tmp_path / "out" / "trials" / name / "0" / "result.json").is_file()
+
+
+def test_workers_share_the_cores_in_trials_only(tmp_path):
+    run = options_of({**SMALL, "output_dir": str(tmp_path)})
+    own = SweepOptions(**{**SMALL["sweep"], "name": "s", "objective": "private", "training": {}, "trials": 1})
+    search = Search(own, run, workers=2)
+    search.work()
+    assert search.finish() == 0
+    in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
+    assert in_trials["engine"]["workers"] == max(1, cores() // 2)
+    assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
 
 
 def test_a_trial_that_died_counts_with_its_whole_budget():
