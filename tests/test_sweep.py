@@ -20,6 +20,7 @@ from dpfl_lightning.config import load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.federated.setup import build_population
 from dpfl_lightning.federated.threads import cores
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
@@ -189,7 +190,10 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     ("more", "caveat"),
     [
         ({"privacy": {**SMALL["privacy"], "sampling": "shuffle"}}, "this epsilon is NOT proven"),
-        ({"data": {**SMALL["data"], "partition": {"name": "overlapping"}, "records_per_client": 50}}, "a record may live"),
+        (
+            {"data": {**SMALL["data"], "partition": {"name": "overlapping"}, "records_per_client": 50}},
+            "a record may live",
+        ),
         ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chose"),
     ],
 )
@@ -299,12 +303,27 @@ def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
     [
         ({"name": "mnist", "public_records": 90}, "be a set of digits, got 'mnist'"),
         ({"name": "digits", "public_records": 0}, "the others were clients' own then"),
+        (
+            {"name": "digits", "public_records": 300, "use_public": True},
+            "at most 50, the public records that .* not distilled from, got 90",
+        ),
     ],
 )
 def test_a_set_of_other_records_is_refused(made, words, tmp_path):
     own = SweepOptions(distilled=str(a_set(tmp_path / "set", data=made)))
     with pytest.raises(UserError, match=words):
         objective(own, options_of(SMALL))
+
+
+def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tmp_path):
+    made = {"name": "digits", "public_records": 540, "use_public": True}
+    folder = str(a_set(tmp_path / "set", data=made))
+    (people, _), *_ = objective(SweepOptions(distilled=folder), options_of(SMALL))._parts
+    whole = build_population(options_of({**SMALL, "data": made}))
+    distilled = {row.numpy().tobytes() for rows in whole.train_of for row in whole.x[rows]}
+    assert not distilled & {row.numpy().tobytes() for row in people.x[people.test]} and len(people.test) == 90
+    alone = objective(SweepOptions(distilled=folder), options_of({**SMALL, "data": {"name": "digits"}}))
+    assert "others that were held out" in alone.words
 
 
 def test_a_set_without_a_bound_says_so():

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.setup import build_loop, build_net, build_populati
 from dpfl_lightning.federated.state import RoundReport, View
 from dpfl_lightning.options import Options
 from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.events import Caveat, Unprotected
+from dpfl_lightning.privacy.events import Caveat, Event, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.registry import call
@@ -57,12 +57,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a trial can cost each client at most: epsilon (None: no bound) and delta, `[N]`, never told without `caveats`.
+    """What a trial can cost each client at most.
 
     Args:
-        epsilon: of each client.
-        delta: of each client.
-        caveats: what these epsilons do not cover, in words.
+        epsilon: `[N]`; None: no bound.
+        delta: `[N]`.
+        caveats: what these epsilons do not cover, in words: they are never told without.
     """
 
     epsilon: tuple[float | None, ...]
@@ -206,9 +206,15 @@ def _check_set(options: Options, found: DistilledSet) -> None:
     made = found.card.get("data") or {}
     name, public = made.get("name"), made.get("public_records")
     require(name in (None, options.data.name), "sweep.distilled", f"be a set of {options.data.name}", name)
-    safe = public is None or options.data.public_records <= public
-    must = f"be at most {public}, as when the set was made: the others were clients' own then"
-    require(safe, "data.public_records", must, options.data.public_records)
+    if public is None:
+        return
+    most, others = public, "as when the set was made: the others were clients' own then"
+    if made.get("use_public"):
+        # its clients were dealt all but the last sixth of them, which was their run's test set
+        most, others = public // 6, "the public records that the set was not distilled from"
+    advice = "Without any, nets are scored on images of the set that are held out."
+    count = options.data.public_records
+    require(count <= most, "data.public_records", f"be at most {most}, {others}", count, advice)
 
 
 def _digest(found: DistilledSet) -> str:
@@ -327,7 +333,7 @@ def _check_private(options: Options) -> None:
 def _planned(loop: FederatedLoop) -> Cost:
     """What the run may cost each client at most: its whole budget, or what its plan composes to."""
     clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.sampling]
-    besides = [*map(Caveat, loop.caveats), *map(Unprotected, loop.unprotected)]
+    besides: list[Event] = [*map(Caveat, loop.caveats), *map(Unprotected, loop.unprotected)]
     promises = [guarantee([*own.events(), *besides], own.delta, loop.accountant, sampling) for own in clients]
     most = [max(one.epsilon, own.target_epsilon) for one, own in zip(promises, clients, strict=True)]
     caveats = dict.fromkeys(words for one in promises for words in _caveats(one))
