@@ -23,7 +23,7 @@ from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.options import Options, to_dict
 from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
-from dpfl_lightning.search.space import check_values, options_of, parse, probes
+from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 
 if TYPE_CHECKING:
     from dpfl_lightning.search.objectives import Cost, Outcome
@@ -80,6 +80,8 @@ class Search:
         self.sweep, self.options = sweep, dataclasses.replace(options, output_dir=None)
         self.dimensions = parse(sweep.space, sweep.objective)
         check_values(self.options, self.dimensions, sweep.trials_with)
+        check_trials_with(self.options, sweep.trials_with)
+        self._share = self._share_cores(workers)
         from dpfl_lightning.search.objectives import objective
         from dpfl_lightning.search.study import Study
 
@@ -89,13 +91,12 @@ class Search:
         url = sweep.storage or f"sqlite:///{self.folder / 'study.db'}"
         self.study = Study(sweep, self.dimensions, url, self._identity(), options.seed, first=not helping)
         self._track()
-        self._share_cores(workers)
 
     # -- before the first trial
 
     def _in_trials(self, found: Mapping[str, Any]) -> Options:
         """The run's options with what a trial drew, as trials have them."""
-        return options_of(self.options, self.dimensions, found, self.sweep.trials_with)
+        return options_of(self.options, self.dimensions, found, {**self._share, **self.sweep.trials_with})
 
     def _check_builds(self) -> None:
         """Refuse a key none of whose values can be built; what fails only together with others fails as a trial."""
@@ -131,7 +132,8 @@ class Search:
         name = own.run_name or str(self.sweep.name)
         self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
 
-    def _share_cores(self, workers: int) -> None:
+    def _share_cores(self, workers: int) -> dict[str, int]:
+        """What trials have in place of the run's own, so that several can be made at once; the run found has it not."""
         import torch
 
         from dpfl_lightning.federated.threads import cores
@@ -139,9 +141,9 @@ class Search:
         each = max(1, cores() // workers)
         if self.sweep.objective == "set":
             torch.set_num_threads(min(each, torch.get_num_threads()))
-        elif workers > 1 and self.options.engine.workers is None:
-            engine = dataclasses.replace(self.options.engine, workers=each)
-            self.options = dataclasses.replace(self.options, engine=engine)
+            return {}
+        shared = workers > 1 and self.options.engine.workers is None
+        return {"engine.workers": each} if shared else {}
 
     def introduce(self) -> None:
         """Say what is searched, on what, and where it is kept."""
@@ -170,9 +172,10 @@ class Search:
         running.note("host", socket.gethostname())
 
         def charge(cost: Cost) -> None:
-            running.note("cost", {"epsilon": list(cost.epsilon), "delta": list(cost.delta)})
+            running.note("cost", {name: list(value) for name, value in vars(cost).items()})
 
-        folder = self.folder / "trials" / str(running.number)
+        # several studies may share a folder, and each numbers its trials from 0
+        folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
         outcome: Outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
         for name, value in dataclasses.asdict(outcome).items():
             running.note(name, value)

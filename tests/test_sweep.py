@@ -20,9 +20,13 @@ from dpfl_lightning.config import load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.distilled import DistilledSet
+from dpfl_lightning.federated.setup import build_population
+from dpfl_lightning.federated.threads import cores
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import set_text, total_cost
+from dpfl_lightning.search.space import check_trials_with
+from dpfl_lightning.sweep import Search
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
@@ -116,6 +120,9 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(objective="private", training={}), "data": {"name": "digits"}}, ["data.public_records", "scored"]),
         ({**SMALL, "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}, "sweep": {**SMALL["sweep"], "space": {
             "clients.batch_size": {"choices": [8, 16]}}}}, ["clients.learning_rate", "one number"]),
+        ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
+         ["privacy.diagnostics", "be false with objective private", "no bound"]),
+        ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path, capsys):
@@ -125,6 +132,23 @@ def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path,
     for word in words:
         assert word in said.err
     assert "trial 0" not in said.out and not (tmp_path / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize("objective", ["set", "public", "private"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)],
+)
+def test_trials_have_the_public_records_of_the_run(objective, key, value, write, tmp_path, capsys):
+    """What is public in a trial alone belongs to clients in the run that follows, and nobody would have paid."""
+    own = {} if objective != "set" else {"training": SMALL["sweep"]["training"]}
+    for more in ({f"data.{key}": value}, {"data": {key: value}}):
+        assert sweep(write(changed(objective=objective, **{"training": {}, **own}, trials_with=more))) == 2
+        said = capsys.readouterr()
+        assert f"`sweep.trials_with.data.{key}` must be the run's own" in said.err and said.err.count("\n") == 1
+        assert repr(value) in said.err and "trial 0" not in said.out
+    same = {"data.public_records": 90, "data.partition.name": "overlapping"}
+    assert check_trials_with(options_of(SMALL), same) is None
 
 
 def test_a_study_of_another_space_is_refused(write, capsys):
@@ -154,7 +178,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     assert "PRIVATE: 3 trials" in said and "epsilon 48.0" in said
     spent = [0.0] * 5
     for number in range(3):
-        folder = tmp_path / "out" / "trials" / str(number)
+        folder = tmp_path / "out" / "trials" / "mine" / str(number)
         assert (folder / "ledger.jsonl").is_file()
         for client in json.loads((folder / "result.json").read_text())["clients"]:
             spent[client["client"]] += client["epsilon_spent"]
@@ -162,13 +186,58 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     assert all(own <= stated for own, stated in zip(spent, cost["epsilon"], strict=True))
 
 
+@pytest.mark.parametrize(
+    ("more", "caveat"),
+    [
+        ({"privacy": {**SMALL["privacy"], "sampling": "shuffle"}}, "this epsilon is NOT proven"),
+        (
+            {"data": {**SMALL["data"], "partition": {"name": "overlapping"}, "records_per_client": 50}},
+            "a record may live",
+        ),
+        ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chose"),
+    ],
+)
+def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, caveat, write, tmp_path, capsys):
+    assert sweep(write({**changed(objective="private", training={}), **more, "rounds": 1})) == 0
+    said = capsys.readouterr().out
+    cost = json.loads((tmp_path / "out" / "result.json").read_text())["cost"]
+    assert any(caveat in one for one in cost["caveats"]), cost
+    assert all(said.count(f"Caveat: {one}") == 1 for one in cost["caveats"])
+    for number in range(2):
+        run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
+        assert caveat in run["guarantee"]
+
+
+def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_path, capsys):
+    raw = changed(objective="private", training={}, trials=1)
+    for name in ("mine", "other"):
+        assert sweep(write(raw, "--sweep.name", name)) == 0, capsys.readouterr()
+        assert (tmp_path / "out" / "trials" / name / "0" / "result.json").is_file()
+
+
+def test_workers_share_the_cores_in_trials_only(tmp_path):
+    run = options_of({**SMALL, "output_dir": str(tmp_path)})
+    own = SweepOptions(**{**SMALL["sweep"], "name": "s", "objective": "private", "training": {}, "trials": 1})
+    search = Search(own, run, workers=2)
+    search.work()
+    assert search.finish() == 0
+    in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
+    assert in_trials["engine"]["workers"] == max(1, cores() // 2)
+    assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
+
+
 def test_a_trial_that_died_counts_with_its_whole_budget():
     costs = [
         {"cost": {"epsilon": [1.0, None], "delta": [0.1, 0.1]}},
         {},
-        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1]}},
+        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
+        {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
     ]
-    assert total_cost(costs) == {"epsilon": [2.0, None], "delta": [0.2, 0.2]}
+    assert total_cost(costs) == {
+        "epsilon": [3.0, None],
+        "delta": [pytest.approx(0.3)] * 2,
+        "caveats": ["b", "a", "c"],
+    }
     assert total_cost([{}]) is None
 
 
@@ -234,6 +303,10 @@ def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
     [
         ({"name": "mnist", "public_records": 90}, "be a set of digits, got 'mnist'"),
         ({"name": "digits", "public_records": 0}, "the others were clients' own then"),
+        (
+            {"name": "digits", "public_records": 300, "use_public": True},
+            "at most 50, the public records that .* not distilled from, got 90",
+        ),
     ],
 )
 def test_a_set_of_other_records_is_refused(made, words, tmp_path):
@@ -242,8 +315,25 @@ def test_a_set_of_other_records_is_refused(made, words, tmp_path):
         objective(own, options_of(SMALL))
 
 
+def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tmp_path):
+    made = {"name": "digits", "public_records": 540, "use_public": True}
+    folder = str(a_set(tmp_path / "set", data=made))
+    (people, _), *_ = objective(SweepOptions(distilled=folder), options_of(SMALL))._parts
+    whole = build_population(options_of({**SMALL, "data": made}))
+    distilled = {row.numpy().tobytes() for rows in whole.train_of for row in whole.x[rows]}
+    assert not distilled & {row.numpy().tobytes() for row in people.x[people.test]} and len(people.test) == 90
+    alone = objective(SweepOptions(distilled=folder), options_of({**SMALL, "data": {"name": "digits"}}))
+    assert "others that were held out" in alone.words
+
+
 def test_a_set_without_a_bound_says_so():
     assert "an epsilon without bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+
+
+def test_what_a_sets_epsilon_does_not_cover_is_said_beside_it():
+    promise = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
+    said = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": promise})
+    assert "at most epsilon 8.0000" in said and said.endswith(f"The set's guarantee: {promise}")
 
 
 def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):

@@ -26,6 +26,9 @@ from dpfl_lightning.federated.setup import build_loop, build_net, build_populati
 from dpfl_lightning.federated.state import RoundReport, View
 from dpfl_lightning.options import Options
 from dpfl_lightning.privacy.accountant import finite_or_none
+from dpfl_lightning.privacy.events import Caveat, Event, Unprotected
+from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.registry import call
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.trial import Pruned
@@ -54,10 +57,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a trial can cost each client at most: epsilon (None: no bound) and delta, `[N]`."""
+    """What a trial can cost each client at most.
+
+    Args:
+        epsilon: `[N]`; None: no bound.
+        delta: `[N]`.
+        caveats: what these epsilons do not cover, in words: they are never told without.
+    """
 
     epsilon: tuple[float | None, ...]
     delta: tuple[float, ...]
+    caveats: tuple[str, ...] = ()
 
 
 class Objective(Protocol):
@@ -176,6 +186,8 @@ def _public_of(options: Options, found: DistilledSet | None) -> tuple[Tensor, Te
     A record that a client held when the set was made is not public now.
     """
     count = options.data.public_records
+    must = "be false with objective set: its nets would be scored on records that clients hold"
+    require(not options.data.use_public, "data.use_public", must, True)
     if found is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
         require(count > 0, "data.public_records", "be above 0 to search on public records", count, advice)
@@ -194,9 +206,15 @@ def _check_set(options: Options, found: DistilledSet) -> None:
     made = found.card.get("data") or {}
     name, public = made.get("name"), made.get("public_records")
     require(name in (None, options.data.name), "sweep.distilled", f"be a set of {options.data.name}", name)
-    safe = public is None or options.data.public_records <= public
-    must = f"be at most {public}, as when the set was made: the others were clients' own then"
-    require(safe, "data.public_records", must, options.data.public_records)
+    if public is None:
+        return
+    most, others = public, "as when the set was made: the others were clients' own then"
+    if made.get("use_public"):
+        # its clients were dealt all but the last sixth of them, which was their run's test set
+        most, others = public // 6, "the public records that the set was not distilled from"
+    advice = "Without any, nets are scored on images of the set that are held out."
+    count = options.data.public_records
+    require(count <= most, "data.public_records", f"be at most {most}, {others}", count, advice)
 
 
 def _digest(found: DistilledSet) -> str:
@@ -303,6 +321,8 @@ def _check_private(options: Options) -> None:
     must = "be a budget for each trial with objective private"
     require(own is not None and own.epsilon is not None, "privacy.epsilon", must, own and own.epsilon)
     assert own is not None  # for mypy
+    must = "be false with objective private: what it shows has no bound, and no search adds that up"
+    require(not own.diagnostics, "privacy.diagnostics", must, True)
     must = "be null with objective private: trials would share their noise"
     require(own.noise_key is None, "privacy.noise_key", must, "a key")
     require(not options.data.use_public, "data.use_public", "be false with objective private", True)
@@ -312,10 +332,18 @@ def _check_private(options: Options) -> None:
 
 def _planned(loop: FederatedLoop) -> Cost:
     """What the run may cost each client at most: its whole budget, or what its plan composes to."""
-    clients = loop.plan_schedule().clients
-    planned = [loop.accountant.bound(own.events(), own.delta)[0] for own in clients]
-    most = [max(one, own.target_epsilon) for one, own in zip(planned, clients, strict=True)]
-    return Cost(tuple(map(finite_or_none, most)), tuple(own.delta for own in clients))
+    clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.sampling]
+    besides: list[Event] = [*map(Caveat, loop.caveats), *map(Unprotected, loop.unprotected)]
+    promises = [guarantee([*own.events(), *besides], own.delta, loop.accountant, sampling) for own in clients]
+    most = [max(one.epsilon, own.target_epsilon) for one, own in zip(promises, clients, strict=True)]
+    caveats = dict.fromkeys(words for one in promises for words in _caveats(one))
+    return Cost(tuple(map(finite_or_none, most)), tuple(own.delta for own in clients), tuple(caveats))
+
+
+def _caveats(promise: Guarantee) -> tuple[str, ...]:
+    """What stands beside its epsilon: the caveats, and before them that shuffled batches prove none."""
+    unproven = (promise.sampling,) if promise.sampling == SAMPLINGS["shuffle"] else ()
+    return (*unproven, *promise.caveats)
 
 
 class _Reporting(ServerCallback):

@@ -30,7 +30,8 @@ class SweepOptions:
         networks: objective set: nets a trial, from different initialisations, >= 1.
         training: objective set: how a net is trained: {epochs, learning_rate, momentum, weight_decay, decayed,
             batch_size}; a learning_rate or batch_size that is left out is that of the clients.
-        trials_with: dotted key -> value that holds in trials only, such as fewer rounds; best.yaml does not have it.
+        trials_with: dotted key -> value that holds in trials only, such as fewer rounds; best.yaml does not have it. It
+            cannot make other records public.
         scores: what trials are judged by, the first one for best.yaml: accuracy (high), num_params (low), seconds
             (low). Several make a Pareto front.
         trials: of the study, over all workers and restarts, >= 1.

@@ -68,8 +68,10 @@ def reasons(trials: Sequence[Trial]) -> list[str]:
     return [f"{count} failed: {reason}" for reason, count in failed.most_common()]
 
 
-def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[float | None]] | None:
+def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
     """Each client's epsilon and delta over all trials that began, by addition (None: no bound); None if none cost any.
+
+    With them go the caveats of all trials, each once.
 
     A trial counts with its whole budget, also if it was pruned, failed or died: how far trials go, the trials decide.
     """
@@ -81,11 +83,12 @@ def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[float | Non
     return {
         "epsilon": [one if math.isfinite(one) else None for one in totals],
         "delta": [math.fsum(column) for column in zip(*(cost["delta"] for cost in costs), strict=True)],
+        "caveats": list(dict.fromkeys(words for cost in costs for words in cost.get("caveats", ()))),
     }
 
 
-def cost_text(cost: Mapping[str, Sequence[float | None]], trials: int) -> str:
-    """What the search cost its clients, in words and a table."""
+def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
+    """What the search cost its clients, in words and a table; the caveats stand beside the first epsilon."""
     numbers = [math.inf if one is None else one for one in cost["epsilon"]]
     most = numbers.index(max(numbers))
     words = (
@@ -93,6 +96,7 @@ def cost_text(cost: Mapping[str, Sequence[float | None]], trials: int) -> str:
         f"chosen by them, reveal of one record of a client at most epsilon {epsilon(numbers[most])} at delta "
         f"{cost['delta'][most]:.3g} (client {most}, which has most; the whole budgets of all trials added up)."
     )
+    words = " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
     if len(numbers) > _MOST_CLIENTS:
         return words
     rows = [[client, epsilon(own), f"{cost['delta'][client]:.3g}"] for client, own in enumerate(numbers)]
@@ -104,10 +108,12 @@ def set_text(card: Mapping[str, Any]) -> str:
     spent, cost = card.get("epsilon_max"), "an epsilon without bound"
     if spent is not None and "delta_max" in card:
         cost = f"at most epsilon {epsilon(spent)} at delta {card['delta_max']:g}"
-    return (
+    words = (
         f"The set cost its clients {cost}; searching on it costs nothing more. A final run on the same clients adds "
         "its own epsilon and delta to that."
     )
+    promise = card.get("guarantee")  # with its caveats
+    return f"{words} The set's guarantee: {promise}" if promise else words
 
 
 def best_yaml(options: Options, best: Trial, name: str, complete: int, words: str) -> str:

@@ -29,8 +29,15 @@ from dpfl_lightning.search.space import Dimension
 from dpfl_lightning.search.storage import quietly
 
 
-def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None) -> BaseSampler:
+def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None, shared: int) -> BaseSampler:
     """What draws the next trial's values.
+
+    Args:
+        sweep: its name and options.
+        dimensions: the space.
+        seed: of what this worker draws by itself; None: of the moment.
+        shared: of the order that all workers go through together, of a grid or a sequence: it must be one for all, or
+            they would leave points out and make others twice.
 
     Raises:
         UserError: an unknown one, an option out of range, or a space that it cannot search.
@@ -49,10 +56,10 @@ def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int 
     def grid() -> BaseSampler:
         conditional = [key for key, own in dimensions.items() if own.when]
         require(not conditional, "sweep.sampler.name", "not be grid where keys have a `when`", conditional)
-        return GridSampler({key: own.grid() for key, own in dimensions.items()}, seed)
+        return GridSampler({key: own.grid() for key, own in dimensions.items()}, shared)
 
     def qmc() -> BaseSampler:
-        return QMCSampler(seed=seed, scramble=True)
+        return QMCSampler(seed=shared, scramble=True, independent_sampler=RandomSampler(seed))
 
     def gp(startup_trials: int = 10) -> BaseSampler:
         return GPSampler(seed=seed, n_startup_trials=startup_trials)

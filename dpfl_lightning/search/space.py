@@ -24,6 +24,8 @@ _WHY = {
     "public": "What data there are, and how the run is executed and told, is no choice of a search.",
     "private": "What every trial may cost must be known before the first one.",
 }
+#: options of `data` that decide which records are public; neither the partition nor the seed does
+_PUBLIC = ("name", "folder", "public_records", "use_public")
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,25 @@ def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Ma
                 options_of(options, dimensions, one, more)
             except UserError as error:
                 raise UserError(f"`sweep.space.{own.key}` must be values that a run can have: {error}") from None
+
+
+def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
+    """Refuse trials in which other records are public than in the run: of those, clients would hold some.
+
+    Args:
+        options: of the run.
+        more: what holds in trials only, as `check_values` has accepted it.
+
+    **Privacy** Searching on public records is free only because no client of the run that follows holds them.
+
+    Raises:
+        UserError: an option that decides which records are public differs.
+    """
+    ours, theirs = options.data, options_of(options, {}, {}, more).data
+    for name in _PUBLIC:
+        own, got = getattr(ours, name), getattr(theirs, name)
+        advice = f"Records public in trials alone are clients' in the run they serve: set data.{name} for both."
+        require(got == own, f"sweep.trials_with.data.{name}", f"be the run's own, {own!r}", got, advice)
 
 
 def _check_key(key: str, objective: str) -> None:

@@ -22,6 +22,7 @@ from dpfl_lightning.search.trial import Pruned, Trial
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
 
 _MLFLOW = "mlflow_run"
+_SEED = "seed"  # of the sampler when the study began
 _MOST_RETRIES = 3  # of a trial whose worker died: the trial itself may be what kills it
 _POLL_SECONDS = 1.0
 _DIED = "its worker died"
@@ -67,7 +68,8 @@ class Study:
         url: of the database.
         identity: all that decides what a trial means, ready for JSON; workers must agree on it.
         seed: of the sampler, unless it has its own. It holds for the first worker of a new study: the others, and those
-            that come back, draw differently, lest they try the same again.
+            that come back, draw differently, lest they try the same again. Of a grid or a sequence (qmc) they go on
+            with the order that the study began with.
         first: whether this is the first worker here.
 
     Raises:
@@ -86,10 +88,14 @@ class Study:
     ) -> None:
         self._sweep, self._dimensions, self.url = sweep, dimensions, url
         self._now = -1  # the trial that is made here
-        sampler(sweep, dimensions, None), pruner(sweep)  # refused before a database is touched
+        sampler(sweep, dimensions, None, 0), pruner(sweep)  # refused before a database is touched
         self._study, self._storage = opened(sweep, url, self._given_up)
-        repeatable = agreed(self._study, identity) and first
-        self._study.sampler = sampler(sweep, dimensions, sweep.sampler.get("seed", seed) if repeatable else None)
+        seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
+        new = agreed(self._study, identity)
+        if new:
+            self._study.set_user_attr(_SEED, seed)
+        shared = self._study.user_attrs.get(_SEED, seed)
+        self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, shared)
         self._study.pruner = pruner(sweep)
         self._wanted = min(sweep.trials, size_of_grid(dimensions)) if sweep.sampler["name"] == "grid" else sweep.trials
         self._on_end: Callable[[Trial], None] = lambda trial: None

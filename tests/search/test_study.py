@@ -126,6 +126,34 @@ def test_a_grid_is_made_once_and_then_ends(url):
     assert len({tuple(one.found.values()) for one in own.trials()}) == len(own.trials()) == 6
 
 
+@pytest.mark.parametrize("more", [{}, {"seed": 5}, {"seed": None}])
+def test_workers_and_those_that_come_back_share_one_grid(url, more):
+    space = {"model.width": {"low": 8, "high": 28, "step": 4}, "model.norm": {"choices": ["none", "group"]}}
+    own = {"space": space, "sampler": {"name": "grid"}, "seed": 1}
+    study(url, trials=4, **own).work(width, lambda trial: None)
+    study(url, trials=8, first=False, **own).work(width, lambda trial: None)
+    last = study(url, trials=50, **{**own, "sampler": {"name": "grid", **more}})
+    last.work(width, lambda trial: None)
+    assert len({tuple(one.found.values()) for one in last.trials()}) == len(last.trials()) == 12
+
+
+def test_workers_and_those_that_come_back_go_on_with_one_sequence(tmp_path):
+    found = []
+    for name, parts in (("whole", [8]), ("parts", [3, 6, 8])):
+        for number, trials in enumerate(parts):
+            own = study(f"sqlite:///{tmp_path}/{name}.db", 1, number == 0, trials=trials, sampler={"name": "qmc"})
+            own.work(width, lambda trial: None)
+        found.append([one.found for one in own.trials()])
+    assert found[0] == found[1]
+
+
+def test_workers_at_the_start_of_a_sequence_draw_differently(url):
+    """Nothing is known of the space until a first trial ended, and they must not all make the same one."""
+    workers = [study(url, 1, first, sampler={"name": "qmc"}, trials=3) for first in (True, False, False)]
+    found = [one._study.sampler._independent_sampler._rng.rng.random() for one in workers]
+    assert len(set(found)) == 3
+
+
 @pytest.mark.parametrize("sampler", ["tpe", "random", "qmc", "gp", "nsga2"])
 def test_every_sampler_draws(url, sampler):
     own = study(url, sampler={"name": sampler})
