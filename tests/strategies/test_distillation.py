@@ -175,6 +175,17 @@ def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
 
 
 @NOTICE
+def test_where_every_class_is_left_out_the_images_stay(make_loop):
+    spy = Spy()
+    loop, own = distilled(make_loop, digits(EQUAL), rounds=2, others=[spy], min_records_per_target=17)
+    seed = torch_seed(public_generator(0, "images"))
+    noise = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(images_of(own), noise) and not own.state_dict()["velocity"].any()
+    assert [told["classes_left_out"] for told in spy._told] == [3.0] * 2
+    assert loop.state.models.isfinite().all()
+
+
+@NOTICE
 def test_the_net_begins_again_as_often_as_it_should(make_loop):
     def ages(**options):
         spy = Spy()
