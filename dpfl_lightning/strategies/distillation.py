@@ -96,7 +96,8 @@ class Distillation(ServerCallback):
         records_per_class: of `fixed`, >= 1.
         noise_scale: `sum`, or `paper_mean`: given noise multipliers are those of a class's mean, as in the paper's
             appendix; the ledger holds them as what they are on the sum.
-        min_participants: fewer clients a round are refused, >= 1.
+        min_participants: fewer clients a round are refused, >= 1: at the start if cohorts are smaller. A round in which
+            fewer are there, or have budget left, is left out, and the run ends where that holds for all later ones.
         min_records_per_target: without noise a class with fewer drawn records in a round is left out of it, >= 1.
         evaluation_epochs: of the delivered net on the set, >= 1.
 
@@ -161,6 +162,7 @@ class Distillation(ServerCallback):
         self._matching: Matching | None = None
         self._set: SyntheticSet | None = None
         self._age = 0  # rounds of the net since it was initialised
+        self._taken: list[int] = []  # rounds that each client has taken part in
         self._target_noise_std = self._expected_records = 0.0  # of the round
         self._told: dict[str, float] = {}
 
@@ -181,6 +183,7 @@ class Distillation(ServerCallback):
         must = "not be class_count where clients add noise: how many records of a class they have is private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
+        self._taken = [0] * view.facts.num_clients
         rounds_of = [0] * view.facts.num_clients
         for round in range(1, schedule.rounds + 1):
             for client in self._cohort(view, round):
@@ -215,8 +218,30 @@ class Distillation(ServerCallback):
         return noise_multiplier * expected_records  # type: ignore[operator]
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        cohort = self._cohort(view, view.round)
-        return view.plan(PURPOSE, [client for client in plan.clients if client in cohort], self._job(view))
+        self._told = {}
+        able = self._able(view, view.round)
+        plan = view.plan(PURPOSE, [client for client in plan.clients if client in able], self._job(view))
+        return dataclasses.replace(plan, fewest=self._switches["min_participants"])
+
+    def _able(self, view: View, round: int) -> frozenset[int]:
+        """Those of a round's cohort who have a planned release left.
+
+        The rounds that they were in are counted, not what they have paid: a resumed run has paid for rounds to come.
+        """
+        counts = [own.count_of(PURPOSE) for own in view.schedule.clients]
+        return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
+
+    def stop(self, view: View) -> str | None:
+        fewest, left = self._switches["min_participants"], range(view.round, view.run.rounds + 1)
+        if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # nearly always the first
+            return None
+        since = f"in every round after {view.state.round} ({KEY}.min_participants)"
+        return f"budgets pay for fewer than {fewest} clients {since}"
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        for client in (*updates.clients, *updates.lost):
+            self._taken[client] += 1
+        return state
 
     def _cohort(self, view: View, round: int) -> frozenset[int]:
         """Who takes part in a round: a public draw."""
@@ -388,11 +413,12 @@ class Distillation(ServerCallback):
         return self._told
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set is None else {**vars(self._set), "age": self._age}
+        return {} if self._set is None else {**vars(self._set), "age": self._age, "taken": list(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self._set, self._age = SyntheticSet(state["images"], state["velocity"]), state["age"]
+            self._set = SyntheticSet(state["images"], state["velocity"])
+            self._age, self._taken = state["age"], list(state["taken"])
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._set is None:
