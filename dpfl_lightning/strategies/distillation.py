@@ -110,8 +110,8 @@ class Distillation(ServerCallback):
     records from which they can be reconstructed.
 
     Raises:
-        UserError: an unknown name, a number out of range, options that contradict each other, or a population without
-            classes.
+        UserError: an unknown name, a number out of range, options that contradict each other, a population without
+            classes, or a strategy of local training beside it, such as a selection.
 
     Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
     place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
@@ -120,6 +120,7 @@ class Distillation(ServerCallback):
     """
 
     trains_on_server = True
+    in_place_of_training = f"clients send class gradients, a share `{KEY}.participation_fraction` of them in each round"
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ from few_digits import (
 )
 from torch import nn
 
+from dpfl_lightning import strategies
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.augmentation import ClassAugmentation
@@ -246,6 +247,33 @@ def test_another_rule_may_weigh(make_loop):
     assert combined.shape == (CLASSES, sum(p.numel() for p in loop.module.trainable if p.dim() >= 2))
     with pytest.raises(UserError, match="exactly one base rule"):
         distilled(make_loop, privacy=private(), others=[Uniform()])
+
+
+#: base rules that weigh what clients send, whatever it is
+COMPANY = ("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware", "size_weighted", "uniform")
+OPTIONS = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
+
+
+@pytest.mark.parametrize("name", COMPANY)
+def test_base_rules_may_weigh_class_gradients(name, make_loop):
+    privacy = private([4.0, 6.0, 8.0, 10.0])
+    loop, _ = distilled(
+        make_loop, privacy=privacy, others=strategies.build({name: None}), aggregation="by_base_rule", rounds=1
+    )
+    assert loop.state.round == 1 and sum(map(loop.budgets.releases, range(4))) == 4
+
+
+@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *COMPANY}))
+def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
+    (other,) = strategies.build({name: OPTIONS.get(name)})
+    own = Distillation(**SMALL | {"aggregation": "by_base_rule" if other.role == "base" else None})
+    words = (
+        f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
+        r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
+    )
+    for callbacks in ([own, other], [other, own]):
+        with pytest.raises(UserError, match=words):
+            make_loop(callbacks=callbacks, population=digits(EQUAL), module=a_net(), new_net=new_net)
 
 
 @NOTICE
