@@ -27,6 +27,7 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS, KEY, loops, participants, switches
 from dpfl_lightning.strategies.gradient_matching import (
@@ -102,8 +103,9 @@ class Distillation(ServerCallback):
         evaluation_epochs: of the delivered net on the set, >= 1.
 
     **Guarantees** One release a client and round, of one block for each class, also for those that it lacks: the
-    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size. The cohorts
-    of all rounds are drawn before the first one, so a client's budget is spread over the rounds that it takes part in.
+    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size, or the most
+    records that `fixed` may draw. The cohorts of all rounds are drawn before the first one, so a client's budget is
+    spread over the rounds that it takes part in.
 
     **Privacy** One step of the mechanism for each round of a client. Images, nets and all that follows are
     post-processing: images begin as noise. A run without noise also sends exact counts, and single gradients of few
@@ -222,7 +224,23 @@ class Distillation(ServerCallback):
         self._told = {}
         able = self._able(view, view.round)
         plan = view.plan(PURPOSE, [client for client in plan.clients if client in able], self._job(view))
-        return dataclasses.replace(plan, fewest=self._switches["min_participants"])
+        mechanisms = tuple(self._mechanism(client, view) for client in plan.clients)
+        return dataclasses.replace(plan, mechanism_of=mechanisms, fewest=self._switches["min_participants"])
+
+    def _mechanism(self, client: int, view: View) -> Mechanism:
+        """The client's, whose divisor is as many records as are drawn at most: a public number.
+
+        Without noise exact counts are divided alike and the divisor cancels, so it is left as it is.
+        """
+        own = view.mechanism(client, PURPOSE)
+        if not (self._private and self._sampling == "fixed"):
+            return own
+        most = self._switches["records_per_class"] * view.facts.num_classes
+        return dataclasses.replace(own, expected_batch_size=min(own.expected_batch_size, float(most)))
+
+    def _divisors(self, updates: ClientUpdates, view: View) -> list[float]:
+        """What each client divided its sums by."""
+        return [self._mechanism(client, view).expected_batch_size for client in updates.clients]
 
     def _able(self, view: View, round: int) -> frozenset[int]:
         """Those of a round's cohort who have a planned release left.
@@ -290,13 +308,13 @@ class Distillation(ServerCallback):
             return None
         if self._switches["aggregation"] != "sampled":
             return torch.ones(len(updates.clients), dtype=torch.float64)
-        return torch.tensor(_divisors(updates, view), dtype=torch.float64)
+        return torch.tensor(self._divisors(updates, view), dtype=torch.float64)
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
         must = "stand alone among strategies that make several models"
         require(len(weights) == 1, KEY, must, f"{len(weights)} models")
         divisors, noise_std = (
-            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates, view), updates.noise_std)
+            torch.tensor(own, dtype=torch.float64) for own in (self._divisors(updates, view), updates.noise_std)
         )
         self._expected_records = float(divisors.sum())
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
@@ -465,11 +483,6 @@ def _is_noised(own: ClientSchedule) -> bool:
     """Whether the client's training adds noise."""
     noise = own.main.noise_multiplier
     return own.target_epsilon < math.inf if noise is None else noise > 0
-
-
-def _divisors(updates: ClientUpdates, view: View) -> list[float]:
-    """What each client divided its sums by."""
-    return [view.mechanism(client, PURPOSE).expected_batch_size for client in updates.clients]
 
 
 def _shapes(view: View) -> dict[str, tuple[int, ...]]:
