@@ -37,6 +37,10 @@ class ServerCallback:
         caveats: what every guarantee of a run with it must say, in words.
         trains_on_server: whether the server's own work may take longer than the clients' records: the time of a run is
             then not foretold before the first round.
+        needs_training: whether it is about the updates of local training, or who gives them: such a one cannot stand
+            beside a strategy that asks clients for something else.
+        in_place_of_training: what clients do in all rounds instead, in words, where the strategy asks for something
+            else; empty: they train.
     """
 
     needs: Literal["facts", "deltas"] = "facts"
@@ -44,6 +48,8 @@ class ServerCallback:
     default_base: type[ServerCallback] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
+    needs_training: bool = False
+    in_place_of_training: str = ""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """Before round 1 and before noise is solved: budgets, purposes, counts."""
@@ -141,7 +147,8 @@ def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
     """The callbacks, checked.
 
     Raises:
-        UserError: an unknown public method (a misspelt hook), or not exactly one base rule.
+        UserError: an unknown public method (a misspelt hook), not exactly one base rule, or strategies that need local
+            training beside one that has something else in its place.
     """
     checked = list(callbacks)
     for callback in checked:
@@ -158,7 +165,18 @@ def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
+    _check_training(checked)
     return checked
+
+
+def _check_training(callbacks: Sequence[ServerCallback]) -> None:
+    """Refuse strategies of local training where clients do not train: nothing else would tell of all of them."""
+    for other in filter(lambda callback: callback.in_place_of_training, callbacks):
+        for one in filter(lambda callback: callback.needs_training, callbacks):
+            raise UserError(
+                f"`strategies` must not hold {type(one).__name__} beside {type(other).__name__}, got both. The former "
+                f"is for local training; with the latter {other.in_place_of_training}. Remove one of them."
+            )
 
 
 def fold(callbacks: Sequence[ServerCallback], hook: str, value: T, *context: object) -> T:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from datetime import datetime
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.federated import aggregate
 from dpfl_lightning.federated.budgets import Budgets
 from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, register, watch
@@ -200,8 +201,9 @@ class FederatedLoop:
         """Every line is one hook, or the work of one owner."""
         self._replan(state)
         view = self.view(state)
-        plan = fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view)
+        plan = _if_enough(fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view))
         plan, attempts = self.budgets.charge_round(plan, self._starts(plan, state))  # a crash never under-reports
+        plan = _if_enough(plan)
         if not plan.clients:
             return self._unmoved(state, plan)
         say = aggregate.say_beforehand(self.callbacks, plan, view)  # None: single updates must be seen
@@ -485,6 +487,16 @@ class FederatedLoop:
     def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
         pairs = zip(plan.model_of, plan.clients, strict=True)
         return [self.engine.personalised(state.models[row], client) for row, client in pairs]
+
+
+def _if_enough(plan: RoundPlan) -> RoundPlan:
+    """The plan, or a plan of nobody where clients are left, but fewer than its strategy asks together."""
+    left = len(plan.clients)
+    if left == 0 or left >= plan.fewest:
+        return plan
+    words = f"{left} client{'s' * (left > 1)} would be asked, fewer than the {plan.fewest} that must be; nobody is"
+    warnings.warn(f"round {plan.round}: {words}, and models stay as they are", UserNotice, stacklevel=2)
+    return plan.only(lambda client: False)
 
 
 def _with_base(callbacks: Sequence[ServerCallback]) -> Sequence[ServerCallback]:

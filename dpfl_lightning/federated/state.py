@@ -150,6 +150,7 @@ class RoundPlan:
         purpose: the line of every client's schedule that pays for this round.
         model_of: row of `ServerState.models` each client starts from (and, unless a `route` says otherwise, adds to).
         anchors: `[A, P]` models that `anchor_of` points to; `pull` is the strength. Post-processing.
+        fewest: clients, >= 1: where fewer are left, in the end or because the others cannot pay, nobody is asked.
     """
 
     round: int
@@ -163,6 +164,7 @@ class RoundPlan:
     anchors: Tensor | None = None
     anchor_of: tuple[int, ...] = ()
     pull: float = 0.0
+    fewest: int = 1
 
     def __post_init__(self) -> None:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)

@@ -27,6 +27,7 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS, KEY, loops, participants, switches
 from dpfl_lightning.strategies.gradient_matching import (
@@ -96,21 +97,23 @@ class Distillation(ServerCallback):
         records_per_class: of `fixed`, >= 1.
         noise_scale: `sum`, or `paper_mean`: given noise multipliers are those of a class's mean, as in the paper's
             appendix; the ledger holds them as what they are on the sum.
-        min_participants: fewer clients a round are refused, >= 1.
+        min_participants: fewer clients a round are refused, >= 1: at the start if cohorts are smaller. A round in which
+            fewer are there, or have budget left, is left out, and the run ends where that holds for all later ones.
         min_records_per_target: without noise a class with fewer drawn records in a round is left out of it, >= 1.
         evaluation_epochs: of the delivered net on the set, >= 1.
 
     **Guarantees** One release a client and round, of one block for each class, also for those that it lacks: the
-    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size. The cohorts
-    of all rounds are drawn before the first one, so a client's budget is spread over the rounds that it takes part in.
+    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size, or the most
+    records that `fixed` may draw. The cohorts of all rounds are drawn before the first one, so a client's budget is
+    spread over the rounds that it takes part in.
 
     **Privacy** One step of the mechanism for each round of a client. Images, nets and all that follows are
     post-processing: images begin as noise. A run without noise also sends exact counts, and single gradients of few
     records from which they can be reconstructed.
 
     Raises:
-        UserError: an unknown name, a number out of range, options that contradict each other, or a population without
-            classes.
+        UserError: an unknown name, a number out of range, options that contradict each other, a population without
+            classes, or a strategy of local training beside it, such as a selection.
 
     Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
     place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
@@ -119,6 +122,7 @@ class Distillation(ServerCallback):
     """
 
     trains_on_server = True
+    in_place_of_training = f"clients send class gradients, a share `{KEY}.participation_fraction` of them in each round"
 
     def __init__(
         self,
@@ -161,6 +165,7 @@ class Distillation(ServerCallback):
         self._matching: Matching | None = None
         self._set: SyntheticSet | None = None
         self._age = 0  # rounds of the net since it was initialised
+        self._taken: list[int] = []  # rounds that each client has taken part in
         self._target_noise_std = self._expected_records = 0.0  # of the round
         self._told: dict[str, float] = {}
 
@@ -181,6 +186,7 @@ class Distillation(ServerCallback):
         must = "not be class_count where clients add noise: how many records of a class they have is private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
+        self._taken = [0] * view.facts.num_clients
         rounds_of = [0] * view.facts.num_clients
         for round in range(1, schedule.rounds + 1):
             for client in self._cohort(view, round):
@@ -215,8 +221,46 @@ class Distillation(ServerCallback):
         return noise_multiplier * expected_records  # type: ignore[operator]
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        cohort = self._cohort(view, view.round)
-        return view.plan(PURPOSE, [client for client in plan.clients if client in cohort], self._job(view))
+        self._told = {}
+        able = self._able(view, view.round)
+        plan = view.plan(PURPOSE, [client for client in plan.clients if client in able], self._job(view))
+        mechanisms = tuple(self._mechanism(client, view) for client in plan.clients)
+        return dataclasses.replace(plan, mechanism_of=mechanisms, fewest=self._switches["min_participants"])
+
+    def _mechanism(self, client: int, view: View) -> Mechanism:
+        """The client's, whose divisor is as many records as are drawn at most: a public number.
+
+        Without noise exact counts are divided alike and the divisor cancels, so it is left as it is.
+        """
+        own = view.mechanism(client, PURPOSE)
+        if not (self._private and self._sampling == "fixed"):
+            return own
+        most = self._switches["records_per_class"] * view.facts.num_classes
+        return dataclasses.replace(own, expected_batch_size=min(own.expected_batch_size, float(most)))
+
+    def _divisors(self, updates: ClientUpdates, view: View) -> list[float]:
+        """What each client divided its sums by."""
+        return [self._mechanism(client, view).expected_batch_size for client in updates.clients]
+
+    def _able(self, view: View, round: int) -> frozenset[int]:
+        """Those of a round's cohort who have a planned release left.
+
+        The rounds that they were in are counted, not what they have paid: a resumed run has paid for rounds to come.
+        """
+        counts = [own.count_of(PURPOSE) for own in view.schedule.clients]
+        return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
+
+    def stop(self, view: View) -> str | None:
+        fewest, left = self._switches["min_participants"], range(view.round, view.run.rounds + 1)
+        if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # nearly always the first
+            return None
+        since = f"in every round after {view.state.round} ({KEY}.min_participants)"
+        return f"budgets pay for fewer than {fewest} clients {since}"
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        for client in (*updates.clients, *updates.lost):
+            self._taken[client] += 1
+        return state
 
     def _cohort(self, view: View, round: int) -> frozenset[int]:
         """Who takes part in a round: a public draw."""
@@ -264,13 +308,13 @@ class Distillation(ServerCallback):
             return None
         if self._switches["aggregation"] != "sampled":
             return torch.ones(len(updates.clients), dtype=torch.float64)
-        return torch.tensor(_divisors(updates, view), dtype=torch.float64)
+        return torch.tensor(self._divisors(updates, view), dtype=torch.float64)
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
         must = "stand alone among strategies that make several models"
         require(len(weights) == 1, KEY, must, f"{len(weights)} models")
         divisors, noise_std = (
-            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates, view), updates.noise_std)
+            torch.tensor(own, dtype=torch.float64) for own in (self._divisors(updates, view), updates.noise_std)
         )
         self._expected_records = float(divisors.sum())
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
@@ -388,11 +432,12 @@ class Distillation(ServerCallback):
         return self._told
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._set is None else {**vars(self._set), "age": self._age}
+        return {} if self._set is None else {**vars(self._set), "age": self._age, "taken": list(self._taken)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
-            self._set, self._age = SyntheticSet(state["images"], state["velocity"]), state["age"]
+            self._set = SyntheticSet(state["images"], state["velocity"])
+            self._age, self._taken = state["age"], list(state["taken"])
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._set is None:
@@ -438,11 +483,6 @@ def _is_noised(own: ClientSchedule) -> bool:
     """Whether the client's training adds noise."""
     noise = own.main.noise_multiplier
     return own.target_epsilon < math.inf if noise is None else noise > 0
-
-
-def _divisors(updates: ClientUpdates, view: View) -> list[float]:
-    """What each client divided its sums by."""
-    return [view.mechanism(client, PURPOSE).expected_batch_size for client in updates.clients]
 
 
 def _shapes(view: View) -> dict[str, tuple[int, ...]]:

@@ -22,6 +22,8 @@ class FedProx(ServerCallback):
     Reference: Li et al. (2020), with the proximal term outside the clipping.
     """
 
+    needs_training = True
+
     def __init__(self, pull: float = 0.01) -> None:
         require(pull >= 0, "strategies.fedprox.pull", "be >= 0", pull)
         self._pull = float(pull)

@@ -359,10 +359,10 @@ class Matching:
 
         apart = target[self.names[0]].new_full((len(present),), math.nan)
         rows = present.nonzero().flatten()
+        if len(rows) == 0:  # before the passes: `split` of nothing is one pass of no class
+            return synthetic, apart
         passes = rows.split(max(1, self.at_once // synthetic.images.shape[1]))
         found = side_by_side(one_pass, passes) if self.threads else list(map(one_pass, passes))
-        if len(rows) == 0:
-            return synthetic, apart
         slopes, distances_before = zip(*found, strict=True)
         apart[rows] = torch.cat(distances_before)
         return synthetic.moved(rows, torch.cat(slopes), self.learning_rate, self.momentum), apart

@@ -21,6 +21,8 @@ class LearningRateDecay(ServerCallback):
     Reference: Ma et al., "The Power of Bias", section VI: 200, or 100 on CIFAR-10.
     """
 
+    needs_training = True
+
     def __init__(self, half_after: float = 200.0) -> None:
         must = "be above 0 and finite"
         require(0 < half_after < math.inf, "strategies.learning_rate_decay.half_after", must, half_after)

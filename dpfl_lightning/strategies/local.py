@@ -18,6 +18,8 @@ class Local(ServerCallback):
     Reference: "Local" in Malekmohammadi, Taik and Farnadi (2025); Liu, Hu, Wu and Smith (2022).
     """
 
+    needs_training = True
+
     def initialise(self, state: ServerState, view: View) -> ServerState:
         count = view.facts.num_clients
         return dataclasses.replace(state, models=state.models[:1].repeat(count, 1), model_of=tuple(range(count)))

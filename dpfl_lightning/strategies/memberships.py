@@ -14,6 +14,8 @@ from dpfl_lightning.federated.state import View
 class TellsGroups(ServerCallback):
     """Tells `group` `[N]` of every round in which updates arrived: what `_note` was given, NaN for absent clients."""
 
+    needs_training = True
+
     _noted: tuple[int, Tensor] | None = None
 
     def _note(self, view: View, clients: Sequence[int], groups: Sequence[int]) -> None:

@@ -126,6 +126,7 @@ class Pfa(EpsilonWeighted):
     """
 
     needs = "deltas"
+    needs_training = True
 
     def __init__(
         self,

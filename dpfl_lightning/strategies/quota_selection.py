@@ -60,6 +60,7 @@ class QuotaSelection(ServerCallback):
     """
 
     default_base = Uniform
+    needs_training = True
     key = "strategies.quota_selection"
 
     def __init__(

@@ -27,6 +27,7 @@ from few_digits import (
 )
 from torch import nn
 
+from dpfl_lightning import strategies
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.augmentation import ClassAugmentation
@@ -175,6 +176,17 @@ def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
 
 
 @NOTICE
+def test_where_every_class_is_left_out_the_images_stay(make_loop):
+    spy = Spy()
+    loop, own = distilled(make_loop, digits(EQUAL), rounds=2, others=[spy], min_records_per_target=17)
+    seed = torch_seed(public_generator(0, "images"))
+    noise = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(images_of(own), noise) and not own.state_dict()["velocity"].any()
+    assert [told["classes_left_out"] for told in spy._told] == [3.0] * 2
+    assert loop.state.models.isfinite().all()
+
+
+@NOTICE
 def test_the_net_begins_again_as_often_as_it_should(make_loop):
     def ages(**options):
         spy = Spy()
@@ -235,6 +247,33 @@ def test_another_rule_may_weigh(make_loop):
     assert combined.shape == (CLASSES, sum(p.numel() for p in loop.module.trainable if p.dim() >= 2))
     with pytest.raises(UserError, match="exactly one base rule"):
         distilled(make_loop, privacy=private(), others=[Uniform()])
+
+
+#: base rules that weigh what clients send, whatever it is
+COMPANY = ("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware", "size_weighted", "uniform")
+OPTIONS = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
+
+
+@pytest.mark.parametrize("name", COMPANY)
+def test_base_rules_may_weigh_class_gradients(name, make_loop):
+    privacy = private([4.0, 6.0, 8.0, 10.0])
+    loop, _ = distilled(
+        make_loop, privacy=privacy, others=strategies.build({name: None}), aggregation="by_base_rule", rounds=1
+    )
+    assert loop.state.round == 1 and sum(map(loop.budgets.releases, range(4))) == 4
+
+
+@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *COMPANY}))
+def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
+    (other,) = strategies.build({name: OPTIONS.get(name)})
+    own = Distillation(**SMALL | {"aggregation": "by_base_rule" if other.role == "base" else None})
+    words = (
+        f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
+        r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
+    )
+    for callbacks in ([own, other], [other, own]):
+        with pytest.raises(UserError, match=words):
+            make_loop(callbacks=callbacks, population=digits(EQUAL), module=a_net(), new_net=new_net)
 
 
 @NOTICE
