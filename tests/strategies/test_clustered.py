@@ -489,6 +489,18 @@ def test_beside_a_pull_and_a_noise_aware_base_rule(start):
         start(FedProx(0.1), Clustered()).run()
 
 
+def test_the_first_round_says_nothing_of_the_noise_in_later_ones(start):
+    """Full batches throughout: as many steps in every round, but the first one has noise of its own."""
+    base = NoiseAware(estimator="oracle", reestimate_every="first_round")
+    clients = ClientOptions(count=COUNT, batch_size=None, learning_rate=0.5)
+    budgets = [16.0, 4.0, 16.0, 6.0, 8.0, 4.0, 16.0, 8.0, 6.0]
+    watch = Watch()
+    loop = start(base, Clustered(), watch, clients=clients, privacy=private(epsilon=budgets), rounds=4)
+    result = loop.run()
+    assert [told["rounds_since_estimate"] for told in watch._told] == [0, 0, 1, 2]
+    assert watch._told[-1]["estimated_noise_std"].tolist() == [one["noise_std"] for one in result.clients]
+
+
 def test_it_is_the_only_one_with_models(start):
     with pytest.raises(UserError, match=r"only strategy that begins with models of its own, got 4"):
         start(Ifca(), Clustered(), new_net=lambda seed: nn.Linear(6, 3)).run()
