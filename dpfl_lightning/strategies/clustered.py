@@ -51,8 +51,9 @@ class Clustered(TellsGroups):
     For clients of a few very different kinds, some of them few, with records enough for a full batch to be nearly free
     of noise. Three stages: in round 1 everybody takes a full batch from one model, and the server fits a mixture to the
     updates; up to `switch_round` a client's model is drawn from its membership; then each client chooses by its loss.
-    Goes beside a base rule, which works within each group, after strategies that let clients sit out, and before those
-    that pull to the round's model.
+    Goes beside a base rule, which works within each group, before selections (`uniform_selection`), whose quotas are of
+    the later rounds, and before strategies that pull to the round's model. Everybody takes part in round 1, and who
+    sits out a later one is asked to choose there, too.
 
     Args:
         num_clusters: M, or `auto`: found. 1 is the base rule alone.
@@ -80,8 +81,8 @@ class Clustered(TellsGroups):
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
 
     Raises:
-        UserError: an unknown name, a number out of range, more clusters than clients, or groups to be found without
-            noise.
+        UserError: an unknown name, a number out of range, more clusters than clients, groups to be found without
+            noise, or a selection before it.
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
     Federated Learning through Robust Clustering", and its revision with an unknown M. Theirs is `mixture: paper,
@@ -144,6 +145,7 @@ class Clustered(TellsGroups):
         if self._alone:
             return schedule
         self._check_number(view)
+        _check_order(schedule)
         schedule = first_round.with_full_batch(schedule, view, self._first_noise)
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
@@ -279,6 +281,19 @@ class Clustered(TellsGroups):
         chosen = self._choice.choose(plan, view, models)
         pairs = zip(plan.clients, plan.model_of, strict=True)
         return tuple(chosen.get(client, row) for client, row in pairs)
+
+
+def _check_order(schedule: RunSchedule) -> None:
+    """Refuse quotas of all rounds: they would be spent in round 1, which is everybody's and has a price of its own."""
+    for client, own in enumerate(schedule.clients):
+        for line in own.planned:
+            if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
+                quota = max(0, line.count - schedule.reserve)
+                raise UserError(
+                    f"`{_KEY}` must be named before strategies that say how often clients train "
+                    f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} of "
+                    f"{schedule.rounds} rounds."
+                )
 
 
 def _count(value: int | str, key: str) -> int | None:

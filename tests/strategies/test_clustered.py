@@ -20,13 +20,16 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.strategies.biased_selection import BiasedSelection
 from dpfl_lightning.strategies.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.fedprox import FedProx
 from dpfl_lightning.strategies.ifca import Ifca
 from dpfl_lightning.strategies.loss_choice import NOT_COVERED
 from dpfl_lightning.strategies.noise_aware import NoiseAware
 from dpfl_lightning.strategies.oracle_clusters import OracleClusters
+from dpfl_lightning.strategies.reweighted_selection import ReweightedSelection
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.uniform_selection import UniformSelection
 from dpfl_lightning.strategies.update_geometry import expected_separation
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
@@ -499,6 +502,22 @@ def test_the_first_round_says_nothing_of_the_noise_in_later_ones(start):
     result = loop.run()
     assert [told["rounds_since_estimate"] for told in watch._told] == [0, 0, 1, 2]
     assert watch._told[-1]["estimated_noise_std"].tolist() == [one["noise_std"] for one in result.clients]
+
+
+@pytest.mark.parametrize("selection", [UniformSelection, BiasedSelection, ReweightedSelection])
+def test_a_selection_comes_after_it(start, selection):
+    """All clients take the first full batch, and quotas are of the later rounds."""
+    own = Clustered()
+    loop = start(own, selection(3), rounds=7, privacy=private(reserve_rounds=1))
+    result = loop.run()
+    assert all(paid(loop, "first_round", client) == [1] for client in range(COUNT))
+    trained = [len(paid(loop, "train", client)) for client in range(COUNT)]
+    assert trained == result.told["quota"] and sum(trained) == 3 * 6
+    assert own.responsibilities.argmax(dim=1).tolist() == list(TRUE)
+    words = r"`strategies\.clustered` must be named before .*uniform_selection.*: client \d trains in \d of 7 rounds"
+    with pytest.raises(UserError, match=words):
+        start(selection(3), Clustered(), rounds=7, privacy=private(reserve_rounds=1)).plan_schedule()
+    start(selection(3), Clustered(num_clusters=1), rounds=7).plan_schedule()  # the base rule alone takes no round
 
 
 def test_it_is_the_only_one_with_models(start):
