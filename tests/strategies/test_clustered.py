@@ -179,6 +179,8 @@ def test_when_clients_choose(start, options, selected):
     assert result.told["switch_round"] == own.last_drawn_round == options.get("switch_round", 5)
     for told in watch._told[1:]:
         assert told["group"].tolist() == list(TRUE), "choices agree with the groups, whoever makes them"
+    sent = 10 + (3 - 1) * len(selected)  # section 8 of the specification: E_c + M (E - E_c), and E + (M - 1) S
+    assert result.told["floats_down"] == sent * COUNT * loop.module.num_params
     assert (NOT_COVERED in result.guarantee) == (options.get("selection") == "paper_argmin")
     assert all(client["epsilon_spent"] <= 8.0 for client in result.clients)
 
