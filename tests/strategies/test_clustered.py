@@ -587,6 +587,28 @@ def test_the_papers_way(start):
         ({"switch_round": 0}, r"strategies\.clustered\.switch_round` must be `auto` or a whole number"),
         ({"selection": "loss"}, r"strategies\.clustered\.selection` must be one of .*server_similarity"),
         ({"selection_rounds": 0}, r"strategies\.clustered\.selection_rounds` must be >= 1"),
+        ({"mixture": "paper", "choose_m": "mss"}, r"clustered\.choose_m` must be left out beside mixture paper.*'mss'"),
+        (
+            {"mixture": "paper", "min_cluster_size": 3},
+            r"min_cluster_size` must be left out beside mixture paper.* got 3",
+        ),
+        ({"mixture": "paper", "data_floor": 0.0}, r"data_floor` must be left out beside mixture paper.* got 0\.0"),
+        (
+            {"selection": "server_similarity", "selection_epsilon": 0.1},
+            r"clustered\.selection_epsilon` must be left out beside selection server_similarity.* got 0\.1",
+        ),
+        (
+            {"selection": "server_similarity", "selection_rounds": 2},
+            r"clustered\.selection_rounds` must be left out beside selection server_similarity.* got 2",
+        ),
+        (
+            {"selection": "server_similarity", "loss_bound": 2.0},
+            r"clustered\.loss_bound` must be left out beside selection server_similarity.* got 2",
+        ),
+        (
+            {"selection": "paper_argmin", "selection_epsilon": 0.1},
+            r"clustered\.selection_epsilon` must be left out beside selection paper_argmin.* got 0\.1",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(options, words):
