@@ -139,6 +139,7 @@ class FederatedLoop:
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
         self.asked = 0  # numbers sent within the round's queries
+        self.asked_with_all: set[int] = set()  # clients to whom one of these brought all of the server's models
         self.noise_std: dict[int, float] = {}  # client -> of its last update
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
@@ -184,14 +185,15 @@ class FederatedLoop:
         while state.round < self.rounds:
             if reason := one_of(self.callbacks, "stop", self.view(state)):
                 return reason
-            begun, self.asked = time.perf_counter(), 0
+            begun, self.asked, self.asked_with_all = time.perf_counter(), 0, set()
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} rounds"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
-            self.told = told(self.callbacks, self.view(state), plan, weights, self.asked, self.told)
+            sent = (self.asked, self.asked_with_all)
+            self.told = told(self.callbacks, self.view(state), plan, weights, *sent, self.told)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -471,7 +473,10 @@ class FederatedLoop:
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
-        self.asked += len(clients) * sum(one.numel() for one in vars(query).values() if isinstance(one, Tensor))
+        sent = [one for one in vars(query).values() if isinstance(one, Tensor)]
+        self.asked += len(clients) * sum(one.numel() for one in sent)
+        if any(one is self.state.models for one in sent):
+            self.asked_with_all.update(clients)
         return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
 
     def _new_model(self, seed: int) -> Tensor:

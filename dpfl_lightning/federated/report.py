@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -40,6 +40,7 @@ def told(
     plan: RoundPlan,
     weights: Tensor,
     asked: int = 0,
+    have_start: Collection[int] = (),
     before: Mapping[str, float | Tensor] | None = None,
 ) -> dict[str, float | Tensor]:
     """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
@@ -49,6 +50,7 @@ def told(
         plan: of the C clients whose updates arrived.
         weights: `[K, C]`.
         asked: numbers that were sent to clients within queries of the round.
+        have_start: clients whose start was among them: it is not sent again.
         before: what was told of the round before.
 
     Returns:
@@ -66,7 +68,7 @@ def told(
     if bool(squares.any()):
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
-    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view, asked), strict=True):
+    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view, asked, have_start), strict=True):
         values[name] = float((before or {}).get(name, 0.0)) + floats
     for callback in callbacks:
         for name, value in callback.tell(view).items():
@@ -81,13 +83,14 @@ def told(
     return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
 
 
-def _traffic(plan: RoundPlan, view: View, asked: int) -> tuple[int, int]:
+def _traffic(plan: RoundPlan, view: View, asked: int, have_start: Collection[int]) -> tuple[int, int]:
     """Numbers sent down and up in a round: to each client its start and its anchor, from each its release."""
     sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
-    start = sum(sizes.values())
-    release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else start
-    models = 1 if plan.anchors is None else 2
-    return asked + start * models * len(plan.clients), release * len(plan.clients)
+    model, count = sum(sizes.values()), len(plan.clients)
+    release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
+    starts = sum(client not in have_start for client in plan.clients)
+    anchors = 0 if plan.anchors is None else count
+    return asked + model * (starts + anchors), release * count
 
 
 def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:

@@ -207,6 +207,7 @@ class ClientUpdates:
         total: their weighted sum instead, if nobody sees single updates.
         lost: clients whose release was not finite; in none of the above.
         model_of: row of the server's models each client started from.
+        mechanism_of: of each client's steps (public: planned).
     """
 
     clients: tuple[int, ...]
@@ -216,6 +217,7 @@ class ClientUpdates:
     total: WeightedSum | None = field(default=None, repr=False)
     lost: tuple[int, ...] = ()
     model_of: tuple[int, ...] = ()
+    mechanism_of: tuple[Mechanism, ...] = ()
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
@@ -223,7 +225,7 @@ class ClientUpdates:
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
         sums = isinstance(plan.job, ClassGradients)  # of one step, and no learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
-        return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of)
+        return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
 
     @property
     def released(self) -> Tensor:

@@ -51,8 +51,9 @@ class Clustered(TellsGroups):
     For clients of a few very different kinds, some of them few, with records enough for a full batch to be nearly free
     of noise. Three stages: in round 1 everybody takes a full batch from one model, and the server fits a mixture to the
     updates; up to `switch_round` a client's model is drawn from its membership; then each client chooses by its loss.
-    Goes beside a base rule, which works within each group, after strategies that let clients sit out, and before those
-    that pull to the round's model.
+    Goes beside a base rule, which works within each group, before selections (`uniform_selection`), whose quotas are of
+    the later rounds, and before strategies that pull to the round's model. Everybody takes part in round 1, and who
+    sits out a later one is asked to choose there, too.
 
     Args:
         num_clusters: M, or `auto`: found. 1 is the base rule alone.
@@ -66,9 +67,9 @@ class Clustered(TellsGroups):
         switch_round: last round in which models are drawn, or `auto`: half the run, the less the surer groups are not.
         selection: how clients choose then, see `LossChoice`; `server_similarity` asks nobody: each client stays with
             its likeliest group.
-        selection_epsilon: bounded range of one choice, > 0; null is 0.03 of each client's budget.
+        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
         selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
-        loss_bound: > 0; null is 2 log(classes).
+        loss_bound: of choices with noise, > 0; null is 2 log(classes).
 
     A choice between models that are all the same is not asked for: that round's models are drawn. Models that nobody
     trains stay as they are. A client that missed round 1 belongs to every group alike. With M = 1 found, training goes
@@ -80,8 +81,8 @@ class Clustered(TellsGroups):
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
 
     Raises:
-        UserError: an unknown name, a number out of range, more clusters than clients, or groups to be found without
-            noise.
+        UserError: an unknown name, a number out of range, an option that has no say beside another one, more clusters
+            than clients, groups to be found without noise, or a selection before it.
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
     Federated Learning through Robust Clustering", and its revision with an unknown M. Theirs is `mixture: paper,
@@ -114,6 +115,14 @@ class Clustered(TellsGroups):
             self._options = GroupOptions(known, choose_m, min_cluster_size, data_floor)
         except UserError as error:  # its keys are those of this strategy
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
+        if mixture == "paper":
+            usual = GroupOptions()
+            _refuse_unused(
+                "mixture paper, which finds groups in its own way",
+                choose_m=(choose_m, usual.choose),
+                min_cluster_size=(min_cluster_size, usual.min_size),
+                data_floor=(data_floor, usual.data_floor),
+            )
         noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
         number = isinstance(noise, int | float) and not isinstance(noise, bool) and 0 < noise < math.inf
         require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
@@ -124,6 +133,13 @@ class Clustered(TellsGroups):
         hint = nearest(selection, ways)
         require(selection in ways, f"{_KEY}.selection", f"be one of {', '.join(ways)}", selection, hint)
         self._by_similarity = selection == _SIMILARITY
+        if self._by_similarity:
+            _refuse_unused(
+                f"selection {_SIMILARITY}, which asks nobody",
+                selection_epsilon=(selection_epsilon, None),
+                selection_rounds=(selection_rounds, None),
+                loss_bound=(loss_bound, None),
+            )
         by_loss = SELECTIONS[0] if self._by_similarity else selection
         self._choice = LossChoice(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
         self.caveats = () if self._alone or self._by_similarity else self._choice.caveats
@@ -144,6 +160,7 @@ class Clustered(TellsGroups):
         if self._alone:
             return schedule
         self._check_number(view)
+        _check_order(schedule)
         schedule = first_round.with_full_batch(schedule, view, self._first_noise)
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
@@ -279,6 +296,25 @@ class Clustered(TellsGroups):
         chosen = self._choice.choose(plan, view, models)
         pairs = zip(plan.clients, plan.model_of, strict=True)
         return tuple(chosen.get(client, row) for client, row in pairs)
+
+
+def _refuse_unused(beside: str, **options: tuple[object, object]) -> None:
+    """Refuse options, each given with its default, that have no say beside another one."""
+    for name, (got, default) in options.items():
+        require(got == default, f"{_KEY}.{name}", f"be left out beside {beside}", got)
+
+
+def _check_order(schedule: RunSchedule) -> None:
+    """Refuse quotas of all rounds: they would be spent in round 1, which is everybody's and has a price of its own."""
+    for client, own in enumerate(schedule.clients):
+        for line in own.planned:
+            if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
+                quota = max(0, line.count - schedule.reserve)
+                raise UserError(
+                    f"`{_KEY}` must be named before strategies that say how often clients train "
+                    f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} of "
+                    f"{schedule.rounds} rounds."
+                )
 
 
 def _count(value: int | str, key: str) -> int | None:

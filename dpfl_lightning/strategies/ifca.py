@@ -29,9 +29,9 @@ class Ifca(TellsGroups):
         init: `distinct`, M independent random initialisations, or `random_assignment`, one for all M, which the first
             round's clients, drawn at random, make different.
         selection: `exponential_frozen`, `exponential` or `paper_argmin`, see `LossChoice`, as are the next three.
-        selection_epsilon: bounded range of one choice, > 0; null is 0.03 of each client's budget.
+        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
         selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
-        loss_bound: > 0; null is 2 log(classes).
+        loss_bound: of choices with noise, > 0; null is 2 log(classes).
 
     **Privacy** Choices are planned, noised, charged and solved together with the training, but `paper_argmin`, which no
     epsilon covers, and every guarantee says so.

@@ -30,9 +30,10 @@ class LossChoice:
             exponential_frozen: the exponential mechanism in the first `rounds` rounds, then the last answer is kept;
             exponential: the exponential mechanism in every round;
             paper_argmin: the plain argmin in every round, which no epsilon covers, and every guarantee says so.
-        epsilon: bounded range of one selection, > 0; None is 0.03 of each client's budget.
+        epsilon: of the exponential mechanism: bounded range of one selection, > 0; None is 0.03 of each client's
+            budget.
         rounds: of exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
-        loss_bound: losses are clipped to [0, loss_bound], > 0; None is 2 log(classes). paper_argmin clips none.
+        loss_bound: of the exponential mechanism: losses are clipped to [0, loss_bound], > 0; None is 2 log(classes).
         key: the strategy's, for messages: its options are `selection`, `selection_epsilon`, `selection_rounds` and
             `loss_bound`.
 
@@ -43,8 +44,8 @@ class LossChoice:
     **Privacy** A `SelectionEvent` for each choice. Clients that train without noise choose without.
 
     Raises:
-        UserError: an unknown name, a number out of range, or a client with noise but without a budget to take a share
-            of.
+        UserError: an unknown name, a number out of range or that the selection has no use for, or a client with noise
+            but without a budget to take a share of.
 
     Reference: Liu, Hu, Wu, Smith (2022) for private choices (there of accuracies, with a budget of their own; here of
     clipped losses, composed with training); Ghosh et al. (2020) for the plain ones.
@@ -70,6 +71,10 @@ class LossChoice:
         require(rounds is None or selection == "exponential_frozen", f"{key}.selection_rounds", must, rounds)
         in_range = loss_bound is None or 0 < loss_bound < math.inf
         require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
+        if selection == "paper_argmin":
+            must = f"be left out beside selection {selection}, which neither noises nor clips"
+            require(epsilon is None, f"{key}.selection_epsilon", must, epsilon)
+            require(loss_bound is None, f"{key}.loss_bound", must, loss_bound)
         self.selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
         self._loss_bound = loss_bound
         self._left: list[int] = []  # selections, by client

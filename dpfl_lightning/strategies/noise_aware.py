@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from dpfl_lightning.errors import UserError, UserNotice, nearest, require
 from dpfl_lightning.federated import aggregate
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.strategies.noise_estimators import Estimate, EstimatorOptions, estimate
 from dpfl_lightning.strategies.noise_weights import weights
 from dpfl_lightning.strategies.robust_pca import PRESETS
@@ -80,21 +82,23 @@ def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> f
 
 @dataclass(frozen=True)
 class _Known:
-    """The last estimate: `[N]` each.
+    """The last estimate: `[N]` each, `mechanism` `[N, 4]`.
 
     Args:
         round: it was made in.
         noise_var: float64, of one parameter; NaN: the client was not in it.
         steps: int64, behind the update; 0: the client was not in it.
         group: int64, that the client was judged in.
+        mechanism: float64, the numbers of its steps' mechanism; 0: not known.
     """
 
     round: int
     noise_var: Tensor
     steps: Tensor
     group: Tensor
+    mechanism: Tensor
 
-    TENSORS: ClassVar = ("noise_var", "steps", "group")
+    TENSORS: ClassVar = ("noise_var", "steps", "group", "mechanism")
 
 
 class NoiseAware(ServerCallback):
@@ -121,11 +125,12 @@ class NoiseAware(ServerCallback):
         rank: `hetero_pca`: directions that clients share, >= 1.
 
     A round that lies between two estimates keeps no single update. It must hold only clients that were in the last
-    one, after as many local steps and judged together; else the whole round is estimated anew, for the scales of two
-    estimates may differ. Clients of different models are judged apart where every model has 8 of them.
+    one, after as many local steps of the same noise and batch (beside `clustered` those of round 1 are others) and
+    judged together; else the whole round is estimated anew, for the scales of two estimates may differ. Clients of
+    different models are judged apart where every model has 8 of them.
 
-    Reads no claim about budgets, batches or noise, `oracle` apart; `max_snr` counts local steps, which follow from
-    announced numbers of records. Robust to false claims, not to false updates.
+    Reads no claim about budgets, batches or noise, `oracle` apart, but for whether they changed; `max_snr` counts local
+    steps, which follow from announced numbers of records. Robust to false claims, not to false updates.
 
     **Privacy** Post-processing of released updates: charges nothing.
 
@@ -192,7 +197,10 @@ class NoiseAware(ServerCallback):
         known = self._known
         if known is None or (self._every and view.round >= known.round + self._every):
             return True
-        if known.steps[list(plan.clients)].tolist() != list(plan.steps):
+        clients = list(plan.clients)
+        if known.steps[clients].tolist() != list(plan.steps):
+            return True
+        if known.mechanism[clients].tolist() != [_numbers(own) for own in plan.mechanism_of]:
             return True
         groups = [known.group[[plan.clients[row] for row in rows]] for rows in _rows_of(plan.model_of)]
         return any(len(group.unique()) > 1 for group in groups)
@@ -241,8 +249,11 @@ class NoiseAware(ServerCallback):
         steps, group = torch.zeros(2, count, dtype=torch.long)
         noise_var[clients] = found.noise_var / width
         steps[clients], group[clients] = torch.tensor(updates.steps), torch.tensor(groups)
+        mechanism = torch.zeros(count, len(dataclasses.fields(Mechanism)), dtype=torch.float64)
+        if updates.mechanism_of:
+            mechanism[clients] = torch.tensor([_numbers(own) for own in updates.mechanism_of], dtype=torch.float64)
         self._diagnostics = found.diagnostics
-        return _Known(view.round, noise_var, steps, group)
+        return _Known(view.round, noise_var, steps, group, mechanism)
 
     def _warn_of_few(self, share: Tensor, clients: Sequence[int]) -> None:
         effective = float(share.sum() ** 2 / share.square().sum().clamp_min(1e-300))
@@ -256,6 +267,11 @@ class NoiseAware(ServerCallback):
             UserNotice,
             stacklevel=2,
         )
+
+
+def _numbers(mechanism: Mechanism) -> list[float]:
+    """What two mechanisms of a run can differ in."""
+    return [float(number) for number in dataclasses.astuple(mechanism)]
 
 
 def _rows_of(groups: Sequence[int]) -> Iterator[list[int]]:

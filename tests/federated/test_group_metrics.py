@@ -132,7 +132,7 @@ def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
     result = make_loop(callbacks=choosing, rounds=2).run()
     assert result.told["floats_up"] == 2 * 4 * model
-    assert result.told["floats_down"] == (2 + 3) * 4 * model, "three models to choose from, in one round"
+    assert result.told["floats_down"] == (1 + 3) * 4 * model, "three models to choose from, and to start from, once"
     result = make_loop(callbacks=strategies.build({"mr_mtl": {}}), rounds=1).run()
     assert result.told["floats_down"] == 2 * result.told["floats_up"], "the mean of all models beside one's own"
 

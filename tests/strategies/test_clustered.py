@@ -20,13 +20,16 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.strategies.biased_selection import BiasedSelection
 from dpfl_lightning.strategies.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.fedprox import FedProx
 from dpfl_lightning.strategies.ifca import Ifca
 from dpfl_lightning.strategies.loss_choice import NOT_COVERED
 from dpfl_lightning.strategies.noise_aware import NoiseAware
 from dpfl_lightning.strategies.oracle_clusters import OracleClusters
+from dpfl_lightning.strategies.reweighted_selection import ReweightedSelection
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.uniform_selection import UniformSelection
 from dpfl_lightning.strategies.update_geometry import expected_separation
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
@@ -176,6 +179,8 @@ def test_when_clients_choose(start, options, selected):
     assert result.told["switch_round"] == own.last_drawn_round == options.get("switch_round", 5)
     for told in watch._told[1:]:
         assert told["group"].tolist() == list(TRUE), "choices agree with the groups, whoever makes them"
+    sent = 10 + (3 - 1) * len(selected)  # section 8 of the specification: E_c + M (E - E_c), and E + (M - 1) S
+    assert result.told["floats_down"] == sent * COUNT * loop.module.num_params
     assert (NOT_COVERED in result.guarantee) == (options.get("selection") == "paper_argmin")
     assert all(client["epsilon_spent"] <= 8.0 for client in result.clients)
 
@@ -489,6 +494,34 @@ def test_beside_a_pull_and_a_noise_aware_base_rule(start):
         start(FedProx(0.1), Clustered()).run()
 
 
+def test_the_first_round_says_nothing_of_the_noise_in_later_ones(start):
+    """Full batches throughout: as many steps in every round, but the first one has noise of its own."""
+    base = NoiseAware(estimator="oracle", reestimate_every="first_round")
+    clients = ClientOptions(count=COUNT, batch_size=None, learning_rate=0.5)
+    budgets = [16.0, 4.0, 16.0, 6.0, 8.0, 4.0, 16.0, 8.0, 6.0]
+    watch = Watch()
+    loop = start(base, Clustered(), watch, clients=clients, privacy=private(epsilon=budgets), rounds=4)
+    result = loop.run()
+    assert [told["rounds_since_estimate"] for told in watch._told] == [0, 0, 1, 2]
+    assert watch._told[-1]["estimated_noise_std"].tolist() == [one["noise_std"] for one in result.clients]
+
+
+@pytest.mark.parametrize("selection", [UniformSelection, BiasedSelection, ReweightedSelection])
+def test_a_selection_comes_after_it(start, selection):
+    """All clients take the first full batch, and quotas are of the later rounds."""
+    own = Clustered()
+    loop = start(own, selection(3), rounds=7, privacy=private(reserve_rounds=1))
+    result = loop.run()
+    assert all(paid(loop, "first_round", client) == [1] for client in range(COUNT))
+    trained = [len(paid(loop, "train", client)) for client in range(COUNT)]
+    assert trained == result.told["quota"] and sum(trained) == 3 * 6
+    assert own.responsibilities.argmax(dim=1).tolist() == list(TRUE)
+    words = r"`strategies\.clustered` must be named before .*uniform_selection.*: client \d trains in \d of 7 rounds"
+    with pytest.raises(UserError, match=words):
+        start(selection(3), Clustered(), rounds=7, privacy=private(reserve_rounds=1)).plan_schedule()
+    start(selection(3), Clustered(num_clusters=1), rounds=7).plan_schedule()  # the base rule alone takes no round
+
+
 def test_it_is_the_only_one_with_models(start):
     with pytest.raises(UserError, match=r"only strategy that begins with models of its own, got 4"):
         start(Ifca(), Clustered(), new_net=lambda seed: nn.Linear(6, 3)).run()
@@ -554,6 +587,28 @@ def test_the_papers_way(start):
         ({"switch_round": 0}, r"strategies\.clustered\.switch_round` must be `auto` or a whole number"),
         ({"selection": "loss"}, r"strategies\.clustered\.selection` must be one of .*server_similarity"),
         ({"selection_rounds": 0}, r"strategies\.clustered\.selection_rounds` must be >= 1"),
+        ({"mixture": "paper", "choose_m": "mss"}, r"clustered\.choose_m` must be left out beside mixture paper.*'mss'"),
+        (
+            {"mixture": "paper", "min_cluster_size": 3},
+            r"min_cluster_size` must be left out beside mixture paper.* got 3",
+        ),
+        ({"mixture": "paper", "data_floor": 0.0}, r"data_floor` must be left out beside mixture paper.* got 0\.0"),
+        (
+            {"selection": "server_similarity", "selection_epsilon": 0.1},
+            r"clustered\.selection_epsilon` must be left out beside selection server_similarity.* got 0\.1",
+        ),
+        (
+            {"selection": "server_similarity", "selection_rounds": 2},
+            r"clustered\.selection_rounds` must be left out beside selection server_similarity.* got 2",
+        ),
+        (
+            {"selection": "server_similarity", "loss_bound": 2.0},
+            r"clustered\.loss_bound` must be left out beside selection server_similarity.* got 2",
+        ),
+        (
+            {"selection": "paper_argmin", "selection_epsilon": 0.1},
+            r"clustered\.selection_epsilon` must be left out beside selection paper_argmin.* got 0\.1",
+        ),
     ],
 )
 def test_mistakes_are_one_sentence(options, words):

@@ -228,6 +228,8 @@ def test_given_noise_leaves_room_for_the_choices(make_loop):
         ({"rounds": 0}, "choosing.selection_rounds` must be >= 1, got 0"),
         ({"selection": "exponential", "rounds": 3}, "choosing.selection_rounds` must be left out beside"),
         ({"loss_bound": -1.0}, "choosing.loss_bound` must be above 0"),
+        ({"selection": "paper_argmin", "epsilon": 0.1}, "choosing.selection_epsilon` must be left out beside"),
+        ({"selection": "paper_argmin", "loss_bound": 1.0}, "choosing.loss_bound` must be left out beside"),
     ],
 )
 def test_bad_options(options, words):
@@ -294,10 +296,9 @@ def test_who_cannot_pay_keeps_its_last_answer(make_loop):
     assert len({own._seen[round][0] for round in (2, 3, 4, 5)}) == 1
 
 
-@pytest.mark.parametrize("selection", ["exponential_frozen", "paper_argmin"])
-def test_a_run_cut_between_its_choices_goes_on(selection, make_loop):
-    options = {"selection": selection, "rounds": 3 if selection == "exponential_frozen" else None}
-    whole, first, second = (Choosing(**options, epsilon=0.02) for _ in range(3))
+@pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
+def test_a_run_cut_between_its_choices_goes_on(options, make_loop):
+    whole, first, second = (Choosing(**options) for _ in range(3))
     unbroken = make_loop(callbacks=[SizeWeighted(), whole], rounds=6)
     unbroken.run()
     broken = make_loop(callbacks=[SizeWeighted(), first], rounds=6)
@@ -336,8 +337,8 @@ def test_the_papers_argmin_is_free_and_every_report_says_what_is_not_covered(mak
 
 
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loop):
-    for selection in ("exponential", "paper_argmin"):
-        own = Choosing(selection=selection, epsilon=0.1)
+    for options in ({"selection": "exponential", "epsilon": 0.1}, {"selection": "paper_argmin"}):
+        own = Choosing(**options)
         loop = make_loop(callbacks=[SizeWeighted(), own], rounds=8, privacy=None)
         loop.run()
         assert own._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"

@@ -21,6 +21,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.strategies.epsilon_weighted import EpsilonWeighted
+from dpfl_lightning.strategies.learning_rate_decay import LearningRateDecay
 from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
 from dpfl_lightning.strategies.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.strategies.noise_weights import weights
@@ -209,6 +210,41 @@ class MoreSteps(ServerCallback):
 def test_other_numbers_of_steps_have_other_noise(make_loop):
     _, _, seen = run(make_loop, MoreSteps(), rounds=4, reestimate_every=0)
     assert kept(seen) == [True, True, False, False]
+
+
+class FullBatchFirst(ServerCallback):
+    """Full batches of a noise of their own in round 1, after as many local steps as in the later rounds."""
+
+    def __init__(self, noise_multiplier, rate):
+        self._event = {"noise_multiplier": noise_multiplier, "sample_rate": rate}
+
+    def plan_run(self, schedule, view):
+        def change(client, own):
+            (train,) = own.planned
+            event = dataclasses.replace(train.event, sample_rate=1.0, noise_multiplier=40.0)
+            first = dataclasses.replace(train, purpose="first", event=event, count=1)
+            later = dataclasses.replace(train, event=dataclasses.replace(event, **self._event), count=train.count - 1)
+            return dataclasses.replace(own, planned=(later, first))
+
+        return schedule.replan(change)
+
+    def plan_round(self, plan, view):
+        return view.plan("first" if view.round == 1 else "train")
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "again"), [(50.0, 1.0, True), (None, 1.0, True), (40.0, 0.5, True), (40.0, 1.0, False)]
+)
+def test_other_mechanisms_have_other_noise(noise, rate, again, make_loop):
+    """As many steps, but another noise or batch; another line of the budget alone changes nothing."""
+    _, _, seen = run(make_loop, FullBatchFirst(noise, rate), rounds=4, reestimate_every=0)
+    assert len({updates.steps for updates in seen.updates}) == 1
+    assert kept(seen) == [True, again, False, False]
+
+
+def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
+    _, _, seen = run(make_loop, LearningRateDecay(2.0), rounds=3, reestimate_every=0)
+    assert kept(seen) == [True, False, False]
 
 
 @pytest.mark.parametrize("every", [1, 2, 0])

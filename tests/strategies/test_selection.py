@@ -383,7 +383,7 @@ def test_reweighting_takes_the_bias_out_and_the_gain_with_it(make_loop):
     loop = federation(make_loop, own)
     loop.plan_schedule()
     updates = some_updates(loop, (2, 5, 7))
-    combined = own.combine(updates, torch.full((1, 3), 1 / 3), None)
+    combined = own.combine(updates, torch.full((1, 3), 1 / 3), loop.view(loop._one_model()))
     factor = ROUNDS / (COUNT * own._quota[[2, 5, 7]])
     torch.testing.assert_close(combined, (torch.from_numpy(factor) @ updates.deltas.double())[None].float())
     # expected noise of the combined update, per parameter: sum_n pi_n (1 / (N pi_n))^2 v_n
@@ -399,6 +399,34 @@ def test_reweighting_takes_the_bias_out_and_the_gain_with_it(make_loop):
     biased = (noise_of(loop) / (share * COUNT**2)).sum()
     uniform = (noise_of(equal) / (COHORT / COUNT * COUNT**2)).sum()
     assert biased == pytest.approx(uniform, rel=1e-4), "with Gaussian noise quotas do not matter"
+
+
+def test_reweighting_is_of_the_clients_of_each_model(make_loop):
+    """Everybody moves its model by 1 in every round: so does each model, however many clients it has."""
+    own = ReweightedSelection(COUNT)
+    loop = federation(make_loop, own, privacy=None)
+    loop.plan_schedule()
+    view, updates = loop.view(loop._one_model()), some_updates(loop, range(COUNT))
+    updates = dataclasses.replace(updates, deltas=torch.ones_like(updates.deltas))
+    for model_of in ((0,) * COUNT, (0, 1) * 4, (0, 1, 2, 2, 2, 2, 2, 2)):
+        models = torch.zeros(max(model_of) + 1, PARAMS)
+        weights = torch.nn.functional.one_hot(torch.tensor(model_of)).T.double()
+        state = ServerState(models, model_of)
+        now = dataclasses.replace(updates, model_of=model_of)
+        combined = own.combine(now, weights, dataclasses.replace(view, state=state))
+        torch.testing.assert_close(combined, torch.ones_like(models))
+
+
+def test_who_moves_another_model_now_belongs_there(make_loop):
+    own = ReweightedSelection(COUNT // 2)
+    loop = federation(make_loop, own, privacy=None)
+    loop.plan_schedule()
+    updates = some_updates(loop, (1, 2, 3))
+    updates = dataclasses.replace(updates, deltas=torch.ones_like(updates.deltas))
+    weights = torch.tensor([[0.0, 0.0, 0.0], [0.5, 0.5, 0.0], [0.0, 0.0, 0.0]])  # client 3 has no say
+    state = ServerState(torch.zeros(3, PARAMS), (0, 0, 1, 1, 1, 0, 0, 0))
+    combined = own.combine(updates, weights, dataclasses.replace(loop.view(loop._one_model()), state=state))
+    assert combined[:, 0].tolist() == [0, 2 * 2 / 4, 0], "2 of 4 clients, each in half of the rounds"
 
 
 def test_learning_rates_decay_from_round_to_round(make_loop):
