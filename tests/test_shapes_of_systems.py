@@ -257,12 +257,12 @@ def test_what_is_left_can_be_planned_anew_and_the_budget_is_what_holds(make_loop
         (
             FULL,
             lambda line: dataclasses.replace(line, count=line.count - 1),
-            "must hold what the schedule of client 0 plans now",
+            "the schedule of client 0 plans now",
         ),
         (
             FULL,
             lambda line: dataclasses.replace(line, purpose="other"),
-            "must hold what the schedule of client 0 plans now",
+            "the schedule of client 0 plans now",
         ),
         (None, lambda line: line, "`clients.batch_size` must be null"),
     ],
