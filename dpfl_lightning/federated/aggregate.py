@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, ServerState, View
 
@@ -30,15 +30,31 @@ def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpd
     factors = []
     for callback in callbacks:
         answer = callback.weigh(updates if callback.sees(plan, view) else facts_only, view)
-        if answer is not None and callback.role == "route":
-            product = answer.to("cpu", torch.float64)
-        elif answer is not None:
-            factors.append(answer.to("cpu", torch.float64))
+        if answer is None:
+            continue
+        answer = _checked(answer, callback, num_models, num_clients)
+        if callback.role == "route":
+            product = answer
+        else:
+            factors.append(answer)
     for factor in factors:
         product = product * factor
-    if not bool((product >= 0).all() & product.isfinite().all()):
-        raise RuntimeError("a strategy's `weigh` gave a negative or non-finite factor")
     return product
+
+
+def _checked(answer: Tensor, callback: ServerCallback, num_models: int, num_clients: int) -> Tensor:
+    """A callback's say in float64 on the CPU; broadcast, another shape would pass for other weights.
+
+    Raises:
+        UserError: another shape than `[C]` or `[K, C]`, or a number below 0 or not finite.
+    """
+    whose, shapes = f"weigh of {type(callback).__name__}", [(num_clients,), (num_models, num_clients)]
+    must = f"give a tensor of {num_clients} clients, or of {num_models} models and {num_clients} clients, [K, C]"
+    got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+    require(got in shapes, whose, must, got)
+    answer = answer.to("cpu", torch.float64)
+    require(bool((answer >= 0).all() & answer.isfinite().all()), whose, "give numbers >= 0 and finite", answer.tolist())
+    return answer
 
 
 def normalised(say: Tensor) -> Tensor:

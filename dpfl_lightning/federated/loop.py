@@ -112,6 +112,8 @@ class FederatedLoop:
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
+        advice = "Wrap a net: ClientModule(net)."
+        require(isinstance(module, ClientModule), "module", "be a ClientModule", type(module).__name__, advice)
         require(rounds >= 1, "rounds", "be >= 1", rounds)
         require(evaluate_every >= 1, "evaluation.every", "be >= 1", evaluate_every)
         self.callbacks = register(_with_base(callbacks))
@@ -131,7 +133,7 @@ class FederatedLoop:
         self.evaluate_every = evaluate_every
         self.repeats = privacy is None or (not self.secure and repeats(self.module, self.population))
         self.checkpoint_seconds = checkpoint_seconds if self.repeats else 0.0  # or a round again costs budget
-        self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S"))
+        self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         self.options, self.new_net = dict(options or {}), new_net
         self.sampling = "poisson" if privacy is None else privacy.sampling
         # round -> what was made for it, of the latest such round only
