@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.fingerprints import memory_of
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
@@ -187,7 +188,7 @@ class Budgets:
             if isinstance(value, Tensor):
                 place = (value.data_ptr(), value.numel())
                 if place not in known:
-                    known[place] = hashlib.blake2b(_memory(value), digest_size=32).digest()
+                    known[place] = hashlib.blake2b(memory_of(value), digest_size=32).digest()
                 digest.update(known[place])
             else:
                 digest.update(repr(value).encode())
@@ -217,7 +218,3 @@ def _pieces(value: object) -> Iterator[object]:
         yield from _pieces([type(value).__qualname__, *vars(value).items()])
     else:
         yield torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
-def _memory(value: Tensor) -> memoryview:
-    return value.detach().to("cpu").contiguous().view(torch.uint8).numpy().data

@@ -70,7 +70,7 @@ def data_fingerprint(population: Population) -> str:
     """
     digest = hashlib.blake2b(digest_size=16)
     for tensor in (population.x, population.y, *population.train_of):
-        digest.update(_memory(tensor))
+        digest.update(memory_of(tensor))
     return digest.hexdigest()
 
 
@@ -88,12 +88,12 @@ def module_fingerprint(module: ClientModule) -> str:
         digest.update(repr((name, [one.__qualname__ for one in classes], part.extra_repr())).encode())
         for key, value in sorted(_settings(part)):
             digest.update(key.encode())
-            digest.update(_memory(value) if isinstance(value, Tensor) else _words(value).encode())
+            digest.update(memory_of(value) if isinstance(value, Tensor) else _words(value).encode())
             modules |= {value.__module__} if isinstance(getattr(value, "__module__", None), str) else set()
     fixed = {name: one for name, one in module.named_parameters() if not one.requires_grad}
     for name, value in sorted({**fixed, **dict(module.named_buffers())}.items()):
         digest.update(name.encode())
-        digest.update(_memory(value))
+        digest.update(memory_of(value))
     for source in _sources(modules):
         digest.update(source)
     return digest.hexdigest()
@@ -142,5 +142,6 @@ def _home(value: object) -> ModuleType | None:
     return inspect.getmodule(value) if inspect.isclass(value) or inspect.isfunction(value) else None
 
 
-def _memory(value: Tensor) -> memoryview:
+def memory_of(value: Tensor) -> memoryview:
+    """A tensor's bytes, wherever it lies."""
     return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data

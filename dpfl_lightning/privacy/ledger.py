@@ -45,8 +45,7 @@ class Ledger:
         self.path = path
         self._files = ExitStack()
         self._file = self._files.enter_context(_locked(path))
-        self._keys: set[tuple[int, int, str, str]] = set()
-        self._paid: defaultdict[int, defaultdict[str, list[Event]]] = defaultdict(lambda: defaultdict(list))
+        self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
         self._attempts: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
         try:
@@ -64,7 +63,7 @@ class Ledger:
 
         A write that fails closes the ledger: what lies on disk is then known again only after it is verified.
         """
-        new = [charge for charge in charges if charge.key not in self._keys]
+        new = [charge for charge in charges if not self.holds(charge)]
         if new:
             try:
                 self._append(list(ledger_file.charge_lines(new, self.head.chain)))
@@ -77,15 +76,15 @@ class Ledger:
 
     def holds(self, charge: Charge) -> bool:
         """Whether this very release is already paid for (a replay)."""
-        return charge.key in self._keys
+        return charge.key[2:] in self._attempts.get(charge.key[:2], ())
 
     def used(self, client: int, purpose: str) -> int:
         """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
-        return len(self._paid[client][purpose])
+        return len(self._paid[client].get(purpose, ()))
 
     def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
         """What the client has paid for, by purpose, in order."""
-        return {purpose: tuple(events) for purpose, events in self._paid[client].items() if events}
+        return {purpose: tuple(events) for purpose, events in self._paid[client].items()}
 
     def events(self, client: int) -> list[Event]:
         """Everything the client has paid for, in order."""
@@ -140,8 +139,7 @@ class Ledger:
         _sync(self._head_file)
 
     def _remember(self, charge: Charge) -> None:
-        self._keys.add(charge.key)
-        self._paid[charge.client][charge.purpose].append(charge.event)
+        self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)
         self._events[charge.client].append(charge.event)
         self._attempts[charge.key[:2]].append(charge.key[2:])
 
