@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 AddFlags = Callable[[argparse.ArgumentParser], object]
 
 #: options that decide how a run is executed and told, not what it releases: a resumed run may change them
-FREE = ("engine", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
+FREE = ("engine", "network", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
 
 
 def load(

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan --ledger FILE`: verify a ledger, and compose every epsilon again from it alone."""
+"""`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compose every epsilon again from them alone."""
 
 from __future__ import annotations
 
@@ -22,23 +22,37 @@ from dpfl_lightning.privacy.ledger_file import Charge, Header, Verified, head_fi
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.tables import columns, epsilon
 
+_TOGETHER = (
+    "Together: client 3 of one run is taken for client 3 of the others, with the same records, and what it released in "
+    "all of them is composed. At a client's largest delta."
+)
+
 
 def main(words: Sequence[str]) -> int:
     """The command, of the words that follow `plan`."""
     options = _parse(words)
-    path = Path(options.ledger)
-    path = path / "ledger.jsonl" if path.is_dir() else path
-    require(path.is_file(), "--ledger", "be a ledger, or the folder of a run", str(path), "For example runs/digits.")
     try:
-        report = read(path, options.accountant, options.delta)
+        report = read([ledger_of(one) for one in options.ledger], options.accountant, options.delta)
     except UserError as error:
         if options.json:
-            print(json.dumps({"ledger": str(path), "verified": False, "error": str(error)}))
+            print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
         raise
     print(report.text())
     if options.json:
         print(json.dumps(report.as_dict()))
     return 0
+
+
+def ledger_of(folder: str | Path) -> Path:
+    """The ledger of a run's folder, or the file itself.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(folder)
+    path = path / "ledger.jsonl" if path.is_dir() else path
+    require(path.is_file(), "--ledger", "be a ledger, or the folder of a run", str(path), "For example runs/digits.")
+    return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +63,7 @@ class Account:
         releases: purpose -> how many.
         steps: noised steps of all of them.
         epsilon: of all of them, composed again; inf is no guarantee.
-        budget: what it was to stay within; inf is none.
+        budget: what it was to stay within; inf is none. Several runs together have none.
     """
 
     releases: dict[str, int]
@@ -71,17 +85,17 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """A verified ledger, composed.
+    """Verified ledgers, composed.
 
     Args:
-        accountant: that composed it.
-        overrides: what was asked for in place of the header's.
+        ledgers: the files, and what was found in each.
+        accountant: that composed them.
+        overrides: what was asked for in place of the headers'.
         accounts: of each client.
         weakest: the guarantee with the largest epsilon.
     """
 
-    path: Path
-    verified: Verified
+    ledgers: tuple[tuple[Path, Verified], ...]
     accountant: str
     overrides: dict[str, Any]
     accounts: tuple[Account, ...]
@@ -89,18 +103,11 @@ class LedgerReport:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON."""
-        header, head = self.verified.header, self.verified.head
         rows = [{"client": client, **own.as_dict()} for client, own in enumerate(self.accounts)]
         return {
-            "ledger": str(self.path),
             "verified": True,
-            **self.verified.end.as_dict(),
-            "head_lines": None if head is None else head.lines,
-            "torn_bytes": self.verified.torn,
+            "ledgers": [_as_dict(path, verified) for path, verified in self.ledgers],
             "accountant": self.accountant,
-            "adjacency": header.adjacency,
-            "sampling": header.sampling,
-            "caveats": list(header.caveats),
             "overrides": self.overrides,
             "guarantee": self.weakest.as_dict(),
             "clients": rows,
@@ -123,7 +130,8 @@ class LedgerReport:
         over = [str(client) for client, own in enumerate(self.accounts) if own.epsilon > own.budget]
         return "\n".join(
             [
-                *_what_was_verified(self.path, self.verified),
+                *(line for one in self.ledgers for line in _what_was_verified(*one)),
+                *([_TOGETHER] if len(self.ledgers) > 1 else []),
                 *(f"In place of the ledger's own {name}: {value}." for name, value in self.overrides.items()),
                 columns([head, *rows]),
                 *([f"Above its budget: client {', '.join(over)}."] if over else []),
@@ -132,17 +140,19 @@ class LedgerReport:
         )
 
 
-def read(path: Path, accountant: str | None = None, delta: float | None = None) -> LedgerReport:
-    """Verify the ledger at `path` and compose its events again; reads only, so a run may be writing it.
+def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
+    """Verify ledgers and compose their events again, all in one; reads only, so a run may be writing one of them.
 
     Args:
-        accountant: instead of the header's.
-        delta: of every client instead of the header's, in (0, 1).
+        paths: of different runs of the same clients: client 3 of one must be client 3 of the others, with the same
+            records, which no ledger can show.
+        accountant: instead of the headers'.
+        delta: of every client instead of the headers' (the largest of a client's), in (0, 1).
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: the ledger was changed, or the accountant cannot compose its events.
+        UserError: a ledger was changed, the accountant cannot compose the events, or runs that do not go together.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "Usual is below 1 / records.")
     kinds: dict[Event, int] = {}
@@ -153,9 +163,9 @@ def read(path: Path, accountant: str | None = None, delta: float | None = None) 
         events[charge.client].append(kinds.setdefault(charge.event, len(kinds)))
         releases[charge.client][charge.purpose] += 1
 
-    verified = verify(path, take)
-    header, known = verified.header, list(kinds)
-    judge = get_accountant(accountant or header.accountant, header.adjacency)
+    ledgers = tuple((path, verify(path, take)) for path in paths)
+    header, known = _together([verified.header for _, verified in ledgers], accountant), list(kinds)
+    judge = get_accountant(header.accountant, header.adjacency)
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
     keys = [(tuple(events[client]), own) for client, own in enumerate(deltas)]
     queries = {key: ([known[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
@@ -163,8 +173,7 @@ def read(path: Path, accountant: str | None = None, delta: float | None = None) 
     steps = {key: sum(_steps(event) for event in queries[key][0]) for key in queries}
     weakest = max(found, key=lambda key: found[key])
     return LedgerReport(
-        path,
-        verified,
+        ledgers,
         judge.name,
         {name: value for name, value in (("accountant", accountant), ("delta", delta)) if value is not None},
         tuple(
@@ -173,6 +182,42 @@ def read(path: Path, accountant: str | None = None, delta: float | None = None) 
         ),
         _promise(*queries[weakest], found[weakest], judge, header),
     )
+
+
+def _together(headers: Sequence[Header], accountant: str | None) -> Header:
+    """What the charges of all ledgers mean together, composed by `accountant` or by the one that all have."""
+    first = headers[0]
+    require(len({one.run for one in headers}) == len(headers), "--ledger", "name each run once", first.run)
+    for name, of in (("clients", lambda one: len(one.delta)), ("adjacency", lambda one: one.adjacency)):
+        values = {of(one): None for one in headers}
+        require(len(values) == 1, "--ledger", f"be of runs with the same {name}", ", ".join(map(str, values)))
+    judges = list(dict.fromkeys(one.accountant for one in headers))
+    must = "be given for runs with several accountants"
+    require(accountant is not None or len(judges) == 1, "--accountant", must, ", ".join(judges))
+    if len(headers) == 1:
+        return dataclasses.replace(first, accountant=accountant or first.accountant)
+    return dataclasses.replace(
+        first,
+        accountant=accountant or first.accountant,
+        # of Poisson draws and shuffled batches together no more is proven than of the latter
+        sampling=next((one.sampling for one in headers if one.sampling != "poisson"), first.sampling),
+        delta=tuple(map(max, *(one.delta for one in headers))),
+        epsilon=(math.inf,) * len(first.epsilon),
+        caveats=tuple(dict.fromkeys(words for one in headers for words in one.caveats)),
+    )
+
+
+def _as_dict(path: Path, verified: Verified) -> dict[str, Any]:
+    header, head = verified.header, verified.head
+    return {
+        "ledger": str(path),
+        **verified.end.as_dict(),
+        "head_lines": None if head is None else head.lines,
+        "torn_bytes": verified.torn,
+        "adjacency": header.adjacency,
+        "sampling": header.sampling,
+        "caveats": list(header.caveats),
+    }
 
 
 def _epsilons(queries: Sequence[tuple[list[Event], float]], judge: Accountant) -> list[float]:
@@ -226,10 +271,11 @@ class _Parser(argparse.ArgumentParser):
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m dpfl_lightning.plan",
-        description="Verify a ledger, and compose every client's epsilon again from its events alone. Reads only.",
+        description="Verify ledgers, and compose every client's epsilon again from their events alone. Reads only.",
         allow_abbrev=False,
     )
-    parser.add_argument("--ledger", metavar="FILE", required=True, help="ledger.jsonl of a run, or the run's folder")
+    several = "ledger.jsonl of a run, or the run's folder; several are composed: runs of the same clients"
+    parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=several)
     parser.add_argument("--accountant", help="compose by this one instead of the run's own (prv is tighter, slower)")
     parser.add_argument("--delta", type=float, help="of every client, in (0, 1), instead of the run's own")
     parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")

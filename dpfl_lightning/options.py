@@ -152,6 +152,21 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
+class NetworkOptions:
+    """A network to simulate: how long what a run sends would take there. It changes nothing of the run.
+
+    Args:
+        down_megabits_per_second: from the server to a client, > 0; null takes no time.
+        up_megabits_per_second: from a client to the server, > 0; null takes no time.
+        latency_seconds: of one exchange with a client, however little is sent, >= 0.
+    """
+
+    down_megabits_per_second: PerClientFloat | None = None
+    up_megabits_per_second: PerClientFloat | None = None
+    latency_seconds: PerClientFloat = 0.0
+
+
+@dataclass(frozen=True)
 class EvaluationOptions:
     """When the model is evaluated.
 
@@ -198,6 +213,7 @@ class Options:
             models: clustered, ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull),
             learning_rate_decay (half_after); or your own by package.module.Class.
         engine: see EngineOptions.
+        network: see NetworkOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.
         checkpoint_seconds: least time between two checkpoints, >= 0.
@@ -215,6 +231,7 @@ class Options:
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
     strategies: dict[str, dict | None] = field(default_factory=lambda: {"size_weighted": {}})
     engine: EngineOptions = field(default_factory=EngineOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     tracking: TrackingOptions | None = field(default_factory=TrackingOptions)
     checkpoint_seconds: float = 10.0
@@ -279,6 +296,9 @@ _PER_CLIENT: dict[str, type[int] | type[float]] = {
     "privacy.delta": float,
     "privacy.clip_norm": float,
     "privacy.noise_multiplier": float,
+    "network.down_megabits_per_second": float,
+    "network.up_megabits_per_second": float,
+    "network.latency_seconds": float,
 }
 
 

@@ -37,6 +37,7 @@ _BOUNDS = {
     "delta": Bound("be in [0, 1)", lambda value: 0 <= value < 1),
     "learning_rate": Bound("be above 0 and finite", lambda value: 0 < value < math.inf),
     "noise_multiplier": Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf),
+    "latency_seconds": Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf),
 }
 _POSITIVE = Bound("be above 0", lambda value: value > 0)
 
@@ -48,7 +49,7 @@ def resolve(
 
     Args:
         key: the option's dotted name. Messages name it, options with different names are drawn independently,
-            and its last part gives the range: `delta` in [0, 1), `noise_multiplier` in [0, inf),
+            and its last part gives the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf),
             `learning_rate` in (0, inf), everything else above 0.
         value: a number, a sequence of `num_clients` numbers, or a mapping with a `name` (the module's head).
         num_clients: N, >= 1.

@@ -51,7 +51,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
         "--config", metavar="FILE", help="plan every client of this run; its keys: --config FILE --help"
     )
     parser.add_argument(
-        "--ledger", metavar="FILE", help="verify this ledger and compose it again; its keys: --ledger FILE --help"
+        "--ledger", metavar="FILE", help="verify ledgers and compose them again; their keys: --ledger FILE --help"
     )
     try:
         options = parser.parse_args(words).as_dict()

@@ -59,3 +59,18 @@ def duration(seconds: float) -> str:
         return f"{rest} s"
     hours, minutes_rest = divmod(minutes, 60)
     return f"{hours} h {minutes_rest:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def data_size(count: float) -> str:
+    """Bytes for people, in powers of 1,000.
+
+    >>> data_size(512), data_size(1_234_567), data_size(176e9), data_size(3.2e15)
+    ('512 bytes', '1.23 MB', '176 GB', '3,200 TB')
+    """
+    if count < 1000:
+        return f"{count:.0f} bytes"
+    for unit in ("kB", "MB", "GB", "TB"):
+        count /= 1000
+        if count < 999.5 or unit == "TB":
+            break
+    return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"

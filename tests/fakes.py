@@ -101,6 +101,7 @@ def a_result(view: View, **told) -> RunResult:
         "rounds": view.run.rounds,
         "wall_seconds": 61.0,
         "training_seconds": 60.0,
+        "client_seconds": 50.0,
         "records_per_second": 2000.0,
         "reason": f"all {view.run.rounds} rounds are done",
         "guarantee": "(3, 0.001)-differential privacy per record.",

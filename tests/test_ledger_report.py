@@ -33,16 +33,22 @@ def a_ledger(path, clients=3, epsilon=2.0, **header):
     return ledger
 
 
+def header(**changed) -> Header:
+    known = {"accountant": "rdp", "adjacency": "add_remove", "sampling": "poisson"}
+    return Header(**{**known, "delta": (1e-4,) * 2, "epsilon": (2.0,) * 2, **changed})
+
+
 @pytest.fixture
 def path(tmp_path):
     return tmp_path / "ledger.jsonl"
 
 
 def told(capsys, *words):
-    """The text, and what `--json` says."""
+    """The text, and what `--json` says; what it says of the first ledger stands beside the rest."""
     assert main([*map(str, words), "--json"]) == 0
     *text, last = capsys.readouterr().out.splitlines()
-    return "\n".join(text), json.loads(last)
+    found = json.loads(last)
+    return "\n".join(text), {**found["ledgers"][0], **found}
 
 
 # ---- recomputation equals live
@@ -140,6 +146,59 @@ def test_rdp_without_opacus_is_rdp_with_it(path, capsys):
     assert [own["epsilon"] for own in found["clients"]] == exact
 
 
+# ---- several runs of the same clients
+
+
+def test_runs_of_the_same_clients_are_composed_in_one(tmp_path, capsys):
+    """As a distillation, and the training that follows it: less than the sum of both, more than each."""
+    other = GaussianEvent(1.0, 20.0, 1)
+    for name, event in (("first", TRAIN), ("second", other)):
+        (tmp_path / name).mkdir()
+        ledger = Ledger(tmp_path / name / "ledger.jsonl", header(caveats=(f"of the {name}",)))
+        ledger.charge([Charge(client, 1, name, "a", event) for client in range(2)])
+        ledger.close()
+    text, found = told(capsys, "--ledger", tmp_path / "first", tmp_path / "second" / "ledger.jsonl")
+    alone = [told(capsys, "--ledger", tmp_path / name)[1]["clients"][0]["epsilon"] for name in ("first", "second")]
+    judge = get_accountant("rdp")
+    assert [own["epsilon"] for own in found["clients"]] == [judge.epsilon([TRAIN, other], 1e-4)] * 2
+    assert max(alone) < found["clients"][0]["epsilon"] < sum(alone)
+    assert found["clients"][0]["releases"] == {"first": 1, "second": 1}
+    assert found["clients"][0]["epsilon_budget"] is None, "each was for its own run"
+    assert found["guarantee"]["caveats"] == ["of the first", "of the second"]
+    assert [one["ledger"] for one in found["ledgers"]] == [
+        str(tmp_path / n / "ledger.jsonl") for n in ("first", "second")
+    ]
+    assert "Together: client 3 of one run is taken for client 3 of the others" in text
+    assert f"{tmp_path}/first/ledger.jsonl: 3 lines" in text and f"{tmp_path}/second/ledger.jsonl: 3 lines" in text
+
+
+def test_runs_together_have_the_largest_delta_and_the_weaker_sampling(tmp_path, capsys):
+    Ledger(tmp_path / "a", header(delta=(1e-6, 1e-4))).close()
+    Ledger(tmp_path / "b", header(delta=(1e-5, 1e-5), sampling="shuffle")).close()
+    for order in (["a", "b"], ["b", "a"]):
+        _, found = told(capsys, "--ledger", *(tmp_path / name for name in order))
+        assert [own["delta"] for own in found["clients"]] == [1e-5, 1e-4]
+        assert "NOT proven" in found["guarantee"]["words"]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"delta": (1e-4,) * 3, "epsilon": (1.0,) * 3}, "`--ledger` must be of runs with the same clients, got '2, 3'"),
+        ({"adjacency": "replace_one"}, "with the same adjacency, got 'add_remove, replace_one'"),
+        ({"accountant": "prv"}, "`--accountant` must be given for runs with several accountants, got 'rdp, prv'"),
+    ],
+)
+def test_runs_that_do_not_go_together_are_refused(other, message, tmp_path, capsys):
+    Ledger(tmp_path / "a", header()).close()
+    Ledger(tmp_path / "b", header(**other)).close()
+    assert main(["--ledger", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and said.out == ""
+    if "accountant" in other:
+        assert main(["--ledger", str(tmp_path / "a"), str(tmp_path / "b"), "--accountant", "rdp"]) == 0
+
+
 # ---- what is said
 
 
@@ -211,7 +270,7 @@ def test_damage_is_status_2_and_said_in_json(path, capsys):
     assert main(["--ledger", str(path), "--json"]) == 2
     out, err = capsys.readouterr()
     assert err.startswith(f"error: `{path}` must be as it was written, got in line 2 ") and err.count("\n") == 1
-    assert json.loads(out) == {"ledger": str(path), "verified": False, "error": err.removeprefix("error: ").strip()}
+    assert json.loads(out) == {"ledgers": [str(path)], "verified": False, "error": err.removeprefix("error: ").strip()}
     assert main([f"--ledger={path}"]) == 2
     assert capsys.readouterr().out == "" and path.read_bytes() == before
 
@@ -229,8 +288,9 @@ def test_damage_is_status_2_and_said_in_json(path, capsys):
             "`epsilon` must be a key of --ledger, got another one. There are accountant, delta",
         ),
         ("--ledger PATH --config=x.yaml", "`config` must be a key of --ledger"),
-        ("--ledger PATH more", "`more` must be a key of --ledger"),
-        ("--ledger", "--ledger: expected one argument"),
+        ("--ledger PATH more", "`--ledger` must be a ledger, or the folder of a run, got 'more'"),
+        ("--ledger PATH PATH", "`--ledger` must name each run once"),
+        ("--ledger", "--ledger: expected at least one argument"),
     ],
 )
 def test_bad_input_is_one_sentence(words, message, path, capsys, monkeypatch):

@@ -12,7 +12,7 @@ from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +53,16 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.traffic import Network, Traffic
+from dpfl_lightning.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
+
+T = TypeVar("T")
 
 
 class FederatedLoop:
@@ -71,6 +74,7 @@ class FederatedLoop:
         rounds: communication rounds of the whole run, >= 1.
         clients: batch size, local epochs, learning rate; each one value, a list, or a named distribution.
         privacy: budgets and mechanism, likewise; None is a run without privacy.
+        network: to simulate: how long what is sent would take.
         callbacks: strategies (at most one base rule; without one a strategy's `default_base`, else DPFedAvg) and
             watchers.
         engine: how the local work is executed; speed only.
@@ -102,6 +106,7 @@ class FederatedLoop:
         rounds: int,
         clients: ClientOptions | None = None,
         privacy: PrivacyOptions | None,
+        network: NetworkOptions | None = None,
         callbacks: Sequence[ServerCallback] = (),
         engine: Engine | None = None,
         seed: int = 0,
@@ -140,12 +145,11 @@ class FederatedLoop:
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
-        self.asked = 0  # numbers sent within the round's queries
-        self.asked_with_all: set[int] = set()  # clients to whom one of these brought all of the server's models
         self.noise_std: dict[int, float] = {}  # client -> of its last update
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
+        self.traffic = Traffic(Network.of(network or NetworkOptions(), len(self.settings), seed))
         self.facts = population.facts(
             batch_size=tuple(own.batch_size for own in self.settings),
             reported_epsilon=reported_epsilons(clients, self.settings, seed),
@@ -187,15 +191,16 @@ class FederatedLoop:
         while state.round < self.rounds:
             if reason := one_of(self.callbacks, "stop", self.view(state)):
                 return reason
-            begun, self.asked, self.asked_with_all = time.perf_counter(), 0, set()
+            begun = time.perf_counter()
+            self.traffic.begin_round()
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} rounds"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
-            sent = (self.asked, self.asked_with_all)
-            self.told = told(self.callbacks, self.view(state), plan, weights, *sent, self.told)
+            sent = self.traffic.told(plan, self.view(state), self.told)
+            self.told = told(self.callbacks, self.view(state), plan, weights, sent)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -211,7 +216,7 @@ class FederatedLoop:
         if not plan.clients:
             return self._unmoved(state, plan)
         say = aggregate.say_beforehand(self.callbacks, plan, view)  # None: single updates must be seen
-        updates = self.engine.train(plan, state, attempts, say)
+        updates = self._clients_work(lambda: self.engine.train(plan, state, attempts, say))
         arrived, say = aggregate.without_lost(plan, updates, say)
         if not arrived.clients:
             return self._unmoved(state, plan)
@@ -305,7 +310,8 @@ class FederatedLoop:
         return saved
 
     def _begin(self) -> ServerState:
-        self.started, self.records, self.training_seconds, self.saved_at = time.perf_counter(), 0, 0.0, -math.inf
+        self.started, self.records, self.saved_at = time.perf_counter(), 0, -math.inf
+        self.training_seconds = self.client_seconds = 0.0
         self.info = self._measured_info(first_round=1)
         state = self._one_model()
         state = one_of(self.callbacks, "initialise", state, self.view(state)) or state
@@ -323,8 +329,8 @@ class FederatedLoop:
                 callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
         self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
-        self.training_seconds, self.told = saved["training_seconds"], saved["told"]
-        self.noise_std = dict(saved["noise_std"])
+        self.training_seconds, self.client_seconds = saved["training_seconds"], saved["client_seconds"]
+        self.told, self.noise_std = saved["told"], dict(saved["noise_std"])
         self.saved_at, self.snapshot = time.perf_counter(), dict(saved)
         self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
@@ -345,6 +351,7 @@ class FederatedLoop:
             "records": self.records,
             "seconds": time.perf_counter() - self.started,
             "training_seconds": self.training_seconds,
+            "client_seconds": self.client_seconds,
             "told": self.told,
             "noise_std": dict(self.noise_std),
             "ended": None,
@@ -412,6 +419,7 @@ class FederatedLoop:
             rounds=self.state.round,
             wall_seconds=time.perf_counter() - self.started,
             training_seconds=self.training_seconds,
+            client_seconds=self.client_seconds,
             records_per_second=self.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),
@@ -475,11 +483,16 @@ class FederatedLoop:
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
-        sent = [one for one in vars(query).values() if isinstance(one, Tensor)]
-        self.asked += len(clients) * sum(one.numel() for one in sent)
-        if any(one is self.state.models for one in sent):
-            self.asked_with_all.update(clients)
-        return self.engine.ask(dataclasses.replace(query, clients=clients), round, attempts)  # type: ignore[type-var]
+        paid: Query = dataclasses.replace(query, clients=clients)  # type: ignore[type-var]
+        self.traffic.ask(paid, self.state.models)
+        return self._clients_work(lambda: self.engine.ask(paid, round, attempts))
+
+    def _clients_work(self, work: Callable[[], T]) -> T:
+        """What `work` answers; its time is counted as the clients'."""
+        begun = time.perf_counter()
+        answer = work()
+        self.client_seconds += time.perf_counter() - begun
+        return answer
 
     def _new_model(self, seed: int) -> Tensor:
         way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."

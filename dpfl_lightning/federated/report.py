@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
@@ -15,7 +15,7 @@ from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.evaluation import Evaluation
 from dpfl_lightning.federated.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.settings import ClientSettings
-from dpfl_lightning.federated.state import ClassGradients, RoundPlan, View
+from dpfl_lightning.federated.state import RoundPlan, View
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
 
@@ -39,9 +39,7 @@ def told(
     view: View,
     plan: RoundPlan,
     weights: Tensor,
-    asked: int = 0,
-    have_start: Collection[int] = (),
-    before: Mapping[str, float | Tensor] | None = None,
+    sent: Mapping[str, float],
 ) -> dict[str, float | Tensor]:
     """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
 
@@ -49,16 +47,13 @@ def told(
         view: after the round.
         plan: of the C clients whose updates arrived.
         weights: `[K, C]`.
-        asked: numbers that were sent to clients within queries of the round.
-        have_start: clients whose start was among them: it is not sent again.
-        before: what was told of the round before.
+        sent: what `Traffic` tells.
 
     Returns:
         Name -> number, or `[N]` float64 with NaN for absent clients. Of the round itself: `weight` (in the model that a
         client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all);
-        `floats_down` and `floats_up`, numbers sent to all clients and back since the first round, models whole;
-        in a simulation with true groups, where a strategy tells each client's `group`, how well they match: see
-        `clustering`.
+        what was sent since the first round; in a simulation with true groups, where a strategy tells each client's
+        `group`, how well they match: see `clustering`.
 
     **Privacy** Released and public values only.
     """
@@ -68,8 +63,7 @@ def told(
     if bool(squares.any()):
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
-    for name, floats in zip(("floats_down", "floats_up"), _traffic(plan, view, asked, have_start), strict=True):
-        values[name] = float((before or {}).get(name, 0.0)) + floats
+    values |= sent
     for callback in callbacks:
         for name, value in callback.tell(view).items():
             if name in values or name in _TAKEN:
@@ -81,16 +75,6 @@ def told(
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
     groups, found = true_groups(view.facts), values.get("group")
     return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
-
-
-def _traffic(plan: RoundPlan, view: View, asked: int, have_start: Collection[int]) -> tuple[int, int]:
-    """Numbers sent down and up in a round: to each client its start and its anchor, from each its release."""
-    sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
-    model, count = sum(sizes.values()), len(plan.clients)
-    release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
-    starts = sum(client not in have_start for client in plan.clients)
-    anchors = 0 if plan.anchors is None else count
-    return asked + model * (starts + anchors), release * count
 
 
 def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:

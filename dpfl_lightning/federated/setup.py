@@ -97,6 +97,7 @@ def build_loop(
         rounds=options.rounds,
         clients=options.clients,
         privacy=options.privacy,
+        network=options.network,
         callbacks=[*strategies.build(options.strategies), *watchers],
         engine=build_engine(options.engine.name, options.engine.workers),
         seed=options.seed,

@@ -392,6 +392,7 @@ class RunResult:
         reason: why it ended, in words; `finished` is False after Ctrl-C or an error.
         wall_seconds: from the first round's begin, with everything around training; interruptions not counted.
         training_seconds: of these, in the rounds themselves: plans, the ledger, local training, aggregation.
+        client_seconds: of these, until all clients of a round had trained or answered; the rest is the server's work.
         records_per_second: expected records / seconds until the last round was kept.
         guarantee: what the run's epsilons mean and do not cover, in words.
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
@@ -415,6 +416,7 @@ class RunResult:
     rounds: int
     wall_seconds: float
     training_seconds: float
+    client_seconds: float
     records_per_second: float
     reason: str
     guarantee: str

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,6 +19,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SCORES, SweepOptions
 
 _IDENTITY = "searched"
+_LOOKS = 20  # at a database whose tables others are making
 _FAILS = (
     sqlalchemy.exc.SQLAlchemyError,
     optuna.exceptions.OptunaError,
@@ -38,8 +41,7 @@ def opened(
         UserError: the database does not answer.
     """
     try:
-        storage = quietly(
-            RDBStorage,
+        storage = _with_tables(
             url,
             {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
             heartbeat_interval=sweep.heartbeat_seconds,
@@ -56,6 +58,19 @@ def opened(
             f"({in_one_line(error)}). Such as sqlite:///study.db or postgresql+psycopg://host/name, for which pip "
             "installs psycopg[binary]."
         ) from None
+
+
+def _with_tables(*args: Any, **options: Any) -> RDBStorage:
+    """The storage. A new database's tables are made by whoever comes first; who came at the same time looks again."""
+    for left in reversed(range(_LOOKS)):
+        try:
+            return quietly(RDBStorage, *args, **options)
+        except sqlalchemy.exc.SQLAlchemyError as error:
+            beaten = isinstance(error, sqlalchemy.exc.IntegrityError) or "already exists" in str(error)
+            if not (beaten and left):
+                raise
+            time.sleep(random.uniform(0.1, 0.5))
+    raise AssertionError("the last look returns or raises")
 
 
 def _one_at_a_time(engine: sqlalchemy.Engine) -> None:

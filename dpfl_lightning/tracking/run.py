@@ -243,6 +243,7 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,
         "training_seconds": result.training_seconds,
+        "client_seconds": result.client_seconds,
         "records_per_second": result.records_per_second,
     }
 

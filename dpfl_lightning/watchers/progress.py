@@ -18,10 +18,11 @@ from rich.table import Column, Table
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
+from dpfl_lightning.federated.traffic import BYTES
 from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import shown_epsilon
 from dpfl_lightning.privacy.schedule import ClientSchedule
-from dpfl_lightning.tables import duration
+from dpfl_lightning.tables import data_size, duration
 
 _MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
 _SILENCE_SECONDS = 60.0  # of plain lines at most: a log tells that the run goes on, whether a round is evaluated or not
@@ -108,6 +109,8 @@ class Progress(ServerCallback):
             f"({result.records_per_second:,.0f} records/s); {result.reason}.",
             style="bold",
         )
+        if words := _sent(result):
+            self._say(f"Sent: {words}.")
         if words := _groups(result):
             self._say(f"Groups: {words}.")
         self._say(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
@@ -305,6 +308,15 @@ def _groups(result: RunResult) -> str:
         f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}",
     ]
     return "; ".join(parts + ([f"{matched:.0%} of clients in the right cluster"] if isinstance(matched, float) else []))
+
+
+def _sent(result: RunResult) -> str:
+    """What went down and up, and how long the simulated network took; nothing where no round was made."""
+    down, up, seconds = (result.told.get(name) for name in ("floats_down", "floats_up", "network_seconds"))
+    if not (isinstance(down, float) and isinstance(up, float)):
+        return ""
+    took = f"; {duration(seconds)} on the simulated network" if isinstance(seconds, float) else ""
+    return f"{data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}"
 
 
 def _files(folder: Path) -> list[str]:

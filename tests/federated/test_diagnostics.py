@@ -89,7 +89,7 @@ def test_no_epsilon_is_claimed_anywhere(make_loop):
     assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.startswith(WORDS)
     saved = json.loads((loop.output_dir / "guarantees.json").read_text())["clients"]
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
-    told = ledger_report.read(loop.folder.ledger_file)  # from the file alone
+    told = ledger_report.read([loop.folder.ledger_file])  # from the file alone
     assert all(math.isinf(account.epsilon) for account in told.accounts) and told.weakest.words().startswith(WORDS)
     text = paper.file.getvalue()
     assert text.count(f"Guarantee: {WORDS}") == 2 and "max epsilon" not in text and "% clipped, 0 not finite" in text

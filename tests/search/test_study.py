@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -282,6 +279,21 @@ def test_workers_at_once_take_each_trial_once(url):
     assert len(made) <= 12 + 3, "at most one more for each other worker"
 
 
+def test_workers_may_begin_at_once_on_a_database_that_is_new(url):
+    begin, made = threading.Barrier(5), []
+
+    def worker(number: int) -> None:
+        begin.wait()
+        made.append(study(url, first=number == 0))
+
+    threads = [threading.Thread(target=worker, args=(number,)) for number in range(5)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert len(made) == 5
+
+
 DYING = """
 import sys, time
 from test_study import study
@@ -327,51 +339,3 @@ def test_a_worker_that_died_before_its_first_heartbeat_is_noticed(url):
     told = []
     study(url, trials=1, first=False).work(width, told.append)
     assert [one.state for one in told] == ["failed", "complete"] and told[0].again
-
-
-@contextlib.contextmanager
-def postgresql():
-    """A server of its own in a temporary folder, reached through a socket there."""
-    found = shutil.which("initdb") or next(
-        map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))[::-1]), None
-    )
-    if found is None:
-        pytest.skip("PostgreSQL is not installed (on Debian: apt-get install postgresql)")
-    folder, programs = Path(tempfile.mkdtemp(prefix="pg")), Path(found).resolve().parent
-    normal = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
-    if normal:
-        shutil.chown(folder, "nobody", "nogroup")
-    quiet = {"check": True, "cwd": folder, "capture_output": True, **normal}
-    data = folder / "data"
-    try:
-        subprocess.run([programs / "initdb", "-D", data, "-U", "dpfl", "-A", "trust", "--no-sync"], **quiet)
-        flags = f"-c listen_addresses='' -c unix_socket_directories={folder} -c fsync=off"
-        start = [programs / "pg_ctl", "-D", data, "-w", "-l", folder / "log", "-o", flags, "start"]
-        subprocess.run(start, **{**quiet, "capture_output": False, "stdout": subprocess.DEVNULL})
-        try:
-            yield f"postgresql+psycopg://dpfl@/postgres?host={folder}"
-        finally:
-            subprocess.run([programs / "pg_ctl", "-D", data, "-m", "immediate", "stop"], **quiet)
-    finally:
-        shutil.rmtree(folder)
-
-
-@pytest.mark.slow
-def test_postgresql_shares_a_study_and_loses_nothing():
-    with postgresql() as url:
-        check_nothing_is_lost(url)
-        made = []
-
-        def act(running):
-            made.append(running.number)
-            time.sleep(0.2)
-            return width(running)
-
-        workers = [study(url, trials=8, first=False) for _ in range(2)]
-        threads = [threading.Thread(target=one.work, args=(act, lambda trial: None)) for one in workers]
-        for one in threads:
-            one.start()
-        for one in threads:
-            one.join()
-        assert len(set(made)) == len(made) and 6 <= len(made) <= 7
-        assert sum(not one.again for one in study(url, trials=8).trials()) in (8, 9)
