@@ -14,6 +14,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,12 @@ class Search:
 
     def work(self) -> None:
         """Make trials until the study has all, beside whoever else does."""
+        self._begun, self._done_before = time.monotonic(), self._done(self.study.trials())
         self.study.work(self._trial, self._on_end)
+
+    @staticmethod
+    def _done(trials: Sequence[Trial]) -> int:
+        return sum(not one.again for one in trials)
 
     def _trial(self, running: Running) -> tuple[float, ...]:
         running.note("host", socket.gethostname())
@@ -185,8 +191,10 @@ class Search:
         from dpfl_lightning.search.report import line
 
         trials, best = self.study.trials(), self.study.best()
-        done = sum(not one.again for one in trials)
-        print(line(trial, done, self.study.wanted, best[0] if best else None), flush=True)
+        done, wanted = self._done(trials), self.study.wanted
+        each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # whoever made them
+        left = max(0, wanted - done) * each
+        print(line(trial, done, wanted, best[0] if best else None, left), flush=True)
         if self.tracking is not None and self.parent is not None:
             values = {**{key: trial.facts[key] for key in SCORES if key in trial.facts}, **trial.scores}
             tags = {"trial": str(trial.number), "state": trial.state, "status": trial.reason or trial.state}
@@ -236,7 +244,7 @@ class Search:
             self.tracking.end(self.parent, front[0].scores, "\n".join(told), files)
         self._say_where_to_look()
         if final:
-            self._final(best)
+            self._write("result.json", json.dumps({**result, "final": self._final(best)}, indent=2) + "\n")
         return 0
 
     def _write(self, name: str, text: str) -> Path:
@@ -249,7 +257,7 @@ class Search:
         if self.tracking is not None:
             print(f"  {self.tracking.how_to_open}", flush=True)
 
-    def _final(self, best: Options) -> None:
+    def _final(self, best: Options) -> dict[str, Any]:
         """The best trial's run on the clients, by `fit`; one that was begun goes on, one that is finished is told."""
         from dpfl_lightning.fit import fit, so_far
 
@@ -263,6 +271,52 @@ class Search:
         result = fit(own, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
             print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
+        together = with_the_set(self.sweep.distilled, self.objective.card, own)
+        print(together or "", end="\n" if together else "")
+        return {**{name: result[name] for name in ("test_accuracy", "guarantee")}, "with_the_set": together}
+
+
+# ---- what clients have released in all
+
+
+def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) -> str | None:
+    """The guarantee of a distilled set and of the run on the same clients that follows it, together, in words.
+
+    The two ledgers are composed where both lie here and client 3 of one is client 3 of the other; else it is said why
+    not, for then the reader has to add. None where there was no set, or one of public records alone.
+
+    Args:
+        source: what `sweep.distilled` names.
+        card: of the set.
+        final: options of the run, whose folder has its ledger.
+
+    **Privacy** Arithmetic on public facts.
+    """
+    made = card.get("data") or {}
+    if source is None or made.get("use_public"):
+        return None
+    same = (
+        made == json.loads(json.dumps(dataclasses.asdict(final.data)))  # as the card has it
+        and card.get("seed") == final.seed
+        and card.get("clients") == final.clients.count
+    )
+    if not same:
+        return _apart("its clients' records were dealt otherwise (data, seed or clients.count differ)")
+    from dpfl_lightning.ledger_report import ledger_of, read
+
+    try:
+        ledgers = [ledger_of(source), ledger_of(final.output_dir or "")]
+        report = read(ledgers)
+    except UserError as error:
+        return _apart(str(error))
+    if report.ledgers[0][1].end.run != (card.get("ledger") or {}).get("run"):
+        return _apart(f"the ledger in {Path(source)} is another run's")
+    return f"With the set, composed from both ledgers: {report.weakest.words()}"
+
+
+def _apart(why: str) -> str:
+    advice = "Add its epsilon and delta to the run's."
+    return f"The set's cost and the run's are not composed here: {why.rstrip('.')}. {advice}"
 
 
 # ---- command line

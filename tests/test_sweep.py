@@ -79,7 +79,9 @@ def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # no
     assert path.read_text().startswith("# ")
     assert sweep([*shrunken(path, small_fashion), "--output_dir", str(tmp_path / "out")]) == 0, capsys.readouterr().err
     said = capsys.readouterr().out
-    assert "trial 0 (1 of 2)" in said and "best.yaml" in said
+    first, last = (line for line in said.splitlines() if " of 2) " in line)
+    assert first.startswith("trial 0 (1 of 2)") and first.endswith(" left") and "best.yaml" in said
+    assert last.startswith("trial 1 (2 of 2)") and " left" not in last
     best, _ = load(["--config", str(tmp_path / "out" / "best.yaml")])
     assert best.data.public_records > 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())

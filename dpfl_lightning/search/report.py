@@ -18,7 +18,7 @@ _MOST_ROWS = 10
 _MOST_CLIENTS = 30
 
 
-def line(trial: Trial, done: int, wanted: int, best: Trial | None) -> str:
+def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left: float) -> str:
     """One trial that ended, for the terminal."""
     many = len(str(wanted))
     told = f"trial {trial.number:{many}} ({done:{many}} of {wanted})"
@@ -31,6 +31,8 @@ def line(trial: Trial, done: int, wanted: int, best: Trial | None) -> str:
     if best is not None:
         name, value = next(iter(best.scores.items()))
         parts.append(f"best: {_shown(name, value)} (trial {best.number})")
+    if done < wanted:
+        parts.append(f"{duration(seconds_left)} left")
     return " | ".join(parts)
 
 
