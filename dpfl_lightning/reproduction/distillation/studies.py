@@ -29,8 +29,10 @@ from dpfl_lightning.reproduction.cells import Cell
 from dpfl_lightning.reproduction.distillation.baselines import (
     ON_A_SET,
     ON_EVERYTHING,
+    images_for_each,
     local_matching,
     noise_set,
+    pooled,
     random_subset,
     taught,
     whole,
@@ -130,13 +132,26 @@ def local(making: Making) -> Held:
     """Each client's own set, and a net trained on each: the mean over clients, and the worst and the best."""
     options, population = making.options, population_of(making)
     some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[making.cell.scale]])
-    build = new_net(options, population)
-    own = {name: value for name, value in own_options(options).items() if name != "participation_fraction"}
-    sets = local_matching(some, build, options.rounds, options.seed, str(population.x.device), **own)
-    how = _training(own)
+    build, how = new_net(options, population), _training(own_options(options))
+    sets = _of_clients(making, some)
     means = [100 * taught(build, population, one.records, how, 1, options.seed).mean for one in sets]
     values = {"test_accuracy": fmean(means), "test_accuracy_worst": min(means), "test_accuracy_best": max(means)}
     return {"values": values, "of_clients": means}
+
+
+def union(making: Making) -> Held:
+    """Nets trained on all clients' own sets together, which have about as many images as one set in the other rows."""
+    population = population_of(making)
+    each = images_for_each(own_options(making.options)["images_per_class"], population.num_clients)
+    return {"values": _of_nets(making, pooled(_of_clients(making, population, images_per_class=each)))}
+
+
+def _of_clients(making: Making, population: Population, **changed: Any) -> list[DistilledSet]:
+    """The set that each client of `population` makes by itself, by the cell's options."""
+    options = making.options
+    own = {name: value for name, value in own_options(options).items() if name != "participation_fraction"}
+    build, device = new_net(options, population), str(population.x.device)
+    return local_matching(population, build, options.rounds, options.seed, device, **{**own, **changed})
 
 
 def _of_nets(making: Making, records: tuple[Tensor, Tensor]) -> dict[str, float]:

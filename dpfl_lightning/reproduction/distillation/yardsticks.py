@@ -36,6 +36,7 @@ _SETS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
     "centralised": ("centralised matching, ten steps", "distilled", TEN, False),
     "centralised_dsa": ("centralised matching, ten steps and DSA", "distilled", _DSA, False),
     "local": ("local matching, ten steps: mean of four clients", "local", TEN, True),
+    "union": ("local matching, ten steps: one image a class of every client, together", "union", TEN, True),
     "random": ("as many random real records", "random_records", {}, False),
     "random_dsa": ("as many random real records, trained with DSA", "random_records", {"augmentation": "dsa"}, False),
     "noise": ("as many images of noise", "noise", {}, False),

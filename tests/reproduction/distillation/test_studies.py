@@ -117,6 +117,21 @@ def test_local_matching_is_of_some_clients(work):
     assert values["test_accuracy"] == pytest.approx(sum(held["of_clients"]) / 2)
 
 
+def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work, monkeypatch):
+    seen = []
+
+    def watched(build, population, records, *rest):
+        seen.append((records[1], population))
+        return taught(build, population, records, *rest)
+
+    taught = studies.taught
+    monkeypatch.setattr(studies, "taught", watched)
+    made(work, "baselines", "union", "alpha1", QUICK)
+    ((labels, population),) = seen
+    held = [population.y[rows].unique() for rows in population.train_of]
+    assert len(held) == 10 and labels.bincount().tolist() == torch.cat(held).bincount().tolist()
+
+
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
 def test_with_privacy_the_budget_holds(work):
     for row in ("noise_aware", "dpfedavg"):
