@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import dpfl_lightning
 from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.callback import ServerCallback
@@ -27,8 +26,16 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.strategies.distillation_facts import (
+    card,
+    paper_epsilon,
+    paper_epsilon_words,
+    participations,
+    traffic,
+    traffic_words,
+)
 from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS, KEY, loops, participants, switches
 from dpfl_lightning.strategies.gradient_matching import (
     Matching,
@@ -199,10 +206,7 @@ class Distillation(ServerCallback):
         for line in own.planned:
             if line.purpose == "train" and isinstance(line.event, NoisedEvent):
                 rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
-                expected = rate * view.facts.num_records[client] / view.facts.num_classes
-                if self._sampling == "fixed":
-                    expected = min(expected, self._switches["records_per_class"])
-                noise = self._on_the_sum(line.event.noise_multiplier, expected)
+                noise = self._on_the_sum(line.event.noise_multiplier, self._records_of_a_class(client, rate, view))
                 reserve = max(0, line.count - rounds)
                 count = min(line.count, takes_part + reserve)
                 laplace = isinstance(line.event, LaplaceEvent)
@@ -212,6 +216,11 @@ class Distillation(ServerCallback):
                 lines.append(line)
         return dataclasses.replace(own, planned=tuple(lines))
 
+    def _records_of_a_class(self, client: int, rate: float, view: View) -> float:
+        """That the client is expected to draw in a round: a public number."""
+        expected = rate * view.facts.num_records[client] / view.facts.num_classes
+        return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
+
     def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
         """The noise of a class's mean over so many records, as noise on their sum."""
         if self._switches["noise_scale"] == "sum":
@@ -219,6 +228,30 @@ class Distillation(ServerCallback):
         advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
         require(noise_multiplier is not None, f"{KEY}.noise_scale", "be sum here", "paper_mean", advice)
         return noise_multiplier * expected_records  # type: ignore[operator]
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        own, rounds = self._switches, range(1, view.run.rounds + 1)
+        releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
+        taken = participations((self._cohort(view, round) for round in rounds), releases, own["min_participants"])
+        sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
+        model, size = sum(sizes.values()), participants(view.facts.num_clients, own["participation_fraction"])
+        sent = traffic(taken, model, self._job(view).size(sizes))
+        return (traffic_words(sent, traffic(size, model, model), size), *self._papers_words(view))
+
+    def _papers_words(self, view: View) -> tuple[str, ...]:
+        """What the paper's formula says of the least noise, where the mode is the paper's."""
+        if self._switches["mode"] != "paper_literal":
+            return ()
+        found = []
+        for client, schedule in enumerate(view.schedule.clients):
+            mechanism = view.mechanism(client, PURPOSE)
+            if isinstance(mechanism, Gaussian) and mechanism.noise_multiplier > 0:
+                clip_norm = self._job(view).clip_norm(mechanism)  # the paper's is that of one record's gradient
+                noise = mechanism.noise_multiplier * mechanism.clip_norm / clip_norm
+                if self._switches["noise_scale"] == "paper_mean":
+                    noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
+                found.append((noise, schedule.delta, clip_norm))
+        return (paper_epsilon_words(*max(found, key=lambda one: paper_epsilon(*one))),) if found else ()
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         self._told = {}
@@ -400,33 +433,7 @@ class Distillation(ServerCallback):
     def on_run_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             x, y = self._synthetic(view).records
-            DistilledSet(x, y, self._card(view, result)).save(view.run.output_dir)
-
-    def _card(self, view: View, result: RunResult) -> dict[str, Any]:
-        """How the set was made, from whom, and what that cost them."""
-        facts, options = view.facts, view.run.options
-        spent = [client["epsilon_spent"] for client in result.clients]
-        return {
-            "what": "a distilled set: synthetic images whose gradients match those of clients' records",
-            "values": "normalised as the records of the run's data",
-            "images_per_class": self._switches["images_per_class"],
-            "num_classes": facts.num_classes,
-            "shape": list(facts.input_shape),
-            "options": dict(self._switches),
-            "sampling": self._sampling,
-            "data": options.get("data"),
-            "model": options.get("model"),
-            "seed": view.seed,
-            "rounds": result.rounds,
-            "clients": facts.num_clients,
-            "records": sum(facts.num_records),
-            "guarantee": result.guarantee,
-            "epsilon_max": None if None in spent else max(spent),
-            "delta_max": max(client["delta"] for client in result.clients),
-            "ledger": result.ledger,
-            "test_accuracy": result.test_accuracy,
-            "dpfl_lightning": dpfl_lightning.__version__,
-        }
+            DistilledSet(x, y, card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
 
     def tell(self, view: View) -> Mapping[str, float | Tensor]:
         return self._told

@@ -22,6 +22,7 @@ from dpfl_lightning.reproduction.distillation.settings import (
     population,
 )
 from dpfl_lightning.reproduction.experiment import Column, Experiment, Found, Panel, Row, Training
+from dpfl_lightning.tables import epsilon, markdown
 
 CLIENTS = 20
 _DATA = "fashion_mnist"
@@ -237,11 +238,14 @@ _NOISY = {"sum": "DistDD, noise on the sum, eq. 10", "paper_mean": "DistDD, nois
 _TITLES6 = {"distdd": "DistDD without noise", **_NOISY}
 
 
+_CLIP_NORM, _DELTA = 1.0, 1e-5
+
+
 def _figure6_words(row: str, column: str, scale: str) -> list[str]:
     """Poisson draws of as many records a class as the scale says; all of a client's at the paper's size."""
     own = made("distdd", scale, noise_scale=row, sampling="poisson" if scale == "small" else "full")
     batch = {"clients.batch_size": 640} if scale == "small" else {}
-    noise = {"privacy.noise_multiplier": _SIGMAS[column], "privacy.delta": 1e-5, "privacy.clip_norm": 1.0}
+    noise = {"privacy.noise_multiplier": _SIGMAS[column], "privacy.delta": _DELTA, "privacy.clip_norm": _CLIP_NORM}
     return as_words({**{name: value for name, value in own.items() if name != "privacy"}, **batch, **noise})
 
 
@@ -259,6 +263,20 @@ def _draw_figure6(found: Found) -> list[Panel]:
     ]
 
 
+def _summarise_figure6(found: Found) -> str:
+    """The paper's epsilon of each sigma beside the whole run's, which is the largest of its clients and seeds."""
+    from dpfl_lightning.strategies.distillation_facts import paper_epsilon
+
+    lines = []
+    for column, sigma in _SIGMAS.items():
+        spent = [[cell["epsilon_max"] for cell in found.get((row, column), ())] for row in _NOISY]
+        if any(spent):
+            of_paper = epsilon(paper_epsilon(sigma, _DELTA, _CLIP_NORM))
+            lines.append([f"{sigma:g}", of_paper, *(epsilon(max(own)) if own else "-" for own in spent)])
+    head = ["sigma", "eq. 41, to compare with", *(f"whole run, noise on the {name}" for name in ("sum", "mean"))]
+    return markdown(head, lines) if lines else ""
+
+
 FIGURE6 = _figure(
     6,
     "noise, with the epsilon of the whole run",
@@ -270,6 +288,7 @@ FIGURE6 = _figure(
         "columns": {name: Column(f"sigma {sigma:g}") for name, sigma in _SIGMAS.items()},
         "cells": dict.fromkeys(_NOISY, Training(_figure6_words, study=DISTILLED)),
         "draw": _draw_figure6,
+        "summary": _summarise_figure6,
         "notes": (
             "The paper has noise on the sum in its eq. 10 and on the mean in its appendix, which is as many times more "
             "as a batch has records of a class; the ledger holds either as what it is on the sum. Its eq. 41 counts "

@@ -40,12 +40,12 @@ from dpfl_lightning.reproduction.distillation.baselines import (
 from dpfl_lightning.reproduction.distillation.settings import LOCAL_CLIENTS, NETWORKS
 from dpfl_lightning.reproduction.recorder import Recorder
 from dpfl_lightning.reproduction.run import Making
+from dpfl_lightning.strategies.distillation_facts import gigabytes
 from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS
 from dpfl_lightning.strategies.server_training import Training, public_generator, torch_seed, trained_on
 
 Held = dict[str, Any]
 
-_FLOAT_BYTES = 4
 #: passes over a set in place of the condensation paper's 300, with one augmentation a batch
 _AUGMENTED_EPOCHS = 1000
 
@@ -64,7 +64,7 @@ class RunRecorder(Recorder):
         told = {name: value for name, value in result.told.items() if isinstance(value, float)}
         floats = told.pop("floats_down", 0.0) + told.pop("floats_up", 0.0)
         accuracy = {} if result.test_accuracy is None else {"delivered_accuracy": 100 * result.test_accuracy}
-        return {**accuracy, "gigabytes": _FLOAT_BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **told}
+        return {**accuracy, "gigabytes": gigabytes(floats), "run_seconds": result.wall_seconds, **told}
 
 
 class LastModel(ServerCallback):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from declared_cells import options
 from matplotlib.figure import Figure
 from scipy.stats import kendalltau, spearmanr
 
-from dpfl_lightning import strategies
+from dpfl_lightning import models, strategies
 from dpfl_lightning.figures import panels_figure
-from dpfl_lightning.reproduction.cells import Cell, wanted
+from dpfl_lightning.reproduction.cells import Cell, finished, wanted
 from dpfl_lightning.reproduction.distillation import EXPERIMENTS, paper
 from dpfl_lightning.reproduction.distillation.searches import HPO, NAS, NETS, RATES, SCORERS, SPACE, UNTUNED, judged
 from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.registry import experiments
 from dpfl_lightning.reproduction.run import words_of
+from dpfl_lightning.strategies.distillation_facts import break_even, gigabytes, traffic
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 FIGURES = range(2, 11)
@@ -289,6 +291,36 @@ def a_cell(accuracy: float) -> dict:
         "curve": {"10": accuracy - 5, "20": accuracy},
         "epsilon_max": 8.0,
     }
+
+
+def test_traffic_of_tunings_crosses_where_the_formula_says():
+    """Figure 5 from its finished cells, of the net that the set was made with: a set of 100 rounds of five clients, who
+    send two counts for each class, too; ten rounds of all ten clients for a training."""
+    found = finished(Path("docs/results"), experiments()["distillation.figure5"], "small", ())
+    own = {key: cells for key, cells in found.items() if key[0] == "net00"}
+    net = models.build("convnet", (1, 28, 28), 10, **UNTUNED._asdict())
+    params = sum(p.numel() for p in net.parameters())
+    matched = sum(p.numel() for p in net.parameters() if p.dim() >= 2)
+    of_set, of_training = traffic(100 * 5, params, 10 * (matched + 2)), traffic(10 * 10, params, params)
+    assert values(own, ["net00"], "distilled", "set_gigabytes") == [pytest.approx(gigabytes(of_set.total), rel=1e-5)]
+    assert values(own, ["net00"], "federated", "gigabytes") == [pytest.approx(gigabytes(of_training.total), rel=1e-5)]
+    (drawn,) = [panel for panel in experiments()["distillation.figure5"].draw(own) if panel.title == "Traffic"]
+    on_set, each = (dict(points) for points in drawn.series.values())
+    for n in on_set:
+        assert (n > break_even(of_set, of_training)) == (on_set[n] < each[n])
+        assert on_set[n] == pytest.approx(gigabytes(of_set.total + of_training.total), rel=1e-5)
+        assert each[n] == pytest.approx(gigabytes(n * of_training.total), rel=1e-5)
+
+
+def test_figure_6_shows_the_papers_epsilon_beside_those_of_runs():
+    """The largest of all seeds; nothing where no cell is made, and a dash for a form that has none."""
+    cells = {("sum", "sigma10"): (12.0, 12.30001), ("sum", "sigma1"): (500.0,), ("paper_mean", "sigma10"): (0.2,)}
+    found = {key: [a_cell(50.0) | {"epsilon_max": own} for own in epsilons] for key, epsilons in cells.items()}
+    figure = experiments()["distillation.figure6"]
+    lines = [[word.strip() for word in line.split("|")[1:-1]] for line in figure.summary(found).splitlines()]
+    assert lines[0][0] == "sigma" and lines[0][1].startswith("eq. 41")
+    assert lines[2:] == [["1", "9.6897", "500.0000", "-"], ["10", "0.9690", "12.3001", "0.2000"]]
+    assert figure.summary({("distdd", "sigma1"): [a_cell(50.0)]}) == figure.summary({}) == ""
 
 
 @pytest.mark.parametrize("experiment", [one for one in EXPERIMENTS if one.draw], ids=lambda one: one.name)

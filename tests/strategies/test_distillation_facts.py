@@ -1,0 +1,220 @@
+"""What distillation sends and when it pays, against the numbers of runs; the paper's epsilon beside true ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from conftest import FIXED_KEY
+from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, a_net, digits, new_net, private
+
+from dpfl_lightning import models
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.prv import EPS_ERROR
+from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
+from dpfl_lightning.strategies.distillation_facts import (
+    FLOAT_BYTES,
+    Traffic,
+    break_even,
+    gigabytes,
+    paper_epsilon,
+    paper_epsilon_words,
+    participations,
+    traffic,
+    traffic_words,
+)
+from dpfl_lightning.strategies.gradient_matching import matched_names
+
+EXACT = get_accountant("gdp")
+
+
+def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):
+    """A loop over four clients with a few digits that has planned its run."""
+    loop = make_loop(
+        population=digits(counts),
+        module=a_net(),
+        new_net=new_net,
+        callbacks=[Distillation(**SMALL | options)],
+        privacy=privacy,
+        clients=ClientOptions(count=4, batch_size=[sum(own) for own in counts]),
+        rounds=rounds,
+        evaluate_every=rounds,
+    )
+    loop.plan_schedule()
+    return loop
+
+
+# --- traffic
+
+
+@pytest.mark.parametrize(("training_rounds", "expected"), [(100, 28.5), (200, 14.75), (500, 6.5), (1000, 3.75)])
+def test_a_set_pays_from_as_many_trainings_as_the_formula_says(training_rounds, expected):
+    """500 rounds, ten classes, and as many clients and parameters in both."""
+    of_set, of_training = traffic(500 * 25, 7, 10 * 7), traffic(training_rounds * 25, 7, 7)
+    assert break_even(of_set, of_training) == expected == 1 + 500 * (1 + 10) / (2 * training_rounds)
+    trainings = [math.floor(expected), math.floor(expected) + 1]
+    less, more = (n * of_training.total - (of_set.total + of_training.total) for n in trainings)
+    assert less <= 0 < more
+
+
+def test_participants_and_parameters_of_both_count():
+    """T I (d + C d_m) of the set, 2 R J d of a training: exact."""
+    rounds, cohort, params, matched, classes, training_rounds, training_cohort = 30, 4, 50, 40, 3, 8, 16
+    of_set = traffic(rounds * cohort, params, classes * matched)
+    of_training = traffic(training_rounds * training_cohort, params, params)
+    assert break_even(of_set, of_training) == 1 + 30 * 4 * (50 + 3 * 40) / (2 * 8 * 16 * 50)
+
+
+def test_bytes_of_the_papers_largest_net():
+    """CIFAR-10, 500 rounds: 25 of 50 clients, and 10 of 20."""
+    net = models.build("convnet", (3, 32, 32), 10, width=128, depth=3)
+    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    params, matched = sum(sizes.values()), sum(sizes[name] for name in matched_names(shapes, "layerwise_cosine"))
+    assert (params, matched) == (320_010, 318_848) and FLOAT_BYTES == 4
+
+    def sent(cohort, release):
+        return round(gigabytes(traffic(500 * cohort, params, release).total), 1)
+
+    assert (sent(25, params), sent(25, 10 * params), sent(25, 10 * matched)) == (32.0, 176.0, 175.4)
+    assert (sent(10, params), sent(10, 10 * params)) == (12.8, 70.4)
+
+
+GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta=1e-3, noise_key=FIXED_KEY)
+
+
+@NOTICE
+@pytest.mark.filterwarnings("ignore:round:dpfl_lightning.errors.UserNotice")
+@pytest.mark.parametrize(
+    ("privacy", "options"),
+    [
+        (None, {}),
+        (None, {"participation_fraction": 0.5}),
+        (private(), {"matching": "mse"}),
+        (private(reserve_rounds=2), {"participation_fraction": 0.5}),
+        (GIVEN, {"participation_fraction": 0.5, "min_participants": 2, "rounds": 30}),
+    ],
+    ids=["counts", "half and counts", "all parameters", "half and reserve", "budgets that run out"],
+)
+def test_what_is_foretold_is_what_is_sent(privacy, options, make_loop):
+    loop = planned(make_loop, privacy, **options)
+    words = loop.outline()
+    loop.run()
+    sent = Traffic(int(loop.told["floats_down"]), int(loop.told["floats_up"]))
+    size, params = 2 if "participation_fraction" in options else 4, loop.module.num_params
+    assert words == [traffic_words(sent, traffic(size, params, params), size)]
+    all_rounds = options.get("rounds", 6) * size * params
+    assert sent.down < all_rounds if privacy is GIVEN else sent.down == all_rounds
+    rounds = sent.total / (2 * size * params)
+    assert f"{rounds:,.1f}".removesuffix(".0") in words[0]
+
+
+def test_rounds_of_few_and_clients_without_budget_send_nothing():
+    cohorts = [{0, 1, 2}, {0, 1}, {0, 2}, {1, 2}]
+    assert participations(cohorts, [4, 4, 4], fewest=1) == 9
+    assert participations(cohorts, [1, 4, 4], fewest=1) == 3 + 1 + 1 + 2
+    assert participations(cohorts, [1, 4, 4], fewest=2) == 3 + 2
+    assert participations(cohorts, [4, 4, 4], fewest=4) == 0
+
+
+# --- the paper's epsilon
+
+
+#: sigma -> eq. 41 at clip norm 1 and delta 1e-5, and exact epsilons of 500 and 250 rounds of full batches
+TABLE = {
+    0.01: (969, 2.51e6, 1.26e6),
+    0.1: (96.9, 25_953, 13_173),
+    1: (9.69, 344.5, 191.5),
+    2: (4.84, 109.3, 64.2),
+    5: (1.94, 28.4, 17.9),
+    10: (0.969, 11.48, 7.51),
+    100: (0.0969, 0.82, 0.56),
+}
+
+
+@pytest.mark.parametrize("sigma", TABLE)
+def test_the_papers_epsilon_is_far_below_the_true_one(sigma):
+    of_paper, *true = TABLE[sigma]
+    assert paper_epsilon(sigma, 1e-5) == pytest.approx(of_paper, rel=2e-3)
+    found = [EXACT.epsilon([GaussianEvent(1.0, sigma, rounds)], 1e-5) for rounds in (500, 250)]
+    assert found == pytest.approx(true, rel=5e-3)
+    assert found[0] > 8 * paper_epsilon(sigma, 1e-5)
+    if sigma == 10:
+        assert found[0] / paper_epsilon(sigma, 1e-5) == pytest.approx(11.85, abs=0.01)
+
+
+def test_accountants_of_500_full_batches_are_at_or_just_above_the_exact_value():
+    rounds = [GaussianEvent(1.0, 10.0, 500)]
+    exact, rdp, prv = (get_accountant(name).epsilon(rounds, 1e-5) for name in ("gdp", "rdp", "prv"))
+    assert exact == pytest.approx(11.48, abs=0.005) and rdp == pytest.approx(12.30, abs=0.005)
+    assert exact <= prv <= exact + 2 * EPS_ERROR, "the grid's own error and the bound on it"
+    assert 1.07 < rdp / exact < 1.08
+
+
+#: sigma on the mean of 256 records -> exact epsilon of 500 rounds, and with a record replaced
+ON_THE_MEAN = {0.01: (74.6, 226), 0.1: (3.75, 8.47), 1: (0.29, 0.63)}
+
+
+@pytest.mark.parametrize("sigma", ON_THE_MEAN)
+def test_noise_on_the_mean_of_256_records(sigma):
+    rounds, replaced = [GaussianEvent(1.0, 256 * sigma, 500)], get_accountant("gdp", "replace_one")
+    found = EXACT.epsilon(rounds, 1e-5), replaced.epsilon(rounds, 1e-5)
+    assert found == pytest.approx(ON_THE_MEAN[sigma], rel=2e-2 if sigma == 1 else 2e-3)
+
+
+def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make_loop):
+    """Noise follows the clip norm, too, so that a plan of another clip norm costs the same."""
+    true = []
+    for clip_norm in (0.5, 1.0, 3.0):
+        assert paper_epsilon(10.0, 1e-5, clip_norm) == pytest.approx(clip_norm * paper_epsilon(10.0, 1e-5), rel=1e-15)
+        privacy = PrivacyOptions(noise_multiplier=10.0, clip_norm=clip_norm, delta=1e-5, noise_key=FIXED_KEY)
+        loop = planned(make_loop, privacy, mode="paper_literal", sampling="full")
+        true.append(EXACT.epsilon(loop.schedule.clients[0].events(), 1e-5))
+        assert loop.outline()[1] == paper_epsilon_words(10.0, 1e-5, clip_norm)
+        assert f"epsilon {paper_epsilon(10.0, 1e-5, clip_norm):.3g} " in loop.outline()[1]
+    assert len(set(true)) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "noise", "clip_norm"),
+    [
+        ({"sampling": "full"}, 2.0, 0.8),
+        ({}, 4.0, 0.4),  # draws of a fixed number clip to half: the same noise is twice the multiplier
+        ({"sampling": "full", "noise_scale": "paper_mean"}, 2.0, 0.8),
+        ({"noise_scale": "paper_mean", "records_per_class": 2}, 4.0, 0.4),
+    ],
+    ids=["full", "fixed", "full, on the mean", "fixed, on the mean"],
+)
+def test_the_papers_mode_is_told_the_papers_epsilon_as_its_sigma_is_meant(options, noise, clip_norm, make_loop):
+    given = PrivacyOptions(noise_multiplier=2.0, clip_norm=0.8, delta=1e-3, noise_key=FIXED_KEY)
+    loop = planned(make_loop, given, UNEQUAL, mode="paper_literal", **options)
+    assert loop.outline()[1:] == [paper_epsilon_words(noise, 1e-3, clip_norm)]
+
+
+@NOTICE
+def test_nobody_else_is_told_it(make_loop):
+    laplace = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)
+    for privacy, mode in ((private(), "default"), (None, "paper_literal"), (laplace, "paper_literal")):
+        assert len(planned(make_loop, privacy, mode=mode).outline()) == 1
+
+
+def test_of_unequal_budgets_the_largest_epsilon_is_told(make_loop):
+    loop = planned(make_loop, private([4.0, 6.0, 10.0, 8.0]), mode="paper_literal", sampling="full")
+    noise = loop.schedule.clients[2].noise_multiplier(PURPOSE)
+    assert loop.outline()[1] == paper_epsilon_words(noise, 1e-3, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ((0.0, 1e-5, 1.0), "`noise_multiplier` must be above 0, got 0.0"),
+        ((1.0, 0.0, 1.0), r"`delta` must be in \(0, 1\), got 0.0"),
+        ((1.0, 1e-5, -1.0), "`clip_norm` must be above 0, got -1.0"),
+    ],
+)
+def test_numbers_out_of_range_are_named(wrong, words):
+    with pytest.raises(UserError, match=words):
+        paper_epsilon(*wrong)
