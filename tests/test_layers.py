@@ -42,7 +42,7 @@ ALLOWED = {
         "client",
         "strategies",
     },
-    "strategies": {"errors", "registry", "privacy", "data", "client", "federated"},
+    "strategies": {"errors", "registry", "tables", "privacy", "data", "client", "federated"},
     "watchers": {"errors", "privacy", "federated", "tables"},
     "figures": {"federated"},
     "distilled": {"federated", "tracking"},

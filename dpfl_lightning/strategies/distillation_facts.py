@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import dpfl_lightning
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.state import RunResult, View
-
-FLOAT_BYTES = 4  # of float32, in which everything is sent
+from dpfl_lightning.federated.traffic import BYTES
+from dpfl_lightning.tables import data_size
 
 # --- traffic
 
 
-class Traffic(NamedTuple):
+class Sent(NamedTuple):
     """Numbers that all clients together are sent, and send."""
 
     down: int
@@ -26,7 +26,7 @@ class Traffic(NamedTuple):
         return self.down + self.up
 
 
-def traffic(participations: int, num_params: int, release: int) -> Traffic:
+def traffic(participations: int, num_params: int, release: int) -> Sent:
     """What rounds send: in each participation one model down and one release up.
 
     Args:
@@ -35,12 +35,12 @@ def traffic(participations: int, num_params: int, release: int) -> Traffic:
         release: numbers that a client sends back: P where it trains, `ClassGradients.size` where it distils.
 
     >>> traffic(participations=2, num_params=100, release=900)
-    Traffic(down=200, up=1800)
+    Sent(down=200, up=1800)
     """
-    return Traffic(participations * num_params, participations * release)
+    return Sent(participations * num_params, participations * release)
 
 
-def break_even(distillation: Traffic, training: Traffic) -> float:
+def break_even(distillation: Sent, training: Sent) -> float:
     """Trainings that send as much as one distillation and one training after it; more of them send more.
 
     n federated trainings send n times what one does. A search on a set sends what the set takes, and what the training
@@ -72,12 +72,7 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
     return sum(taken)
 
 
-def gigabytes(floats: float) -> float:
-    """Of so many numbers in float32, 10^9 bytes each."""
-    return FLOAT_BYTES * floats / 1e9
-
-
-def traffic_words(distillation: Traffic, training_round: Traffic, clients: int) -> str:
+def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
     """What a run sends in all, in rounds of federated training, and from how many trainings it sends less.
 
     Args:
@@ -86,21 +81,16 @@ def traffic_words(distillation: Traffic, training_round: Traffic, clients: int) 
 
     >>> words = traffic_words(traffic(12_500, 320_010, 3_200_100), traffic(25, 320_010, 320_010), 25)
     >>> print(words)  # doctest: +NORMALIZE_WHITESPACE
-    The run sends 16 gigabytes to clients and 160 gigabytes back, as much as 2,750 rounds of training this net with 25
-    clients. So a set and one training after it send less than n trainings of R rounds each if n is above 1 + 2,750 / R.
+    The run sends 16 GB to clients and 160 GB back, as much as 2,750 rounds of training this net with 25 clients. So a
+    set and one training after it send less than n trainings of R rounds each if n is above 1 + 2,750 / R.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
+    down, up = (data_size(BYTES * floats) for floats in distillation)
     return (
-        f"The run sends {_size(distillation.down)} to clients and {_size(distillation.up)} back, as much as {rounds} "
-        f"rounds of training this net with {clients} clients. So a set and one training after it send less than n "
-        f"trainings of R rounds each if n is above 1 + {rounds} / R."
+        f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this net with "
+        f"{clients} clients. So a set and one training after it send less than n trainings of R rounds each if n is above "
+        f"1 + {rounds} / R."
     )
-
-
-def _size(floats: float) -> str:
-    """Numbers in float32 as bytes for people."""
-    size = gigabytes(floats)
-    return f"{size:.3g} gigabytes" if size >= 1 else f"{1e3 * size:.3g} megabytes"
 
 
 # --- the paper's epsilon

@@ -10,16 +10,15 @@ from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, a_net, digits, new_net, pr
 
 from dpfl_lightning import models
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.traffic import BYTES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.prv import EPS_ERROR
 from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
 from dpfl_lightning.strategies.distillation_facts import (
-    FLOAT_BYTES,
-    Traffic,
+    Sent,
     break_even,
-    gigabytes,
     paper_epsilon,
     paper_epsilon_words,
     participations,
@@ -74,10 +73,10 @@ def test_bytes_of_the_papers_largest_net():
     shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     params, matched = sum(sizes.values()), sum(sizes[name] for name in matched_names(shapes, "layerwise_cosine"))
-    assert (params, matched) == (320_010, 318_848) and FLOAT_BYTES == 4
+    assert (params, matched) == (320_010, 318_848) and BYTES == 4
 
     def sent(cohort, release):
-        return round(gigabytes(traffic(500 * cohort, params, release).total), 1)
+        return round(BYTES * traffic(500 * cohort, params, release).total / 1e9, 1)
 
     assert (sent(25, params), sent(25, 10 * params), sent(25, 10 * matched)) == (32.0, 176.0, 175.4)
     assert (sent(10, params), sent(10, 10 * params)) == (12.8, 70.4)
@@ -103,7 +102,7 @@ def test_what_is_foretold_is_what_is_sent(privacy, options, make_loop):
     loop = planned(make_loop, privacy, **options)
     words = loop.outline()
     loop.run()
-    sent = Traffic(int(loop.told["floats_down"]), int(loop.told["floats_up"]))
+    sent = Sent(int(loop.told["floats_down"]), int(loop.told["floats_up"]))
     size, params = 2 if "participation_fraction" in options else 4, loop.module.num_params
     assert words == [traffic_words(sent, traffic(size, params, params), size)]
     all_rounds = options.get("rounds", 6) * size * params

@@ -23,6 +23,7 @@ from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.evaluation import evaluate
 from dpfl_lightning.federated.setup import build_net, build_population
 from dpfl_lightning.federated.state import Delivered, RoundReport, RunResult, View
+from dpfl_lightning.federated.traffic import BYTES
 from dpfl_lightning.options import Options
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.reproduction.cells import Cell
@@ -40,7 +41,6 @@ from dpfl_lightning.reproduction.distillation.baselines import (
 from dpfl_lightning.reproduction.distillation.settings import LOCAL_CLIENTS, NETWORKS
 from dpfl_lightning.reproduction.recorder import Recorder
 from dpfl_lightning.reproduction.run import Making
-from dpfl_lightning.strategies.distillation_facts import gigabytes
 from dpfl_lightning.strategies.distillation_options import AUGMENTATIONS
 from dpfl_lightning.strategies.server_training import Training, public_generator, torch_seed, trained_on
 
@@ -64,7 +64,7 @@ class RunRecorder(Recorder):
         told = {name: value for name, value in result.told.items() if isinstance(value, float)}
         floats = told.pop("floats_down", 0.0) + told.pop("floats_up", 0.0)
         accuracy = {} if result.test_accuracy is None else {"delivered_accuracy": 100 * result.test_accuracy}
-        return {**accuracy, "gigabytes": gigabytes(floats), "run_seconds": result.wall_seconds, **told}
+        return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **told}
 
 
 class LastModel(ServerCallback):

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from scipy.stats import kendalltau, spearmanr
 
 from dpfl_lightning import models, strategies
+from dpfl_lightning.federated.traffic import BYTES
 from dpfl_lightning.figures import panels_figure
 from dpfl_lightning.reproduction.cells import Cell, finished, wanted
 from dpfl_lightning.reproduction.distillation import EXPERIMENTS, paper
@@ -18,7 +19,7 @@ from dpfl_lightning.reproduction.distillation.searches import HPO, NAS, NETS, RA
 from dpfl_lightning.reproduction.experiment import Training
 from dpfl_lightning.reproduction.registry import experiments
 from dpfl_lightning.reproduction.run import words_of
-from dpfl_lightning.strategies.distillation_facts import break_even, gigabytes, traffic
+from dpfl_lightning.strategies.distillation_facts import break_even, traffic
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
 FIGURES = range(2, 11)
@@ -293,6 +294,10 @@ def a_cell(accuracy: float) -> dict:
     }
 
 
+def _gigabytes(floats: int) -> float:
+    return BYTES * floats / 1e9
+
+
 def test_traffic_of_tunings_crosses_where_the_formula_says():
     """Figure 5 from its finished cells, of the net that the set was made with: a set of 100 rounds of five clients, who
     send two counts for each class, too; ten rounds of all ten clients for a training."""
@@ -302,14 +307,14 @@ def test_traffic_of_tunings_crosses_where_the_formula_says():
     params = sum(p.numel() for p in net.parameters())
     matched = sum(p.numel() for p in net.parameters() if p.dim() >= 2)
     of_set, of_training = traffic(100 * 5, params, 10 * (matched + 2)), traffic(10 * 10, params, params)
-    assert values(own, ["net00"], "distilled", "set_gigabytes") == [pytest.approx(gigabytes(of_set.total), rel=1e-5)]
-    assert values(own, ["net00"], "federated", "gigabytes") == [pytest.approx(gigabytes(of_training.total), rel=1e-5)]
+    assert values(own, ["net00"], "distilled", "set_gigabytes") == [pytest.approx(_gigabytes(of_set.total), rel=1e-5)]
+    assert values(own, ["net00"], "federated", "gigabytes") == [pytest.approx(_gigabytes(of_training.total), rel=1e-5)]
     (drawn,) = [panel for panel in experiments()["distillation.figure5"].draw(own) if panel.title == "Traffic"]
     on_set, each = (dict(points) for points in drawn.series.values())
     for n in on_set:
         assert (n > break_even(of_set, of_training)) == (on_set[n] < each[n])
-        assert on_set[n] == pytest.approx(gigabytes(of_set.total + of_training.total), rel=1e-5)
-        assert each[n] == pytest.approx(gigabytes(n * of_training.total), rel=1e-5)
+        assert on_set[n] == pytest.approx(_gigabytes(of_set.total + of_training.total), rel=1e-5)
+        assert each[n] == pytest.approx(_gigabytes(n * of_training.total), rel=1e-5)
 
 
 def test_figure_6_shows_the_papers_epsilon_beside_those_of_runs():
