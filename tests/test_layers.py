@@ -13,7 +13,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 #: part -> parts it may import at run time
 ALLOWED = {
     "launcher": set(),
-    "errors": {"launcher"},
+    "stopping": {"launcher"},
+    "errors": {"launcher", "stopping"},
     "folders": set(),
     "notice": set(),
     "registry": {"errors"},
@@ -22,7 +23,8 @@ ALLOWED = {
     "per_client": {"errors", "published", "registry"},
     "options": {"errors", "per_client"},
     "yaml_text": {"errors"},
-    "config": {"errors", "options", "yaml_text"},
+    "option_help": {"errors", "options", "registry"},
+    "config": {"errors", "option_help", "options", "yaml_text"},
     "privacy": {"errors"},
     "client_plan": {"errors", "folders", "notice", "privacy"},
     "data": {"errors", "folders", "registry"},
@@ -72,6 +74,7 @@ ALLOWED = {
         "client",
         "federated",
         "strategies",
+        "stopping",
         "tables",
     },
     "search": {
@@ -79,6 +82,7 @@ ALLOWED = {
         "config",
         "options",
         "registry",
+        "stopping",
         "tables",
         "privacy",
         "data",
