@@ -48,7 +48,7 @@ ALLOWED = {
     "watchers": {"errors", "privacy", "federated", "tables"},
     "figures": {"federated"},
     "distilled": {"federated", "tracking"},
-    "tables": {"privacy"},
+    "tables": set(),
     "ledger_report": {"errors", "privacy", "tables"},
     "auditing": {"errors", "tables", "privacy", "data", "client", "federated"},
     "benchmark": {

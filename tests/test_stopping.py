@@ -107,8 +107,9 @@ def test_a_search_is_saved_and_leaves_no_worker_behind(tmp_path):
     words = shlex.split("--config mine.yaml --output_dir out --workers 2 --sweep.trials 500 --sweep.training.epochs 5")
     process = begun(["dpfl_lightning.sweep", *words], tmp_path, "out/study.db")
     assert process.stdout is not None
-    while "trial 2 (" not in process.stdout.readline():
-        assert process.poll() is None
+    for _ in range(2):
+        while "trial " not in process.stdout.readline():
+            assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143 and "the same command goes on" in err and "Traceback" not in err, err

@@ -97,7 +97,7 @@ class Progress(ServerCallback):
                 f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}",
                 style="bold yellow",
             )
-            if "--resume" not in result.reason:
+            if "go on with" not in result.reason:
                 self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
             return
         self._table(_result_columns(result))
