@@ -51,7 +51,5 @@ ENV HOME=/tmp \
 RUN python -c "from dpfl_lightning.data.datasets import load; load('fashion_mnist', download=False)" \
     && python -m dpfl_lightning.fit --config conf/fmnist.yaml --print_config
 
-# `docker stop` is Ctrl-C: the run ends with a checkpoint that --resume goes on from.
-STOPSIGNAL SIGINT
 ENTRYPOINT ["python", "-m", "dpfl_lightning.fit"]
 CMD ["--config", "conf/fmnist.yaml"]

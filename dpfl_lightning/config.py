@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
+from dpfl_lightning import option_help
 from dpfl_lightning.errors import UserError, nearest, require
 from dpfl_lightning.options import (
     MAY_BE_NULL,
@@ -39,6 +40,9 @@ AddFlags = Callable[[argparse.ArgumentParser], object]
 #: options that decide how a run is executed and told, not what it releases: a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
 
+#: the command that has a section of its own, and its name
+_SEARCH = "sweep"
+
 
 def load(
     argv: Sequence[str] | None = None,
@@ -48,10 +52,12 @@ def load(
     description: str | None = None,
     config_of: Callable[[argparse.Namespace], str | None] | None = None,
     section: tuple[str, type] | None = None,
+    takes: Sequence[str] = (),
 ) -> tuple[Options, argparse.Namespace]:
     """The options of a command line: defaults, `--config FILE`, then overrides; and the command's own flags.
 
-    `--help` and `--print_config` (the resolved YAML, without the noise key) print and end with status 0.
+    `--help`, `--print_config` (the resolved YAML, without the noise key) and `--strategies.help` print and end with
+    status 0.
 
     Args:
         argv: arguments after the program's name; None takes them from the process.
@@ -62,6 +68,7 @@ def load(
         config_of: the file that the command's own flags stand for, if any, in place of `--config`.
         section: name and dataclass of a section of the command's own, beside those of `Options`; its value is the
             flag of that name.
+        takes: sections whose keys alone may be set on the command line; empty: any key.
 
     Returns:
         The options, checked, and the values of the command's flags.
@@ -77,7 +84,9 @@ def load(
     """
     own = None if section is None else _Section(*section)
     overrides, others = split(sys.argv[1:] if argv is None else argv, () if own is None else (own.name,))
-    flags = _parse_flags(others, extra, prog, description, own)
+    for key, text in overrides:
+        _check_taken(key, text, takes)
+    flags = _parse_flags(others, extra, prog, description, own, takes)
     chosen = config_of(flags) if config_of else None
     twice = bool(flags.config and chosen)
     require(not twice, "--config", "be left out", flags.config, f"Other flags choose {chosen}.")
@@ -85,6 +94,7 @@ def load(
     source = _Source()
     if path:
         raw = read_yaml(path)
+        _check_meant(raw, path, own, [key for key, _ in overrides])
         if own is not None and isinstance(raw, Mapping):
             own.put_all(raw.get(own.name), f"in {path}")
             raw = {name: value for name, value in raw.items() if name != own.name}
@@ -113,7 +123,9 @@ def options_file(folder: str, key: str) -> str:
     """
     path = Path(folder) / "options.yaml"
     if not path.is_file():
-        raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. See runs/.")
+        of_seeds = ", ".join(str(one.parent) for one in sorted(Path(folder).glob("seed_*/options.yaml")))
+        advice = f"It holds the runs of several seeds: {of_seeds}." if of_seeds else "See runs/."
+        raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. {advice}")
     return str(path)
 
 
@@ -175,6 +187,29 @@ def to_yaml(options: Options) -> str:
 def save(options: Options, path: str | Path) -> None:
     """Write `to_yaml(options)` to `path`."""
     Path(path).write_text(to_yaml(options), encoding="utf-8")
+
+
+# ---- what a command takes
+
+
+def _check_taken(key: str, text: str, takes: Sequence[str]) -> None:
+    taken = not takes or key.partition(".")[0] in takes
+    known = " and ".join(f"--{one}.*" for one in takes)
+    advice = f"Of the keys it takes {known} alone; the others stay those of the run."
+    require(taken, f"--{key}", "be left out of this command", text, advice)
+
+
+def _check_meant(raw: Any, path: str, own: _Section | None, keys: Sequence[str]) -> None:
+    """Refuse the file of a search for a run, and the other way round: the section makes the difference."""
+    if not isinstance(raw, Mapping):
+        return
+    if own is None:
+        it = f"It is a search: python -m dpfl_lightning.{_SEARCH} --config {path}."
+        require(_SEARCH not in raw, "--config", f"be a file without a section {_SEARCH}", path, it)
+        return
+    said = own.name in raw or any(key.partition(".")[0] == own.name for key in keys)
+    it = f"It is a single run: python -m dpfl_lightning.fit --config {path}."
+    require(said, "--config", f"be a file with a section {own.name}", path, it)
 
 
 # ---- where values come from
@@ -369,6 +404,8 @@ def _wrong_type(key: str, value: Any) -> UserError:
 def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
     """Overrides of keys of `Options`, or of the sections `also`, as (key, text), and the other arguments.
 
+    `--KEY.help` is none of them.
+
     Raises:
         UserError: a key without a value.
 
@@ -379,7 +416,8 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
     words = iter(argv)
     for word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or key.partition(".")[0] not in (*hints(Options), *also):
+        ours = word.startswith("--") and f"--{key}" not in option_help.FLAGS
+        if not ours or key.partition(".")[0] not in (*hints(Options), *also):
             others.append(word)
             continue
         if not equals:
@@ -406,9 +444,10 @@ class _CommandParser(argparse.ArgumentParser):
     """The flags of a command. A mistake is a UserError, also one that a flag's `type` raised."""
 
     section: _Section | None = None
+    takes: Sequence[str] = ()
 
     def format_help(self) -> str:
-        keys = [_key_parser(), *([] if self.section is None else [self.section.parser()])]
+        keys = [_key_parser(*self.takes), *([] if self.section is None else [self.section.parser()])]
         texts = [re.sub(r"<class\s+'(\w+)'>", r"\1", one.format_help()) for one in reversed(keys)]
         return "\n".join([super().format_help(), *texts])
 
@@ -417,14 +456,28 @@ class _CommandParser(argparse.ArgumentParser):
         raise cause if isinstance(cause, UserError) else UserError(f"{message}. See --help.")
 
 
+class _NamesHelp(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, name: Any, option: str | None = None) -> NoReturn:
+        print(option_help.told(option_help.FLAGS[str(option)], name))
+        raise SystemExit(0)
+
+
 def _parse_flags(
-    words: Sequence[str], extra: AddFlags | None, prog: str, description: str | None, section: _Section | None = None
+    words: Sequence[str],
+    extra: AddFlags | None,
+    prog: str,
+    description: str | None,
+    section: _Section | None,
+    takes: Sequence[str],
 ) -> argparse.Namespace:
     usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
-    parser.section = section
+    parser.section, parser.takes = section, takes
     parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
     parser.add_argument("--print_config", action="store_true", help="print all keys as YAML and exit")
+    helps = [flag for flag, key in option_help.FLAGS.items() if not takes or key.partition(".")[0] in takes]
+    text = "list what the key may name and exit; with NAME: that one's options"
+    parser.add_argument(*helps, action=_NamesHelp, nargs="?", metavar="NAME", help=text)
     if extra is not None:
         extra(parser)
     flags, unknown = parser.parse_known_args(words)
@@ -437,18 +490,19 @@ def _parse_flags(
 
 
 @functools.cache
-def _key_parser() -> jsonargparse.ArgumentParser:
-    """All keys with type, default and text."""
+def _key_parser(*sections: str) -> jsonargparse.ArgumentParser:
+    """All keys, or those of some sections, with type, default and text."""
     import docstring_parser
     import jsonargparse
 
     parser = jsonargparse.ArgumentParser(exit_on_error=False, add_help=False, usage=argparse.SUPPRESS)
-    groups = {"": parser.add_argument_group("run")}
-    for name, kind in SECTIONS.items():
+    groups = {} if sections else {"": parser.add_argument_group("run")}
+    for name, kind in ((name, kind) for name, kind in SECTIONS.items() if not sections or name in sections):
         text = docstring_parser.parse(kind.__doc__ or "")
         words = f"{text.short_description} {text.long_description or ''}"
         groups[name] = parser.add_argument_group(name, words)
     for key, known in all_keys().items():
-        group = groups[key.rpartition(".")[0]]
+        if (group := groups.get(key.rpartition(".")[0])) is None:
+            continue
         group.add_argument(f"--{key}", type=known.hint, default=known.default, help=known.help, metavar="VALUE")
     return parser

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 
 from dpfl_lightning.launcher import launched
+from dpfl_lightning.stopping import terminable, words_and_status
 
 
 class UserError(ValueError):
@@ -54,10 +55,10 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2, Ctrl-C 130.
+    """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2.
 
-    Any other exception is a bug and keeps its traceback. Of several ranks on a host, which read the same files, one
-    speaks for all.
+    Ctrl-C is status 130, SIGTERM 143. Any other exception is a bug and keeps its traceback. Of several ranks on a host,
+    which read the same files, one speaks for all.
     """
 
     @functools.wraps(main)
@@ -67,11 +68,12 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         words, status = "", 0
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
             try:
-                return main(argv) or 0
+                with terminable():
+                    return main(argv) or 0
             except UserError as error:
                 words, status = f"error: {error}", 2
-            except KeyboardInterrupt:
-                words, status = "stopped by Ctrl-C", 130
+            except KeyboardInterrupt as error:
+                words, status = words_and_status(error)
         if not silent:
             print(words, file=sys.stderr)
         return status

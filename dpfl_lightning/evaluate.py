@@ -19,6 +19,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m dpfl_lightning.evaluate",
         description="Evaluate a finished run; --data.* keys choose other data of the same shape.",
         config_of=lambda flags: options_file(flags.run, "RUN"),
+        takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
     accuracy = report["test_accuracy"]

@@ -115,6 +115,8 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     """Mean and spread over seeds, and what all runs together reveal."""
+    from dpfl_lightning.privacy.accountant import epsilon_text
+
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
     epsilons = [
         max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results
@@ -123,8 +125,8 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     largest = results[epsilons.index(max(epsilons))]
     together = (
         f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
-        f"sum, {math.fsum(epsilons):.3f} at delta {math.fsum(deltas):.1e} (basic composition of each run's largest). "
-        f"The run with the largest: {largest['guarantee']}"
+        f"sum, {epsilon_text(math.fsum(epsilons))} at delta {math.fsum(deltas):.1e} (basic composition of each run's "
+        f"largest). The run with the largest: {largest['guarantee']}"
     )
     return {
         "seeds": list(seeds),

@@ -15,12 +15,13 @@ import numpy as np
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accountant import PURE, Accountant, Rdp, finite_or_none, get_accountant, rounded_up
+from dpfl_lightning.privacy.accountant import epsilon_text as epsilon
 from dpfl_lightning.privacy.composition import composed
 from dpfl_lightning.privacy.events import Caveat, Event, NoisedEvent
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger_file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.tables import columns, epsilon
+from dpfl_lightning.tables import columns
 
 _TOGETHER = (
     "Together: client 3 of one run is taken for client 3 of the others, with the same records, and what it released in "

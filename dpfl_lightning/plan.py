@@ -15,10 +15,10 @@ import jsonargparse
 
 from dpfl_lightning.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.errors import UserError, command, nearest
+from dpfl_lightning.privacy.accountant import epsilon_text as _epsilon
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 from dpfl_lightning.tables import columns as _columns
-from dpfl_lightning.tables import epsilon as _epsilon
 
 _PROG = "python -m dpfl_lightning.plan"
 

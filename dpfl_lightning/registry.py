@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral, Real
@@ -54,7 +55,7 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     """
     require(name in known, f"{key}.name", f"be one of {', '.join(known)}", name, nearest(name, known))
     allowed = dict(list(inspect.signature(known[name]).parameters.items())[len(args) :])
-    kinds = typing.get_type_hints(known[name].__init__ if isinstance(known[name], type) else known[name])
+    kinds = _kinds_of(known[name])
     takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
         must, advice = f"be an option of {name} ({takes})", nearest(option, allowed)
@@ -65,3 +66,69 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
     return known[name](*args, **options)
+
+
+def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Parameter -> annotation, of a class those that it is made with."""
+    return typing.get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+
+
+# ---- for people
+
+
+def listed(known: Mapping[str, Callable[..., Any]]) -> str:
+    """Every name with the first line of its docstring.
+
+    >>> print(listed({"len": len, "maximum": max}))
+    len      Return the number of items in a container.
+    maximum  max(iterable, *[, default=obj, key=func]) -> value
+    """
+    width = max(map(len, known))
+    return "\n".join(f"{name.ljust(width)}  {_text(one).splitlines()[0]}" for name, one in known.items())
+
+
+def options_of(function: Callable[..., Any], given: int, prefix: str) -> str:
+    """The docstring of what a name stands for, and how each of its options is set, with its type and default.
+
+    Args:
+        function: from a registry.
+        given: how many leading arguments the program passes.
+        prefix: what the name of an option follows, such as `--model`.
+
+    >>> def scale(x: float, by: int, unit: str | None = None):
+    ...     "Scaled."
+    >>> print(options_of(scale, 1, "--thing"))
+    Scaled.
+    <BLANKLINE>
+    --thing.by    a whole number, must be given
+    --thing.unit  a word or null (null)
+    """
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    kinds = _kinds_of(function)
+    width = max((len(one.name) for one in parameters), default=0)
+    lines = [f"{prefix}.{one.name.ljust(width)}  {_in_words(kinds.get(one.name))}{_default(one)}" for one in parameters]
+    return "\n".join([_text(function), "", *(lines or ["It has no options."])])
+
+
+def _text(function: Callable[..., Any]) -> str:
+    return inspect.getdoc(function) or "(no docstring)"
+
+
+def _default(option: inspect.Parameter) -> str:
+    if option.default is option.empty:
+        return ", must be given"
+    words = {None: "null", True: "true", False: "false"}
+    value = option.default
+    return f" ({words[value] if value is None or isinstance(value, bool) else value})"
+
+
+def _in_words(kind: Any) -> str:
+    if kind in _KINDS:
+        return _KINDS[kind][0]
+    if kind is types.NoneType:
+        return "null"
+    if typing.get_origin(kind) is typing.Literal:
+        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return " or ".join(map(_in_words, typing.get_args(kind)))
+    return getattr(kind, "__name__", "anything")

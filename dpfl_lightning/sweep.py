@@ -25,6 +25,7 @@ from dpfl_lightning.launcher import launched
 from dpfl_lightning.options import Options, to_dict
 from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
+from dpfl_lightning.stopping import passed_on
 
 if TYPE_CHECKING:
     from dpfl_lightning.search.objectives import Cost, Outcome
@@ -53,9 +54,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.helping > 1:
         search.work()
         return 0
-    search.introduce()
-    with _helpers(words, flags.workers):
-        search.work()
+    try:
+        search.introduce()
+        with _helpers(words, flags.workers):
+            search.work()
+    except KeyboardInterrupt:
+        search.leave()
+        raise
     return search.finish(flags.final)
 
 
@@ -210,6 +215,12 @@ class Search:
                 status,
             )
 
+    def leave(self) -> None:
+        """Say how to go on with a search that is stopped, also to MLflow."""
+        if self.tracking is not None and self.parent is not None:
+            self.tracking.stopped(self.parent)
+        print("Trials that have ended are kept, and the same command goes on with the search.", file=sys.stderr)
+
     # -- after the last one
 
     def finish(self, final: bool = False) -> int:
@@ -325,26 +336,28 @@ def _apart(why: str) -> str:
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workers", type=int, default=1, metavar="N", help="trials made at once on this machine (1)")
     parser.add_argument("--final", action="store_true", help="train the best trial's configuration on the clients")
-    words = "what --workers starts: one of N workers, which makes trials and nothing else"
-    parser.add_argument("--helping", type=int, default=1, metavar="N", help=words)
+    # what --workers starts: one of N workers, which makes trials and nothing else
+    parser.add_argument("--helping", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
 
 
 @contextlib.contextmanager
 def _helpers(words: Sequence[str], workers: int) -> Iterator[None]:
     """So many more workers as processes of this command, which end when the study has all its trials.
 
-    Ctrl-C reaches them as it reaches this process. What one that is killed was at is made again by another.
+    Ctrl-C reaches them as it reaches this process, and SIGTERM is passed on. What one that is killed was at is made
+    again by another.
     """
     own = [word for word in words if word != "--final"]
     line = [sys.executable, "-m", "dpfl_lightning.sweep", *own, "--workers", "1", "--helping", str(workers)]
     threads = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
     helpers = [subprocess.Popen(line, env=threads) for _ in range(workers - 1)]
     try:
-        yield
+        with passed_on(helpers):
+            yield
     finally:
         for helper in helpers:
             status = helper.wait()
-            if status not in (0, 130):
+            if status not in (0, 130, 143):
                 print(f"A worker ended with status {status}; what it was at was made again.", file=sys.stderr)
 
 

@@ -1,20 +1,9 @@
-"""How tables, epsilons and times are shown."""
+"""How tables and times are shown."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from dpfl_lightning.privacy.accountant import rounded_up
-
-
-def epsilon(value: float) -> str:
-    """Four decimals, rounded up.
-
-    >>> epsilon(1.00001), epsilon(float("inf"))
-    ('1.0001', 'inf')
-    """
-    return f"{rounded_up(value, 4):.4f}"  # inf reads "inf"
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:

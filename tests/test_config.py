@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import subprocess
 import sys
 import time
@@ -463,3 +464,70 @@ def test_gallery_says_what_it_shows_and_writes_only_departures(path: Path) -> No
     options, _ = load(["--config", str(path)])
     assert departures(from_mapping(parse_yaml(text, "text"))) == departures(options)
     assert yaml.safe_load(yaml.safe_dump(departures(options))) == parse_yaml(text, "text")
+
+
+# ---- what a command takes
+
+
+def test_help_of_a_key_lists_its_names(capsys: pytest.CaptureFixture[str]) -> None:
+    from dpfl_lightning.strategies import STRATEGIES
+
+    with pytest.raises(SystemExit) as end:
+        load(["--strategies.help"])
+    said = capsys.readouterr().out
+    assert end.value.code == 0
+    for name in STRATEGIES:
+        assert any(line.startswith(f"{name} ") and len(line.split()) > 3 for line in said.splitlines()), name
+    assert re.search("^noise_aware +Robust-HDP: `w_i", said, re.MULTILINE) and "--strategies.help NAME" in said
+
+
+def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(*words: str) -> str:
+        with pytest.raises(SystemExit):
+            load(words)
+        return capsys.readouterr().out
+
+    said = told("--strategies.help", "noise_aware")
+    assert "For clients whose budgets or batch sizes differ" in said and "`hetero_pca`" in said
+    assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", said, re.MULTILINE)
+    assert "--data.partition.alpha" in told("--data.partition.help=dirichlet")
+    assert "--model.width" in told("--model.help", "convnet") and "no options" in told("--data.partition.help", "iid")
+    assert "sizes" in told("--data.groups.help", "rotation") and "share" in told("--data.mislabelled.help", "records")
+    assert "Did you mean `noise_aware`?" in error_of("--strategies.help", "noise_awar")
+
+
+def test_every_option_of_a_name_has_a_type_in_words() -> None:
+    from dpfl_lightning import option_help
+
+    for key in option_help.FLAGS.values():
+        for line in option_help.told(key, None).split("\n\n")[0].splitlines():
+            name = line.split()[0]
+            said = option_help.told(key, name)
+            assert "(no docstring)" not in said and "anything" not in said.rpartition("\n--")[2], (key, name)
+
+
+def test_help_names_the_help_of_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load(["--help"])
+    assert "--strategies.help [NAME]" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_search_is_not_a_run_and_a_run_is_no_search() -> None:
+    from dpfl_lightning.search.options import SweepOptions
+
+    search, run = str(CONF.parent / "sweeps" / "nas_digits.yaml"), str(CONF / "digits.yaml")
+    assert f"It is a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
+    with pytest.raises(
+        UserError, match=r"a section sweep, got '.*'\. It is a single run: .*fit --config .*digits.yaml"
+    ):
+        load(["--config", run], section=("sweep", SweepOptions))
+
+
+def test_a_command_that_takes_some_keys_refuses_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"^`--rounds` must be left out of this command, got '5'\. .* --data\.\* alone"):
+        load(["--rounds", "5"], takes=["data"])
+    assert load([*PRIVATE, "--data.name", "mnist"], takes=["data", "privacy"])[0].data.name == "mnist"
+    with pytest.raises(SystemExit):
+        load(["--help"], takes=["data"])
+    said = capsys.readouterr().out
+    assert "--data.name" in said and "--rounds" not in said and "--model" not in said

@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
+from dpfl_lightning.stopping import Terminated
 
 
 def test_the_sentence():
@@ -22,7 +23,11 @@ def test_the_nearest_name_or_none():
 
 @pytest.mark.parametrize(
     ("error", "status", "line"),
-    [(UserError("no"), 2, "error: no\n"), (KeyboardInterrupt(), 130, "stopped by Ctrl-C\n")],
+    [
+        (UserError("no"), 2, "error: no\n"),
+        (KeyboardInterrupt(), 130, "stopped by Ctrl-C\n"),
+        (Terminated(), 143, "stopped by SIGTERM\n"),
+    ],
 )
 def test_a_users_mistake_is_a_line_and_a_status(error, status, line, capsys):
     def main(argv):

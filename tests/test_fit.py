@@ -79,6 +79,15 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     assert "round" not in capsys.readouterr().out.replace("rounds", "")
 
 
+def test_the_folder_of_several_seeds_names_those_of_single_ones(tmp_path, capsys):
+    for seed in (0, 1):
+        (tmp_path / f"seed_{seed}").mkdir()
+        (tmp_path / f"seed_{seed}" / "options.yaml").touch()
+    for command, words in ((fit, ["--resume", str(tmp_path)]), (evaluate, [str(tmp_path)])):
+        assert command(words) == 2
+        assert f"several seeds: {tmp_path}/seed_0, {tmp_path}/seed_1." in capsys.readouterr().err
+
+
 def test_resume_goes_on_only_with_the_run_it_was(tmp_path, capsys):
     run = str(tmp_path / "run")
     assert fit([*DIGITS, "--output_dir", run]) == 0
@@ -108,6 +117,9 @@ def test_evaluate_names_what_is_wrong(tmp_path, capsys):
     assert evaluate([str(tmp_path / "nowhere")]) == 2
     assert "`RUN` must be the folder of a run" in capsys.readouterr().err
     assert fit([*DIGITS, "--output_dir", str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert evaluate([str(tmp_path / "run"), "--rounds", "5"]) == 2
+    assert "`--rounds` must be left out of this command, got '5'." in capsys.readouterr().err
     (tmp_path / "run" / "result.json").unlink()
     assert evaluate([str(tmp_path / "run")]) == 2
     assert "--resume" in capsys.readouterr().err

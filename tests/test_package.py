@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
+import test_layers as layers
 
 import dpfl_lightning
+from dpfl_lightning.__main__ import COMMANDS, main
 
 
 def test_every_public_name_is_there():
@@ -16,6 +19,18 @@ def test_every_public_name_is_there():
         assert name in dir(dpfl_lightning)
     with pytest.raises(AttributeError, match="no attribute 'Nope'"):
         dpfl_lightning.Nope  # noqa: B018
+
+
+def test_the_commands_are_listed_with_the_version(capsys):
+    assert set(COMMANDS) == layers.COMMANDS
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert dpfl_lightning.__version__ in said
+    for name in COMMANDS:
+        assert re.search(rf"^python -m dpfl_lightning\.{name} +\w.{{20,}}$", said, re.MULTILINE), name
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"dpfl_lightning {dpfl_lightning.__version__}\n"
+    assert main(["fti"]) == 2
+    assert "got 'fti'. Did you mean `python -m dpfl_lightning.fit`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

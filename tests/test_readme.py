@@ -131,7 +131,7 @@ def test_the_tracking_page_answers(workplace):
         server.wait()
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=["own data", "own strategy"])
+@pytest.mark.parametrize("block", PYTHON, ids=["own data", "own loss", "own strategy"])
 def test_python_blocks(block, workplace):
     (workplace / "block.py").write_text(block)
     run("python block.py", workplace)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.callback import ServerCallback, answer_of
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, ServerState, View
 
 _BLOCK = 1 << 16  # numbers that are added at once: the intermediate ones stay in the caches
@@ -29,7 +29,7 @@ def say(callbacks: Sequence[ServerCallback], plan: RoundPlan, updates: ClientUpd
     product[list(plan.model_of), range(num_clients)] = 1.0
     factors = []
     for callback in callbacks:
-        answer = callback.weigh(updates if callback.sees(plan, view) else facts_only, view)
+        answer = answer_of(callback, "weigh", updates if answer_of(callback, "sees", plan, view) else facts_only, view)
         if answer is None:
             continue
         answer = _checked(answer, callback, num_models, num_clients)
@@ -65,7 +65,7 @@ def normalised(say: Tensor) -> Tensor:
 
 def say_beforehand(callbacks: Sequence[ServerCallback], plan: RoundPlan, view: View) -> Tensor | None:
     """`say` before anybody has trained, for updates that are streamed; None if a callback sees single ones."""
-    if any(cb.sees(plan, view) for cb in callbacks):
+    if any(answer_of(callback, "sees", plan, view) for callback in callbacks):
         return None
     return say(callbacks, plan, ClientUpdates.announced(plan), view)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError, nearest
+from dpfl_lightning.errors import UserError, nearest, require
 from dpfl_lightning.federated.state import (
     ClientUpdates,
     Delivered,
@@ -141,14 +141,17 @@ class ServerCallback:
 
 
 HOOKS = frozenset(name for name in vars(ServerCallback) if not name.startswith("_"))
+_IN_A_ROUND = ("stop", "replan", "plan_round", "sees", "weigh", "combine", "step", "refine")
+#: attribute -> the words it may be
+_WORDS = {name: get_args(kind) for name, kind in get_type_hints(ServerCallback).items() if get_origin(kind) is Literal}
 
 
 def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
     """The callbacks, checked.
 
     Raises:
-        UserError: an unknown public method (a misspelt hook), not exactly one base rule, or strategies that need local
-            training beside one that has something else in its place.
+        UserError: an unknown public method (a misspelt hook), a `role` or `needs` that there is not, not exactly one
+            base rule, or strategies that need local training beside one that has something else in its place.
     """
     checked = list(callbacks)
     for callback in checked:
@@ -159,6 +162,10 @@ def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
                 f"`{type(callback).__name__}.{name}` must be a hook ({', '.join(sorted(HOOKS))}), got an unknown name. "
                 f"{nearest(name, HOOKS)} A helper? Begin its name with an underscore.".replace("  ", " ")
             )
+        for name, words in _WORDS.items():
+            value = getattr(callback, name)
+            key, must = f"{type(callback).__name__}.{name}", f"be one of {', '.join(words)}"
+            require(value in words, key, must, value, nearest(value, words))
     bases = [type(callback).__name__ for callback in checked if callback.role == "base"]
     if len(bases) != 1:
         raise UserError(
@@ -179,10 +186,21 @@ def _check_training(callbacks: Sequence[ServerCallback]) -> None:
             )
 
 
+def answer_of(callback: ServerCallback, hook: str, *given: object) -> Any:
+    """The hook's answer; what it raises says below its traceback whose hook it was, and when."""
+    try:
+        return getattr(callback, hook)(*given)
+    except Exception as error:
+        view = next(one for one in given if isinstance(one, View))
+        when = f"in round {view.round}" if hook in _IN_A_ROUND else f"after round {view.round - 1}"
+        error.add_note(f"This came from the hook `{hook}` of {type(callback).__qualname__}, {when}.")
+        raise
+
+
 def fold(callbacks: Sequence[ServerCallback], hook: str, value: T, *context: object) -> T:
     """Pass `value` through every callback's `hook(value, *context)`, in order."""
     for callback in callbacks:
-        value = getattr(callback, hook)(value, *context)
+        value = answer_of(callback, hook, value, *context)
     return value
 
 
@@ -192,9 +210,8 @@ def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> 
     Raises:
         UserError: two callbacks answered.
     """
-    answers = [
-        (callback, answer) for callback in callbacks if (answer := getattr(callback, hook)(*context)) is not None
-    ]
+    asked = [(callback, answer_of(callback, hook, *context)) for callback in callbacks]
+    answers = [(callback, answer) for callback, answer in asked if answer is not None]
     if len(answers) > 1:
         names = " and ".join(type(callback).__name__ for callback, _ in answers)
         raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
@@ -204,4 +221,4 @@ def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> 
 def watch(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> None:
     """Tell every callback."""
     for callback in callbacks:
-        getattr(callback, hook)(*context)
+        answer_of(callback, hook, *context)

@@ -251,6 +251,9 @@ class TrainerEngine(SerialEngine):
                 enable_progress_bar=False,
                 enable_model_summary=False,
             )
-            trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+            try:
+                trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+            except SystemExit as error:  # what a Trainer makes of Ctrl-C
+                raise error.__context__ or error from None
         self.module.to(device)
         return self.module.flat

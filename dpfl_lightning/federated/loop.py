@@ -179,12 +179,18 @@ class FederatedLoop:
                 reason = self.snapshot["ended"] or self.all_rounds(state)
             except BaseException as error:
                 broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                again = f"go on with: {self.ranks.command} -m dpfl_lightning.fit --resume {self.output_dir}"
+                again = f"go on with: {self._how_to_go_on()}"
                 self._end(f"{broken}; {again}", finished=False)
                 if isinstance(error, LostRank):
                     raise UserError(f"{error} The run is kept; {again}") from None
+                error.add_note(f"The run is kept; when this is mended, {again}")
                 raise
             return self._end(reason, finished=True)
+
+    def _how_to_go_on(self) -> str:
+        """A run of a configuration by its command, another by the code that made it."""
+        own = f"run(resume=True) of a FederatedLoop with output_dir={str(self.output_dir)!r}"
+        return f"{self.ranks.command} -m dpfl_lightning.fit --resume {self.output_dir}" if self.options else own
 
     def all_rounds(self, state: ServerState) -> str:
         """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
@@ -195,7 +201,7 @@ class FederatedLoop:
             self.traffic.begin_round()
             after, plan, weights = self.one_round(state)
             if not plan.clients and not self.budgets.anyone_affords():
-                return f"every client has spent its budget after {state.round} rounds"
+                return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
             state, seconds = after, time.perf_counter() - begun
             self.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
@@ -204,7 +210,7 @@ class FederatedLoop:
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
-        return f"all {self.rounds} rounds are done"
+        return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
         """Every line is one hook, or the work of one owner."""

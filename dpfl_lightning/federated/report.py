@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.federated.budgets import Budgets
-from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.callback import ServerCallback, answer_of
 from dpfl_lightning.federated.evaluation import Evaluation
 from dpfl_lightning.federated.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.settings import ClientSettings
@@ -65,7 +65,7 @@ def told(
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
     values |= sent
     for callback in callbacks:
-        for name, value in callback.tell(view).items():
+        for name, value in answer_of(callback, "tell", view).items():
             if name in values or name in _TAKEN:
                 raise RuntimeError(f"{type(callback).__name__} tells {name!r}, which is told already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):

@@ -58,9 +58,11 @@ def check_fits(module: ClientModule, population: Population) -> None:
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         problem = str(error).strip().splitlines()[0]
     if problem:
+        outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
+        regression = "Real numbers as labels make a regression: of classes pass y.long(). " * y.is_floating_point()
         raise UserError(
-            f"`model` must take records of shape {population.input_shape} and give {population.num_classes} outputs "
-            f"for each, got: {problem}. Choose another model, or another shape of data."
+            f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
+            f"{regression}Choose another model, or another shape of data."
         )
     alone = copy.deepcopy(module)
     with evaluating(alone.net):

@@ -76,6 +76,18 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
 
 
+def epsilon_text(value: float) -> str:
+    """How an epsilon is written: four decimals, below 0.001 three digits, rounded up.
+
+    >>> epsilon_text(1.00001), epsilon_text(1e-6), epsilon_text(math.inf)
+    ('1.0001', '0.000001', 'inf')
+    """
+    if not 0 < value < 0.001:
+        return f"{rounded_up(value, 4):.4f}"
+    decimals = 2 - math.floor(math.log10(value))
+    return f"{rounded_up(value, decimals):.{decimals}f}".rstrip("0")
+
+
 def finite_or_none(value: float) -> float | None:
     """For JSON, which has no infinity: None is "no bound"."""
     return value if math.isfinite(value) else None

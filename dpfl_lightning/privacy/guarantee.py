@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, finite_or_none, rounded_up
+from dpfl_lightning.privacy.accountant import ADJACENCIES, Accountant, epsilon_text, finite_or_none, rounded_up
 from dpfl_lightning.privacy.events import (
     Caveat,
     Event,
@@ -66,7 +66,7 @@ class Guarantee:
             shown = "; ".join(self.unprotected) or "something is released without noise"
             sentence = f"No differential privacy per {self.unit}: {shown.rstrip('.')}."
         else:
-            shown = f"{rounded_up(self.epsilon, 4):.4f}".rstrip("0").rstrip(".")
+            shown = epsilon_text(self.epsilon).rstrip("0").rstrip(".")
             sentence = (
                 f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
                 f"{self.sampling}, accounted by {self.accountant}."

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dpfl_lightning.reproduction.cells import Cell, path_of, read
 from dpfl_lightning.reproduction.run import Work, duration, headline, only, options_of, seconds_of
+from dpfl_lightning.stopping import passed_on
 
 
 def fitting(cells: Sequence[Cell], work: Work) -> int:
@@ -28,15 +29,16 @@ def fitting(cells: Sequence[Cell], work: Work) -> int:
 def make_at_once(cells: Sequence[Cell], work: Work, jobs: int) -> list[str]:
     """As `make`, `jobs` trained cells at the same time; what each says goes into a log beside its run.
 
-    Ctrl-C reaches every process, which ends as it would alone.
+    Ctrl-C reaches every process, which ends as it would alone; SIGTERM is passed on.
     """
     from dpfl_lightning.federated.threads import cores
 
     share = ["--engine.workers", str(max(1, cores() // jobs))]
     work.say(f"{len(cells)} cells, {jobs} at once: about {duration(seconds_of(cells, work.results) / jobs)}")
-    failed = []
-    with ThreadPoolExecutor(jobs) as pool:
-        running = {pool.submit(_process, cell, work, share): cell for cell in cells}
+    failed: list[str] = []
+    started: list[subprocess.Popen] = []
+    with ThreadPoolExecutor(jobs) as pool, passed_on(started):
+        running = {pool.submit(_process, cell, work, share, started): cell for cell in cells}
         try:
             for number, done in enumerate(as_completed(running), start=1):
                 cell, problem = running[done], done.result()
@@ -47,20 +49,22 @@ def make_at_once(cells: Sequence[Cell], work: Work, jobs: int) -> list[str]:
                     held = read(path_of(work.results, cell))
                     work.say(f"{number} of {len(cells)}, {cell}: {headline(held)}in {duration(held['seconds'])}")
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
             raise
     return failed
 
 
-def _process(cell: Cell, work: Work, share: Sequence[str]) -> str:
-    """Make one cell; returns why it could not be made, or nothing."""
+def _process(cell: Cell, work: Work, share: Sequence[str], started: list[subprocess.Popen]) -> str:
+    """Make one cell in a process, which joins those that were started; returns why it could not be made, or nothing."""
     log = work.runs / cell.place.with_name(f"{cell.place.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
     flags = ["--results", str(work.results), "--runs", str(work.runs), "--jobs", "1", "--no_table"]
     command = [sys.executable, "-m", "dpfl_lightning.reproduce", *only(cell), *flags, *["--again"] * work.again]
     with open(log, "w") as file:
-        done = subprocess.run([*command, *share, *work.free], stdout=file, stderr=subprocess.STDOUT)
-    return "" if done.returncode == 0 else f"{_last_line(log).removeprefix(f'not made: {cell}: ')} (all of it in {log})"
+        process = subprocess.Popen([*command, *share, *work.free], stdout=file, stderr=subprocess.STDOUT)
+        started.append(process)
+        status = process.wait()
+    return "" if status == 0 else f"{_last_line(log).removeprefix(f'not made: {cell}: ')} (all of it in {log})"
 
 
 def _last_line(log: Path) -> str:

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpfl_lightning.options import Options, departures
+from dpfl_lightning.privacy.accountant import epsilon_text as epsilon
 from dpfl_lightning.privacy.accountant import rounded_up
 from dpfl_lightning.search.trial import Trial
-from dpfl_lightning.tables import columns, duration, epsilon
+from dpfl_lightning.tables import columns, duration
 from dpfl_lightning.yaml_text import dump
 
 _MOST_ROWS = 10

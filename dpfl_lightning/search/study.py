@@ -18,6 +18,7 @@ from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
 from dpfl_lightning.search.trial import Pruned, Trial
+from dpfl_lightning.stopping import words_and_status
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
 
@@ -146,9 +147,9 @@ class Study:
         except Pruned as error:
             own.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
-        except KeyboardInterrupt:  # not the trial's fault: somebody makes it again
+        except KeyboardInterrupt as error:  # not the trial's fault: somebody makes it again
             _make_again(self._study, self._study.trials[own.number])
-            own.set_user_attr("reason", "stopped by Ctrl-C")
+            own.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
             own.set_user_attr("reason", in_one_line(error))

@@ -48,6 +48,11 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[ServerCall
     return [call(f"strategies.{name}", {name: _class(name)}, name, **(own or {})) for name, own in strategies.items()]
 
 
+def classes() -> dict[str, type[ServerCallback]]:
+    """Registry name -> class, of all strategies."""
+    return {name: _class(name) for name in STRATEGIES}
+
+
 def _class(name: str) -> type[ServerCallback]:
     if name in STRATEGIES:
         file, attribute = STRATEGIES[name]

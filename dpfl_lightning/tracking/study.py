@@ -73,5 +73,9 @@ class StudyTracking:
 
         self._tried(log)
 
+    def stopped(self, run_id: str) -> None:
+        """The search was stopped; `begin` goes on with it."""
+        self._tried(lambda: self.store.end(run_id, "KILLED"))
+
     def _tried(self, action: Callable[[], None]) -> None:
         self.store.tried(action, "trials go on")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import rich.progress
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.callback import ServerCallback
@@ -98,7 +98,7 @@ class Progress(ServerCallback):
                 f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}",
                 style="bold yellow",
             )
-            if "--resume" not in result.reason:
+            if "go on with" not in result.reason:
                 self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
             return
         self._table(_result_columns(result))
@@ -154,7 +154,7 @@ class Progress(ServerCallback):
 
     def _start_bar(self, view: View) -> None:
         one_line = Column(no_wrap=True)
-        self._bar = rich.progress.Progress(
+        self._bar = _Line(
             rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=one_line),
             rich.progress.BarColumn(bar_width=None),
             rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=one_line.copy()),
@@ -174,6 +174,21 @@ class Progress(ServerCallback):
             self._bar.stop()
             self._bar = None
             atexit.unregister(self._stop_bar)
+
+
+class _Line(rich.progress.Progress):
+    """Ends short of the margin: a terminal writes `^C` behind it, and a line that wraps is not erased."""
+
+    def get_renderable(self) -> RenderableType:
+        return _Shortened(super().get_renderable())
+
+
+@dataclass(frozen=True)
+class _Shortened:
+    whole: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self.whole, options.update_width(options.max_width - len("^C^C")))
 
 
 class _TimeLeft(rich.progress.ProgressColumn):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from dpfl_lightning import ClientModule, FederatedLoop
 from dpfl_lightning.data import Dataset, Facts, Population
 from dpfl_lightning.errors import UserError
 
@@ -276,6 +277,13 @@ X, Y = pair(6)
 def test_own_data_that_does_not_fit_is_named(clients, options, message):
     with pytest.raises(UserError, match=message):
         Population.from_datasets(clients, **options)
+
+
+def test_classes_as_real_numbers_are_a_regression_and_the_way_out_is_said():
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(6, 3))
+    people = Population.from_datasets([(X, Y.float())] * 2)
+    with pytest.raises(UserError, match=r"give 1 output for each, got: .*Real numbers as labels .* pass y.long\(\)\."):
+        FederatedLoop(people, ClientModule(net), rounds=1, privacy=None)
 
 
 def test_a_regression_is_dealt_out_by_its_targets():

@@ -174,6 +174,54 @@ def test_a_misspelt_hook_is_heard(make_loop):
         make_loop(callbacks=[SizeWeighted(), odd()])
 
 
+def test_a_role_or_need_that_there_is_not_is_heard(make_loop):
+    odd = type("Odd", (ServerCallback,), {"role": "bas"})
+    with pytest.raises(UserError, match=r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"):
+        make_loop(callbacks=[odd()])
+    odd = type("Odd", (ServerCallback,), {"needs": "delta"})
+    with pytest.raises(UserError, match=r"`Odd.needs` must be one of facts, deltas, .*Did you mean `deltas`"):
+        make_loop(callbacks=[odd()])
+
+
+class Breaks(ServerCallback):
+    """Its hook raises at the view of that round, until it is mended."""
+
+    mended = False
+    role = "base"
+
+    def __init__(self, hook: str, round: int) -> None:
+        self._where = (hook, round)
+
+    def _maybe(self, hook, view):
+        if (hook, view.round) == self._where and not Breaks.mended:
+            raise ZeroDivisionError("mine")
+
+    def weigh(self, updates, view):
+        self._maybe("weigh", view)
+        return torch.ones(len(updates.clients))
+
+    def tell(self, view):
+        self._maybe("tell", view)
+        return {}
+
+
+@pytest.mark.parametrize(("hook", "round", "when"), [("weigh", 2, "in round 2"), ("tell", 3, "after round 2")])
+def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round, when, make_loop, monkeypatch):
+    loop = make_loop(callbacks=[Breaks(hook, round)])
+    with pytest.raises(ZeroDivisionError) as caught:
+        loop.run()
+    again = f"run(resume=True) of a FederatedLoop with output_dir={str(loop.output_dir)!r}"
+    assert caught.value.__notes__ == [
+        f"This came from the hook `{hook}` of Breaks, {when}.",
+        f"The run is kept; when this is mended, go on with: {again}",
+    ]
+    monkeypatch.setattr(Breaks, "mended", True)
+    resumed = make_loop(callbacks=[Breaks(hook, round)], output_dir=loop.output_dir)
+    whole = make_loop(callbacks=[Breaks(hook, round)])
+    assert resumed.run(resume=True).finished and whole.run().finished
+    assert torch.equal(resumed.state.models, whole.state.models)
+
+
 def test_two_base_rules_and_two_answers_are_errors(make_loop):
     with pytest.raises(UserError, match="exactly one base rule"):
         make_loop(callbacks=[SizeWeighted(), Uniform()])
@@ -231,7 +279,7 @@ def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop):
     start = loop.module.flat
     loop.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))
     result = loop.run()
-    assert torch.equal(loop.state.models[0], start) and result.reason == "all 1 rounds are done"
+    assert torch.equal(loop.state.models[0], start) and result.reason == "the one round is done"
 
 
 def test_updates_are_streamed_unless_somebody_reads_them(make_loop):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 
-from dpfl_lightning.privacy.accountant import Rdp, get_accountant
+from dpfl_lightning.privacy.accountant import Rdp, epsilon_text, get_accountant
 from dpfl_lightning.privacy.events import (
     Caveat,
     GaussianEvent,
@@ -18,6 +18,13 @@ from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee, _released, 
 
 RDP = get_accountant("rdp")
 ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)
+
+
+def test_a_small_epsilon_keeps_its_digits_and_none_is_shown_too_small():
+    words = Guarantee(epsilon=1e-6, delta=0.1, sampling="full batch", accountant="RDP").words()
+    assert words.startswith("(0.000001, 0.1)-differential privacy")
+    for value in (1e-6, 3e-6, 7e-6, 1.2345e-5, 0.00099999, 0.001, 0.00123, 0.5, 2.00001, 0.0):
+        assert value <= float(epsilon_text(value)) <= max(value * 1.01, value + 1e-4 * (value >= 0.001)), value
 
 
 def test_a_ledger_is_counted_release_by_release():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -204,19 +206,24 @@ def test_no_core_is_left_without_work(work, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ctrl_c_keeps_what_is_finished(tmp_path):
-    """A real process, stopped by a real signal in the middle of a cell, goes on where it was."""
-    import signal
-    import time
-
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_stopped_process_keeps_what_is_finished(number, status, jobs, tmp_path):
+    """A real process, stopped by a real signal in the middle of a cell, leaves nobody behind, and goes on later."""
     flags = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), *QUIET]
     command = [sys.executable, "-m", "dpfl_lightning.reproduce", "example.digits", "--rounds", "400", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not list(tmp_path.glob("runs/*/*/*/checkpoint.pt")):
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([*command, "--jobs", str(jobs)], start_new_session=True, **pipes)
+    while len(list(tmp_path.glob("runs/*/*/*/checkpoint.pt"))) < jobs:
         time.sleep(0.2)
     time.sleep(1)
-    process.send_signal(signal.SIGINT)
+    if number == signal.SIGINT:  # as a terminal sends it
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
     _, said = process.communicate(timeout=60)
-    assert process.returncode == 130 and "the same command goes on" in said
+    assert process.returncode == status and "the same command goes on" in said
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
     done = subprocess.run([*command, "--rows", "uniform", "--columns", "epsilon4"], capture_output=True, text=True)
     assert done.returncode == 0 and "Going on from round" in done.stdout

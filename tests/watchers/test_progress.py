@@ -213,6 +213,18 @@ def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(tmp_path):
     assert printed(screen).rfind(show) > printed(screen).rfind(hide) >= 0
 
 
+def test_ctrl_c_behind_the_live_line_does_not_make_it_wrap(tmp_path):
+    """Else the terminal would keep what it can no longer erase, and show it twice."""
+    screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+    progress, view = Progress(screen), a_view(tmp_path)
+    progress.on_run_start(view)
+    progress.on_round_end(view, a_report(view, 1))
+    progress._bar.refresh()
+    line = printed(screen).rpartition("\r\x1b[2K")[2]
+    assert line.startswith("round 1/10") and len(line + "^C^C") <= 80
+    progress.on_run_end(view, a_result(view, finished=False, reason="interrupted"))
+
+
 @pytest.mark.parametrize("spent, budget", [(0.12341, math.inf), (1.99996, 2.0), (12345.6, math.inf), (3e-5, 1.0)])
 def test_a_shown_epsilon_is_never_below_the_spent_one(spent, budget):
     assert spent <= shown_epsilon(spent, budget) <= min(spent * 1.001, budget)

@@ -1,0 +1,59 @@
+"""SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception that lets it save its work."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn
+
+from dpfl_lightning.launcher import launched
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM came: whatever saves its work on Ctrl-C saves it now, too."""
+
+
+def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
+    """What ended a command, for people and for shells (128 + the signal's number).
+
+    >>> words_and_status(KeyboardInterrupt()), words_and_status(Terminated())
+    (('stopped by Ctrl-C', 130), ('stopped by SIGTERM', 143))
+    """
+    return ("stopped by SIGTERM", 143) if isinstance(error, Terminated) else ("stopped by Ctrl-C", 130)
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in the main thread, once: what is then done to save a run is not interrupted again.
+
+    Not where somebody handles or ignores it already. Nor among ranks, to which a launcher sends it when one of them
+    dies: rank 0 handles it while a run goes on (`federated.ranks`), and the others end at once.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if not main or launched().size > 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _raise)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _raise(number: int, frame: object) -> NoReturn:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated
+
+
+@contextmanager
+def passed_on(helpers: Sequence[subprocess.Popen]) -> Iterator[None]:
+    """SIGTERM comes to this process alone, where Ctrl-C reaches all of a terminal: its helpers get it from here."""
+    try:
+        yield
+    except Terminated:
+        for helper in helpers:
+            helper.terminate()
+        raise

@@ -1,0 +1,118 @@
+"""SIGTERM, as docker stop, SLURM and systemd send it: real processes, stopped by a real signal."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from mlflow.tracking import MlflowClient
+from test_sweep import SMALL
+
+from dpfl_lightning.stopping import Terminated, passed_on, terminable
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_sigterm_is_an_exception_once_and_the_old_handler_comes_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Terminated), terminable():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # while the run is saved
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_who_handles_it_already_goes_on_doing_so():
+    heard = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with terminable():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
+
+
+def test_only_the_main_thread_may_and_among_ranks_the_launcher_decides(monkeypatch):
+    inside = []
+
+    def work():
+        with terminable():
+            inside.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NNODES"):
+        monkeypatch.setenv(name, {"SLURM_NNODES": "1"}.get(name, "2"))
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setenv("SLURM_LOCALID", "0")
+    work()
+    assert inside == [signal.SIG_DFL] * 2
+
+
+def test_helpers_get_it_too():
+    helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    with pytest.raises(Terminated), passed_on([helper]):
+        raise Terminated
+    assert helper.wait(timeout=10) == -signal.SIGTERM
+
+
+def begun(words: list[str], folder: Path, written: str) -> subprocess.Popen:
+    """A command that has written that file."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", *words]
+    process = subprocess.Popen(command, cwd=folder, env=own, start_new_session=True, **pipes)
+    for _ in range(600):
+        if list(folder.glob(written)):
+            return process
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError("it did not begin")
+
+
+def statuses(folder: Path) -> list[str]:
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    return [run.info.status for run in runs]
+
+
+@pytest.mark.parametrize("engine", ["fast", pytest.param("trainer", marks=pytest.mark.slow)])
+def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
+    words = ["--config", str(ROOT / "conf" / "digits.yaml"), "--engine.name", engine, "--checkpoint_seconds", "0"]
+    words = ["dpfl_lightning.fit", *words, "--rounds", "500", "--output_dir", "run"]
+    process = begun(words, tmp_path, "run/checkpoint.pt")
+    time.sleep(1)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err.splitlines()[-1]) == (143, "stopped by SIGTERM"), err
+    assert "interrupted; go on with: python -m dpfl_lightning.fit --resume run" in out
+    assert statuses(tmp_path) == ["KILLED"] and "Traceback" not in err
+
+
+@pytest.mark.slow  # two imports of torch and a database
+def test_a_search_is_saved_and_leaves_no_worker_behind(tmp_path):
+    raw = {**SMALL, "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"}}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))
+    words = shlex.split("--config mine.yaml --output_dir out --workers 2 --sweep.trials 500 --sweep.training.epochs 5")
+    process = begun(["dpfl_lightning.sweep", *words], tmp_path, "out/study.db")
+    assert process.stdout is not None
+    for _ in range(2):
+        while "trial " not in process.stdout.readline():
+            assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143 and "the same command goes on" in err and "Traceback" not in err, err
+    assert "RUNNING" not in statuses(tmp_path) and "KILLED" in statuses(tmp_path)
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
