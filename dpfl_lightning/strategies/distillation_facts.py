@@ -88,8 +88,8 @@ def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str
     down, up = (data_size(BYTES * floats) for floats in distillation)
     return (
         f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this net with "
-        f"{clients} clients. So a set and one training after it send less than n trainings of R rounds each if n is above "
-        f"1 + {rounds} / R."
+        f"{clients} clients. So a set and one training after it send less than n trainings of R rounds each if n is "
+        f"above 1 + {rounds} / R."
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from dpfl_lightning.privacy.accountant import epsilon_text
 from dpfl_lightning.reproduction.distillation.accuracy import FEDAVG_ROUNDS, TEST
 from dpfl_lightning.reproduction.distillation.settings import (
     DISTILLED,
@@ -22,7 +23,7 @@ from dpfl_lightning.reproduction.distillation.settings import (
     population,
 )
 from dpfl_lightning.reproduction.experiment import Column, Experiment, Found, Panel, Row, Training
-from dpfl_lightning.tables import epsilon, markdown
+from dpfl_lightning.tables import markdown
 
 CLIENTS = 20
 _DATA = "fashion_mnist"
@@ -271,8 +272,8 @@ def _summarise_figure6(found: Found) -> str:
     for column, sigma in _SIGMAS.items():
         spent = [[cell["epsilon_max"] for cell in found.get((row, column), ())] for row in _NOISY]
         if any(spent):
-            of_paper = epsilon(paper_epsilon(sigma, _DELTA, _CLIP_NORM))
-            lines.append([f"{sigma:g}", of_paper, *(epsilon(max(own)) if own else "-" for own in spent)])
+            of_paper = epsilon_text(paper_epsilon(sigma, _DELTA, _CLIP_NORM))
+            lines.append([f"{sigma:g}", of_paper, *(epsilon_text(max(own)) if own else "-" for own in spent)])
     head = ["sigma", "eq. 41, to compare with", *(f"whole run, noise on the {name}" for name in ("sum", "mean"))]
     return markdown(head, lines) if lines else ""
 
