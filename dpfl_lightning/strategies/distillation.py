@@ -271,10 +271,6 @@ class Distillation(ServerCallback):
         most = self._switches["records_per_class"] * view.facts.num_classes
         return dataclasses.replace(own, expected_batch_size=min(own.expected_batch_size, float(most)))
 
-    def _divisors(self, updates: ClientUpdates, view: View) -> list[float]:
-        """What each client divided its sums by."""
-        return [self._mechanism(client, view).expected_batch_size for client in updates.clients]
-
     def _able(self, view: View, round: int) -> frozenset[int]:
         """Those of a round's cohort who have a planned release left.
 
@@ -341,13 +337,13 @@ class Distillation(ServerCallback):
             return None
         if self._switches["aggregation"] != "sampled":
             return torch.ones(len(updates.clients), dtype=torch.float64)
-        return torch.tensor(self._divisors(updates, view), dtype=torch.float64)
+        return torch.tensor(_divisors(updates), dtype=torch.float64)
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
         must = "stand alone among strategies that make several models"
         require(len(weights) == 1, KEY, must, f"{len(weights)} models")
         divisors, noise_std = (
-            torch.tensor(own, dtype=torch.float64) for own in (self._divisors(updates, view), updates.noise_std)
+            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates), updates.noise_std)
         )
         self._expected_records = float(divisors.sum())
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
@@ -484,6 +480,11 @@ class Distillation(ServerCallback):
         must = f"be at most the {size} clients of a round"
         advice = "A gradient of few clients' records gives them away; raise clients.count or participation_fraction."
         require(own["min_participants"] <= size, f"{KEY}.min_participants", must, own["min_participants"], advice)
+
+
+def _divisors(updates: ClientUpdates) -> list[float]:
+    """What each client divided its sums by."""
+    return [own.expected_batch_size for own in updates.mechanism_of]
 
 
 def _is_noised(own: ClientSchedule) -> bool:

@@ -14,6 +14,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import ClientUpdates, ServerState
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
@@ -44,7 +45,9 @@ def in_a_loop(name, make_loop, **options):
 def some_updates(order):
     deltas = torch.randn(4, 83, generator=torch.Generator().manual_seed(0))
     order = list(order)
-    return ClientUpdates(tuple(order), steps=(3,) * 4, noise_std=(0.1,) * 4, deltas=deltas[order], model_of=(0,) * 4)
+    mechanism_of = tuple(Gaussian(1.0, 2.0, 0.1, expected_batch_size=5.0 + client) for client in order)
+    same = {"steps": (3,) * 4, "noise_std": (0.1,) * 4, "model_of": (0,) * 4}
+    return ClientUpdates(tuple(order), deltas=deltas[order], mechanism_of=mechanism_of, **same)
 
 
 @pytest.mark.parametrize("name", NAMES)
