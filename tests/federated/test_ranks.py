@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +23,6 @@ from dpfl_lightning.launcher import launched
 from dpfl_lightning.privacy.ledger import read_ledger
 
 ROOT = Path(__file__).parents[2]
-Process = subprocess.Popen | warm.Process
 DIGITS = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
 
 
@@ -36,17 +33,14 @@ def in_the_repository(monkeypatch):
 
 @pytest.fixture
 def torchrun():
-    """Popen with pipes; what still lives at the end is killed, with all that it started."""
-    processes: list[subprocess.Popen] = []
+    """What still lives at the end is killed, with all that it started."""
+    processes: list[warm.Process] = []
 
-    def start(ranks: int, *command: str) -> subprocess.Popen:
+    def start(ranks: int, *command: str) -> warm.Process:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        process = subprocess.Popen(
-            [sys.executable, *run, *command], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        processes.append(process)
+        processes.append(process := warm.Process(*run, *command, env=own))
         return process
 
     yield start
@@ -79,7 +73,7 @@ def _children(pid: int) -> list[int]:
     return [int(one) for one in tasks.read_text().split()] if tasks.exists() else []
 
 
-def _rank(agent: subprocess.Popen, rank: int) -> int:
+def _rank(agent: warm.Process, rank: int) -> int:
     """The process of that rank under torchrun."""
     for pid in _children(agent.pid):
         if f"RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""):
@@ -92,13 +86,13 @@ def _lines(folder: Path) -> int:
     return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
 
 
-def _wait_for_rounds(folder: Path, rounds: int, process: Process) -> None:
+def _wait_for_rounds(folder: Path, rounds: int, process: warm.Process) -> None:
     while _lines(folder) < 5 * rounds:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
-def _said(process: Process, seconds: float = 120) -> tuple[int, str, str]:
+def _said(process: warm.Process, seconds: float = 120) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
