@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -20,6 +22,13 @@ def upper_bound(events: Sequence[Event], delta: float, adjacency: str = "add_rem
 
 
 def _epsilon(events: Sequence[Event], delta: float, adjacency: str, pessimistic: bool) -> float:
+    total = _loss(tuple(events), adjacency, pessimistic)
+    return 0.0 if total is None else total.get_epsilon_for_delta(delta)
+
+
+@functools.lru_cache(maxsize=4)  # it takes seconds, and answers for every delta; some are large
+def _loss(events: tuple[Event, ...], adjacency: str, pessimistic: bool) -> Any:
+    """The privacy loss of all that is composed; None for nothing."""
     pld = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
     from dp_accounting.privacy_accountant import NeighboringRelation
 
@@ -46,4 +55,4 @@ def _epsilon(events: Sequence[Event], delta: float, adjacency: str, pessimistic:
             continue
         composed = loss.self_compose(event.steps)
         total = composed if total is None else total.compose(composed)
-    return 0.0 if total is None else total.get_epsilon_for_delta(delta)
+    return total

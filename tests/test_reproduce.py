@@ -115,10 +115,10 @@ def test_a_cell_that_fails_is_status_1_and_told_at_the_end(capsys, places):
     assert "0 of 1 cells are made." in said.out
 
 
-def test_everything_is_tracked_in_one_experiment(places, tmp_path):
+def test_everything_is_tracked_in_one_experiment(places, new_store, tmp_path):
     from mlflow.tracking import MlflowClient
 
-    store = f"sqlite:///{tmp_path}/mlflow.db"
+    store = new_store(tmp_path)
     assert main([*EXAMPLE, *places, "--tracking.uri", store]) == 0
     client = MlflowClient(store)
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
@@ -137,10 +137,10 @@ def test_everything_is_tracked_in_one_experiment(places, tmp_path):
     assert [item.path for item in table] == ["table.md"]
 
 
-def test_a_figure_is_tracked(places, tmp_path):
+def test_a_figure_is_tracked(places, new_store, tmp_path):
     from mlflow.tracking import MlflowClient
 
-    store = f"sqlite:///{tmp_path}/mlflow.db"
+    store = new_store(tmp_path)
     assert main(["noise_aware.figure8", *places, "--tracking.uri", store]) == 0
     client = MlflowClient(store)
     (run,) = client.search_runs([client.get_experiment_by_name("reproduce").experiment_id])

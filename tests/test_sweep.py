@@ -349,9 +349,9 @@ def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
 
 
-def test_each_trial_is_a_run_nested_in_the_searchs(write, tmp_path, monkeypatch):
+def test_each_trial_is_a_run_nested_in_the_searchs(write, new_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    uri = new_store(tmp_path)
     assert sweep(write({**SMALL, "tracking": {"experiment": "e", "uri": uri}}, "--final")) == 0
     client = MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])

@@ -119,7 +119,7 @@ def test_a_resumed_run_says_so_once(secure, make_loop):
     assert all(fraction is not None for report in watcher._reports for fraction in report.diagnostics.clip_fraction)
 
 
-def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, request):
+def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, new_store, request):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.chdir(request.config.rootpath)
@@ -128,7 +128,7 @@ def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, req
     printed = capsys.readouterr().out
     assert WORDS in printed
     assert all(client["epsilon"] is None for client in json.loads(printed.splitlines()[-1])["clients"])
-    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    uri = new_store(tmp_path)
     assert fit([*argv, "--tracking.uri", uri, "--output_dir", str(tmp_path / "run")]) == 0
     assert WORDS in capsys.readouterr().out
     client = MlflowClient(uri)

@@ -6,14 +6,13 @@ import itertools
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import ranked_runs
 import torch
+import warm
 from conftest import FIXED_KEY
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,17 +32,15 @@ def in_the_repository(monkeypatch):
 
 
 @pytest.fixture
-def started():
-    """Popen with pipes; what still lives at the end is killed, with all that it started."""
-    processes: list[subprocess.Popen] = []
+def torchrun():
+    """What still lives at the end is killed, with all that it started."""
+    processes: list[warm.Process] = []
 
-    def start(*command: str, **environment: str) -> subprocess.Popen:
+    def start(ranks: int, *command: str) -> warm.Process:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment}
-        process = subprocess.Popen(
-            [sys.executable, *command], env=own, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        processes.append(process)
+        own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        processes.append(process := warm.Process(*run, *command, env=own))
         return process
 
     yield start
@@ -55,22 +52,20 @@ def started():
 
 
 @pytest.fixture
-def torchrun(started):
-    def start(ranks: int, *command: str) -> subprocess.Popen:
-        return started("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks), *command)
-
-    return start
-
-
-@pytest.fixture
-def srun(started):
+def srun():
     """What SLURM's `srun` does: a process for each task, told by variables; nobody looks after them."""
+    processes: list[warm.Process] = []
 
-    def start(ranks: int, *command: str) -> list[subprocess.Popen]:
+    def start(ranks: int, *command: str) -> list[warm.Process]:
         port = ranked_runs.free_port()
-        return [started(*command, **ranked_runs.slurm(rank, 1, ranks, port)) for rank in range(ranks)]
+        own = [{**os.environ, **ranked_runs.slurm(rank, 1, ranks, port)} for rank in range(ranks)]
+        processes.extend(started := [warm.Process(*command, env=environment) for environment in own])
+        return started
 
-    return start
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def _children(pid: int) -> list[int]:
@@ -78,7 +73,7 @@ def _children(pid: int) -> list[int]:
     return [int(one) for one in tasks.read_text().split()] if tasks.exists() else []
 
 
-def _rank(agent: subprocess.Popen, rank: int) -> int:
+def _rank(agent: warm.Process, rank: int) -> int:
     """The process of that rank under torchrun."""
     for pid in _children(agent.pid):
         if f"RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes().replace(b"LOCAL_RANK", b""):
@@ -91,13 +86,13 @@ def _lines(folder: Path) -> int:
     return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
 
 
-def _wait_for_rounds(folder: Path, rounds: int, process: subprocess.Popen) -> None:
+def _wait_for_rounds(folder: Path, rounds: int, process: warm.Process) -> None:
     while _lines(folder) < 5 * rounds:
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
 
 
-def _said(process: subprocess.Popen, seconds: float = 120) -> tuple[int, str, str]:
+def _said(process: warm.Process, seconds: float = 120) -> tuple[int, str, str]:
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
@@ -121,17 +116,30 @@ def _same_run(ours: Path, theirs: Path) -> None:
     assert read_ledger(ours / "ledger.jsonl") == read_ledger(theirs / "ledger.jsonl")
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_the_command_gives_the_same_run_on_any_number_of_ranks(ranks, torchrun, tmp_path):
+def _same_as_alone(start, ranks: int, tmp_path: Path) -> None:
     argv = [*DIGITS, "--rounds", "2", "--output_dir"]
-    process = torchrun(ranks, "-m", "dpfl_lightning.fit", *argv, str(tmp_path / "ranks"))
+    process = start(ranks, "-m", "dpfl_lightning.fit", *argv, str(tmp_path / "ranks"))
     assert fit([*argv, str(tmp_path / "alone")]) == 0
-    status, out, err = _said(process)
-    assert status == 0, err
+    processes = process if isinstance(process, list) else [process]
+    said = [_said(one) for one in processes]
+    assert [status for status, _, _ in said] == [0] * len(processes), said
+    assert said[1:] == [(0, "", "")] * (len(processes) - 1), "one voice"
+    _, out, err = said[0]
     _same_run(tmp_path / "ranks", tmp_path / "alone")
     assert out.count("Where to look next") == 1 and out.count("round 2/2") == 1
     assert (f", {ranks} ranks, device cpu" in out) == (ranks > 1)
     assert "distributed" not in err
+
+
+def test_the_command_gives_the_same_run_on_ranks(srun, tmp_path):
+    """`test_readme.py` starts it by torchrun."""
+    _same_as_alone(srun, 2, tmp_path)
+
+
+@pytest.mark.slow  # as above, but each rank imports torch, and so does torchrun
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_torchrun_gives_the_same_run_on_any_number_of_ranks(ranks, torchrun, tmp_path):
+    _same_as_alone(torchrun, ranks, tmp_path)
 
 
 def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tmp_path):

@@ -61,12 +61,15 @@ def population_of(sizes) -> Population:
     return Population.from_datasets(pairs, test=pairs[0], held_out=0.2, num_classes=3)
 
 
-@pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_rates_and_steps_are_those_of_the_schedule(engine, make_loop, monkeypatch):
-    witness = Witness(monkeypatch)
-    trainer = engine == "trainer"  # slow to start, and `serial` otherwise
+QUICK = sorted(set(ENGINES) - {"trainer"})
 
-    @settings(deadline=None, max_examples=2 if trainer else 12, suppress_health_check=list(HealthCheck))
+
+@pytest.mark.parametrize("engines", [QUICK, ["trainer"]], ids=" ".join)  # one example for all: it is calibrated once
+def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypatch):
+    witness = Witness(monkeypatch)
+    few = engines == ["trainer"]  # slow to start, and `serial` otherwise
+
+    @settings(deadline=None, max_examples=2 if few else 12, suppress_health_check=list(HealthCheck))
     @given(
         sizes=st.lists(st.integers(5, 60), min_size=2, max_size=4, unique_by=lambda n: n - round(0.2 * n)),
         share=st.lists(st.floats(0.0, 1.0), min_size=4, max_size=4),
@@ -77,31 +80,32 @@ def test_rates_and_steps_are_those_of_the_schedule(engine, make_loop, monkeypatc
         population = population_of(sizes)
         records = population.num_records
         batches = [max(1, round(part * n)) for part, n in zip(share, records, strict=False)]
-        witness.forget()
-        with tempfile.TemporaryDirectory() as folder:
-            loop = make_loop(
-                population,
-                ClientModule(small_net()),
-                PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY),
-                ClientOptions(batch_size=batches, local_epochs=local_epochs),
-                engine=ENGINES[engine](),
-                rounds=rounds,
-                output_dir=f"{folder}/run",
-            )
-            loop.run()
-        expected_draws, expected_noise = Counter(), Counter()
-        for client, (n, batch) in enumerate(zip(records, batches, strict=True)):
-            (line,) = loop.schedule.clients[client].planned
-            event = line.event
-            assert (event.sample_rate, event.steps) == (batch / n, local_epochs * math.ceil(n / batch))
-            steps = event.steps * line.count
-            assert line.count == rounds and steps == loop.budgets.steps(client)
-            expected_draws[n, event.sample_rate] += steps
-            mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
-            expected_noise[mechanism] += steps
-            spent = get_accountant("rdp").epsilon(loop.budgets.ledger.events(client), 1e-3)
-            assert spent == loop.budgets.guarantees()[client].epsilon <= 8.0
-        assert witness.drawn == expected_draws
-        assert witness.noised == expected_noise
+        for engine in engines:
+            witness.forget()
+            with tempfile.TemporaryDirectory() as folder:
+                loop = make_loop(
+                    population,
+                    ClientModule(small_net()),
+                    PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY),
+                    ClientOptions(batch_size=batches, local_epochs=local_epochs),
+                    engine=ENGINES[engine](),
+                    rounds=rounds,
+                    output_dir=f"{folder}/run",
+                )
+                loop.run()
+            expected_draws, expected_noise = Counter(), Counter()
+            for client, (n, batch) in enumerate(zip(records, batches, strict=True)):
+                (line,) = loop.schedule.clients[client].planned
+                event = line.event
+                assert (event.sample_rate, event.steps) == (batch / n, local_epochs * math.ceil(n / batch))
+                steps = event.steps * line.count
+                assert line.count == rounds and steps == loop.budgets.steps(client)
+                expected_draws[n, event.sample_rate] += steps
+                mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
+                expected_noise[mechanism] += steps
+                spent = get_accountant("rdp").epsilon(loop.budgets.ledger.events(client), 1e-3)
+                assert spent == loop.budgets.guarantees()[client].epsilon <= 8.0
+            assert witness.drawn == expected_draws, engine
+            assert witness.noised == expected_noise, engine
 
     check()

@@ -61,10 +61,10 @@ def test_the_noise_key_lives_as_long_as_the_run(given, make_loop):
     assert holders(again.output_dir, kept.key) == []
 
 
-def test_nothing_of_a_finished_run_holds_the_key(tmp_path, make_loop):
+def test_nothing_of_a_finished_run_holds_the_key(tmp_path, new_store, make_loop):
     from dpfl_lightning.tracking import Tracking
 
-    tracking = Tracking("secrecy", uri=f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
+    tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = type("Own", (ClientModule,), {"personal": ("0.bias",)})(small_net())
     loop = make_loop(privacy=PrivacyOptions(**BUDGETS), module=personal, callbacks=[tracking])
     loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -26,12 +27,17 @@ OPACUS_ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)
 
 def pld_epsilon(events, delta):
     """The second library's tight value, rounded up by its grid of 1e-4."""
+    return pld_loss(tuple(events)).get_epsilon_for_delta(delta)
+
+
+@functools.lru_cache(maxsize=1)
+def pld_loss(events):
     pld = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")
     total = pld.identity()
     for event in events:
         loss = pld.from_gaussian_mechanism(event.noise_multiplier, sampling_prob=event.sample_rate)
         total = total.compose(loss.self_compose(event.steps))
-    return total.get_epsilon_for_delta(delta)
+    return total
 
 
 # ---- rdp
@@ -191,15 +197,16 @@ def test_different_events_compose_tightly():
     assert PRV.epsilon(events, 1e-5) < RDP.epsilon(events, 1e-5) < 1.2 * tight
 
 
-GRID = itertools.product((0.002, 0.05, 0.4), (1.0, 6.0), (1, 200), (1e-5, 1e-8))
+GRID = itertools.product((0.002, 0.05, 0.4), (1.0, 6.0), (1, 200))
 
 
-@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), GRID)
-def test_no_value_below_the_tight_one(rate, noise, steps, delta):
+@pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
+def test_no_value_below_the_tight_one(rate, noise, steps):
     events = [GaussianEvent(rate, noise, steps)]
-    tight = pld_epsilon(events, delta)
-    assert RDP.epsilon(events, delta) >= tight - 2e-4
-    assert tight - 2e-4 <= PRV.epsilon(events, delta) <= RDP.epsilon(events, delta)
+    for delta in (1e-5, 1e-8):
+        tight = pld_epsilon(events, delta)
+        assert RDP.epsilon(events, delta) >= tight - 2e-4
+        assert tight - 2e-4 <= PRV.epsilon(events, delta) <= RDP.epsilon(events, delta)
 
 
 def test_prv_falls_back_and_says_so():

@@ -61,16 +61,16 @@ def test_replaced_records_golden_values(rate, noise, steps, delta, tight):
         assert epsilon("rdp", [GaussianEvent(rate, noise / 2, steps)], delta) > tight * 1.2
 
 
-GRID = itertools.product((0.002, 0.05, 0.4, 1.0), (1.0, 6.0), (1, 200), (1e-5, 1e-8))
+GRID = itertools.product((0.002, 0.05, 0.4, 1.0), (1.0, 6.0), (1, 200))
 
 
-@pytest.mark.parametrize(("rate", "noise", "steps", "delta"), GRID)
-def test_no_value_below_the_truth(rate, noise, steps, delta):
+@pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
+def test_no_value_below_the_truth(rate, noise, steps):
     events = [GaussianEvent(rate, noise, steps)]
-    for adjacency in ADJACENCIES:
+    for adjacency, delta in itertools.product(ADJACENCIES, (1e-5, 1e-8)):
         truth = lower_bound(events, delta, adjacency)
         for name in ALL if rate == 1 else ("rdp", "prv", "paper_ma"):
-            assert epsilon(name, events, delta, adjacency) >= truth, (name, adjacency)
+            assert epsilon(name, events, delta, adjacency) >= truth, (name, adjacency, delta)
 
 
 @settings(deadline=None, max_examples=60)
@@ -111,11 +111,14 @@ def test_sampling_never_costs_and_replacing_always_does():
 def test_replaced_rdp_is_the_integral(rate, noise, order):
     mp = pytest.importorskip("mpmath")
     with mp.workdps(25):
-        one, other = (
-            lambda x, mean=mean: (1 - rate) * mp.npdf(x, 0, noise) + rate * mp.npdf(x, mean, noise) for mean in (1, -1)
-        )
+
+        def integrand(x):
+            rest = (1 - rate) * mp.npdf(x, 0, noise)
+            one, other = (rest + rate * mp.npdf(x, mean, noise) for mean in (1, -1))
+            return other * (one / other) ** order
+
         nodes = [-1 - 12 * noise, -2, 0, 1, *(1 + 2 * order * i / 20 for i in range(1, 21)), 2 * order + 12 * noise]
-        exact = mp.log(mp.quad(lambda x: other(x) * (one(x) / other(x)) ** order, nodes)) / (order - 1)
+        exact = mp.log(mp.quad(integrand, nodes, method="gauss-legendre")) / (order - 1)  # quick where all is smooth
     assert sampled_gaussian_rdp([rate], [noise], (order,), "replace_one")[0, 0] == pytest.approx(float(exact), rel=1e-9)
 
 

@@ -12,7 +12,7 @@ from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.fit import fit
 from dpfl_lightning.reproduce import main
 from dpfl_lightning.reproduction.cells import Cell, path_of, read
-from dpfl_lightning.reproduction.distillation import studies
+from dpfl_lightning.reproduction.distillation import searches, studies
 from dpfl_lightning.reproduction.run import Making, Work, make
 
 ROOT = Path(__file__).parents[3]
@@ -155,8 +155,10 @@ def test_the_nearest_record_is_that_of_the_largest_correlation():
     assert studies._nearest(image, records[:1]) == pytest.approx(-39 / 42)
 
 
-def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys):
+def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeypatch):
     """Every scorer's cell by itself; the set is made once, by the first that needs it, and kept."""
+    few = {"image_steps": 2, "net_epochs": 1, "evaluation_epochs": 1}
+    monkeypatch.setattr(searches, "TUNED", searches.TUNED | few)
     flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
     argv = [
         "distillation.nas",
