@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 from collections.abc import Sequence
@@ -58,7 +59,10 @@ def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallbac
     """
     from dpfl_lightning.federated.setup import build_loop
 
-    return build_loop(options, [*watchers, *_watchers(options)] if launched().rank == 0 else []).run(resume)
+    try:
+        return build_loop(options, [*watchers, *_watchers(options)] if launched().rank == 0 else []).run(resume)
+    finally:
+        gc.collect()  # a run's parts refer to each other: its data would stay, and the next run's come beside them
 
 
 def _watchers(options: Options) -> list[ServerCallback]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
 
 from dpfl_lightning.evaluate import main as evaluate
+from dpfl_lightning.federated import setup
 from dpfl_lightning.fit import main as fit
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so it is no mistake")
@@ -77,6 +80,24 @@ def test_seeds_report_mean_and_spread_and_are_not_repeated(tmp_path, capsys):
     capsys.readouterr()
     assert fit(argv) == 0
     assert "round" not in capsys.readouterr().out.replace("rounds", "")
+
+
+def test_a_run_that_is_over_holds_no_data(tmp_path, monkeypatch):
+    """Or several seeds, or cells, would hold those of all runs before."""
+    made, build = [], setup.build_population
+
+    def watched(options):
+        people = build(options)
+        made.append(weakref.ref(people.x))
+        return people
+
+    monkeypatch.setattr(setup, "build_population", watched)
+    gc.disable()  # when it comes by itself is chance
+    try:
+        assert fit([*DIGITS, "--seeds", "0,1", "--output_dir", str(tmp_path / "runs")]) == 0
+        assert [one() for one in made] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_the_folder_of_several_seeds_names_those_of_single_ones(tmp_path, capsys):
