@@ -141,10 +141,15 @@ class Comparison:
 
     def holds(self, row: str, column: str, ours: float, paper: float) -> bool:
         """Whether ours is within the tolerance, or better."""
-        within, difference = self.of(row, column).within, self.difference(ours, paper)
+        difference = self.difference(ours, paper)
         better = self.better if isinstance(self.better, str) else self.better.get(row, "")
         beyond = {"higher": difference > 0, "lower": difference < 0}.get(better, False)
-        return within is None or beyond or abs(difference) <= within
+        return beyond or self.near(row, column, difference)
+
+    def near(self, row: str, column: str, difference: float) -> bool:
+        """Whether a difference is within the tolerance, to either side."""
+        within = self.of(row, column).within
+        return within is None or abs(difference) <= within
 
 
 @dataclass(frozen=True)

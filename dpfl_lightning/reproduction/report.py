@@ -149,15 +149,15 @@ def _verdict(experiment: Experiment, told: Sequence[Number]) -> str:
     if held_to is None or not any(one.difference is not None for one in told):
         return ""
     size = f"{held_to.tolerance:.0%}" if held_to.relative else f"{held_to.tolerance:g}"
-    or_better = " or better" if held_to.better else ""
-    inside, unless = sum(bool(one.within) for one in compared), ", unless said otherwise" if held_to.special else ""
-    sentences = [f"{inside} of {len(compared)} numbers are within {size} of the paper's{or_better}{unless}."]
+    near = [one for one in compared if one.difference is not None and held_to.near(one.row, one.column, one.difference)]
+    unless = ", unless said otherwise" if held_to.special else ""
+    sentences = [f"{len(near)} of {len(compared)} numbers are within {size} of the paper's{unless}."]
     titles = {
         (row, column): f"{experiment.rows[row].title}, {experiment.columns[column].title}" for row, column, *_ in told
     }
-    outside = [titles[one.row, one.column] for one in compared if not one.within]
-    if outside:
-        sentences.append(f"Outside: {'; '.join(outside)}.")
+    for words, fine in (("Better by more", True), ("Outside", False)):
+        places = [titles[one.row, one.column] for one in compared if one not in near and one.within is fine]
+        sentences += [f"{words}: {'; '.join(places)}."] if places else []
     there = {(one.row, one.column) for one in told if one.difference is not None}
     titles |= {(row, ""): experiment.rows[row].title for row, _ in there}
     special: dict[Tolerance, list[str]] = {}

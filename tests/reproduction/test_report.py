@@ -37,7 +37,7 @@ def test_ours_the_papers_and_the_difference(results):
     assert [cell.strip() for cell in lines[at + 1].split("|")[1:-1]] == ["the paper's", "50.00", "60.00"]
     assert [cell.strip() for cell in lines[at + 2].split("|")[1:-1]] == ["difference", "+2.00", "**-5.00**"]
     assert row_of(text, "theirs") == ["theirs", "52.00", "-"]
-    assert "1 of 3 numbers are within 2 of the paper's or better. Outside: ours, B; theirs, A." in text
+    assert "1 of 3 numbers are within 2 of the paper's. Outside: ours, B; theirs, A." in text
     assert "3 of 6 cells are made." in text
 
 
@@ -99,7 +99,13 @@ def test_a_special_tolerance_of_whole_rows_is_said_once(results):
 def test_nobody_is_best_among_numbers_of_several_kinds(results):
     mixed = Comparison(2.0, better={"ours": "higher", "theirs": "lower"})
     text = report(fake(paper=PAPER, comparison=mixed), "small", results)
-    assert "Best in" not in text and "or better" in text
+    assert "Best in" not in text
+
+
+def test_what_is_far_better_is_not_called_near(results):
+    paper = {"ours": (40.0, 54.0), "theirs": (60.0, None)}
+    text = report(fake(paper=paper, comparison=Comparison(2.0, better="higher")), "small", results)
+    assert "1 of 3 numbers are within 2 of the paper's. Better by more: ours, A. Outside: theirs, A." in text
 
 
 def test_a_table_without_the_papers_numbers_compares_nothing(results):
