@@ -6,9 +6,11 @@ import contextlib
 import difflib
 import functools
 import io
+import os
+import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.stopping import terminable, words_and_status
@@ -57,8 +59,8 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
     """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2.
 
-    Ctrl-C is status 130, SIGTERM 143. Any other exception is a bug and keeps its traceback. Of several ranks on a host,
-    which read the same files, one speaks for all.
+    Ctrl-C is status 130, SIGTERM 143, and 141 where nobody reads on (`| head`). Any other exception is a bug and keeps
+    its traceback. Of several ranks on a host, which read the same files, one speaks for all.
     """
 
     @functools.wraps(main)
@@ -68,8 +70,12 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         words, status = "", 0
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
             try:
-                with terminable():
+                with terminable(), _told():
                     return main(argv) or 0
+            except BrokenPipeError:
+                if not _nobody_reads():
+                    raise
+                return 128 + signal.SIGPIPE
             except UserError as error:
                 words, status = f"error: {error}", 2
             except KeyboardInterrupt as error:
@@ -79,3 +85,22 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         return status
 
     return wrapped
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What was printed is out when this ends: a reader who is gone is noticed here, and not when Python ends."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+
+
+def _nobody_reads() -> bool:
+    """Whether it is standard output that nobody reads; what is left for it is dropped then."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -55,3 +57,26 @@ def test_a_notice_is_one_line(capsys, monkeypatch):
 
     assert command(main)([]) == 0
     assert capsys.readouterr().err == "warning: mind the gap\n"
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_who_has_seen_enough_is_no_error(lines):
+    """As `| head` does; a line that is still kept back goes out when the command ends."""
+    code = (
+        "import sys; from dpfl_lightning.errors import command\n"
+        f"sys.exit(command(lambda argv: sys.stdin.readline() and print('word\\n' * {lines}))([]))"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+        process.stdout.close()
+        process.stdin.write("go\n")
+        process.stdin.close()
+        assert process.stderr.read() == "" and process.wait() == 141
+
+
+def test_a_pipe_of_ones_own_that_broke_is_a_bug(capsys):
+    def main(argv):
+        raise BrokenPipeError
+
+    with pytest.raises(BrokenPipeError):
+        command(main)([])
