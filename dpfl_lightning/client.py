@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import lightning as L
@@ -41,18 +40,6 @@ class LocalTask:
     norms: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     pull: float = 0.0
-
-
-@contextmanager
-def evaluating(net: nn.Module) -> Iterator[None]:
-    """Layers such as dropout as they are when a net is used; each is back in its own mode afterwards."""
-    modes = [(part, part.training) for part in net.modules()]
-    net.eval()
-    try:
-        yield
-    finally:
-        for part, training in modes:
-            part.training = training
 
 
 class ClientModule(L.LightningModule):

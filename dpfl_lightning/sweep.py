@@ -283,7 +283,8 @@ class Search:
         if result["test_accuracy"] is not None:
             print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
         together = with_the_set(self.sweep.distilled, self.objective.card, own)
-        print(together or "", end="\n" if together else "")
+        if together:
+            print(together)
         return {**{name: result[name] for name in ("test_accuracy", "guarantee")}, "with_the_set": together}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfl_lightning.privacy.accountant import epsilon_text, rounded_up
+from dpfl_lightning.privacy.accountant import epsilon_text
 
 
 @dataclass(frozen=True)
@@ -48,4 +48,4 @@ def at_most(value: float) -> str:
     >>> at_most(1.0001)
     '1.001'
     """
-    return epsilon_text(value) if value < 0.001 else f"{rounded_up(value, 3):.3f}"
+    return epsilon_text(value, decimals=3)

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.utils.data import DataLoader
 
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask, evaluating
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.gradient_counts import COUNTED, fates
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.state import ClassGradients, ClientUpdates, RoundPlan, ServerState
-from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum
+from dpfl_lightning.privacy.clipping import ClippedSum, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 

@@ -10,8 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, evaluating
-from dpfl_lightning.privacy.clipping import VmapClippedSum, summing_dtype
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.privacy.clipping import VmapClippedSum, evaluating, summing_dtype
 from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.client import ClientModule, evaluating
+from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import Engine
+from dpfl_lightning.privacy.clipping import evaluating
 
 
 def synthetic_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:

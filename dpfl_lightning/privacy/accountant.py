@@ -76,14 +76,14 @@ def rounded_up(value: float, decimals: int) -> float:
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
 
 
-def epsilon_text(value: float) -> str:
-    """How an epsilon is written: four decimals, below 0.001 three digits, rounded up.
+def epsilon_text(value: float, decimals: int = 4) -> str:
+    """How an epsilon is written: so many decimals, below 0.001 three digits, rounded up.
 
     >>> epsilon_text(1.00001), epsilon_text(1e-6), epsilon_text(math.inf)
     ('1.0001', '0.000001', 'inf')
     """
     if not 0 < value < 0.001:
-        return f"{rounded_up(value, 4):.4f}"
+        return f"{rounded_up(value, decimals):.{decimals}f}"
     decimals = 2 - math.floor(math.log10(value))
     return f"{rounded_up(value, decimals):.{decimals}f}".rstrip("0")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Protocol
 
@@ -21,6 +22,19 @@ Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Tensor, Tensor], Tensor]
 
 DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
+
+
+@contextmanager
+def evaluating(*nets: nn.Module) -> Iterator[None]:
+    """Layers such as dropout as they are when a net is used; each is back in its own mode afterwards."""
+    modes = [(part, part.training) for net in nets for part in net.modules()]
+    for net in nets:
+        net.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
 
 
 class ClippedSum(Protocol):

@@ -32,6 +32,7 @@ from dpfl_lightning.privacy.clipping import (
     chunks_of,
     clip_factors,
     cross_entropy_of,
+    evaluating,
     wanted_of,
 )
 from dpfl_lightning.privacy.layer_rules import (
@@ -319,7 +320,7 @@ def clipped_sum_for(
     sample_loss = sample_loss or cross_entropy_of(net)
     device = next(net.parameters()).device
     why = ""
-    with _without_dropout(net), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
         loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
         for channels_last in (True, False):
             try:
@@ -338,19 +339,10 @@ def clipped_sum_for(
     return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {why}"
 
 
-@contextmanager
-def _without_dropout(net: nn.Module) -> Iterator[None]:
+def _dropout_of(net: nn.Module) -> list[nn.Module]:
     """Two passes must see one model. Dropout inside a unit stays on, to fail the check: no rule covers it."""
     inside = {id(m) for _, unit in _units(net) for m in unit.module.modules()}
-    layers = [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.training]
-    layers = [m for m in layers if id(m) not in inside]
-    for layer in layers:
-        layer.eval()
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.train()
+    return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
 
 
 Example = tuple[Params, Tensor, Tensor]

@@ -167,21 +167,27 @@ def test_the_noise_of_a_release_is_that_of_its_sum_however_many_records_were_dra
         assert abs(float(noise.mean())) < 5 * 1.5 / math.sqrt(noise.numel())
 
 
-def test_with_a_public_divisor_the_target_has_the_scale_of_a_class_mean(make_loop):
-    """Equal classes and hardly any noise or clipping: the target is the mean gradient of each class."""
-    population = digits(EQUAL)
-    own = Target(**SMALL)
+def targeted(make_loop, population: Population, batch_size: int, noise: float, **options):
+    """The strategy after a round with hardly any clipping, and the parameters that the gradients were taken at."""
+    own = Target(**SMALL, **options)
     loop = make_loop(
         population=population,
         module=a_net(),
         new_net=new_net,
-        clients=ClientOptions(count=4, batch_size=12),
+        clients=ClientOptions(count=4, batch_size=batch_size),
         callbacks=[own],
-        privacy=PrivacyOptions(noise_multiplier=1e-9, clip_norm=1e3, delta=1e-3, noise_key=FIXED_KEY),
+        privacy=PrivacyOptions(noise_multiplier=noise, clip_norm=1e3, delta=1e-3, noise_key=FIXED_KEY),
         rounds=1,
     )
     params = loop.module.unflatten(loop.module.flat)
     loop.run()
+    return own, params
+
+
+def test_with_a_public_divisor_the_target_has_the_scale_of_a_class_mean(make_loop):
+    """Equal classes and hardly any noise or clipping: the target is the mean gradient of each class."""
+    population = digits(EQUAL)
+    own, params = targeted(make_loop, population, batch_size=12, noise=1e-9)
     torch.testing.assert_close(own.kept[0][0], torch.stack(class_means(population, params)), rtol=1e-3, atol=1e-5)
 
 
@@ -199,18 +205,8 @@ def test_a_draw_of_a_fixed_number_is_divided_by_that_number(drawn, noise, make_l
     """Eight records a class: hardly any noise or clipping gives the mean gradient of each class, and hardly anything
     but noise (4 x 3 x 240 numbers) the standard deviation that is told, within 12 % (false alarm below 1e-5)."""
     population = repeated(digits([[1, 1, 1]] * 4), 8)
-    own = Target(**SMALL, sampling="fixed", records_per_class=drawn)
-    loop = make_loop(
-        population=population,
-        module=a_net(),
-        new_net=new_net,
-        clients=ClientOptions(count=4, batch_size=24),
-        callbacks=[own],
-        privacy=PrivacyOptions(noise_multiplier=noise, clip_norm=1e3, delta=1e-3, noise_key=FIXED_KEY),
-        rounds=1,
-    )
-    params = loop.module.unflatten(loop.module.flat)
-    loop.run()
+    sampling = {"sampling": "fixed", "records_per_class": drawn}
+    own, params = targeted(make_loop, population, batch_size=24, noise=noise, **sampling)
     target, _ = own.kept[0]
     if noise > 1:
         divisor = 4 * min(24, 3 * drawn)
