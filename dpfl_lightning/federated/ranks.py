@@ -104,8 +104,9 @@ class Ranks:
     def lead(self, work: Callable[[], T]) -> T:
         """Rank 0's `work`, which the others serve; they return its result too, or end as it ends.
 
-        SIGTERM (by which a launcher ends the ranks that are left when one dies) and Ctrl-C come once, as exceptions;
-        what is then done to save the run is not interrupted again.
+        SIGTERM (by which a launcher ends the ranks that are left when one dies) and Ctrl-C come once, as exceptions.
+        When it ends by any exception both are ignored for good: saving the run and saying why it ended are not
+        interrupted, and no other run can follow, since the ranks have left each other.
         """
         if self.size == 1:
             return work()
@@ -305,11 +306,9 @@ def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, own in before.items():
-            signal.signal(number, own)
+    yield  # after an exception the process is about to end, and must still say why: the old handlers stay away
+    for number, own in before.items():
+        signal.signal(number, own)
 
 
 def _ignore(*numbers: signal.Signals) -> None:

@@ -184,6 +184,32 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     _same_run(broken, unbroken)
 
 
+def test_what_ended_a_run_is_said_though_the_launcher_sends_its_signal_late(srun, tmp_path):
+    """`torchrun` looks only now and then whether its ranks live: rank 0 may have saved the run by then."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from ranked_runs import make_loop\n"
+        "from dpfl_lightning.errors import UserError, command\n"
+        "from dpfl_lightning.federated.ranked import RankedEngine\n"
+        "from dpfl_lightning.launcher import launched\n"
+        "def main(argv):\n"
+        "    loop = make_loop(sys.argv[1])\n"
+        "    if launched().rank == 1:\n"
+        "        RankedEngine._train = lambda *share: os._exit(1)\n"
+        "    try:\n"
+        "        loop.run()\n"
+        "    except UserError:\n"
+        "        signal.raise_signal(signal.SIGTERM)\n"
+        "        signal.raise_signal(signal.SIGINT)\n"
+        "        raise\n"
+        "sys.exit(command(main)())\n"
+    )
+    (status, _, err), (other, *silent) = [_said(process) for process in srun(2, str(script), str(tmp_path / "run"))]
+    assert (status, other, silent) == (2, 1, ["", ""])
+    assert err.startswith("error: `ranks` must all live until the run ends, got the end of rank 1.")
+
+
 @pytest.mark.slow
 def test_a_rank_that_nobody_looks_after_is_missed_too(srun, tmp_path):
     ranks = srun(3, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
