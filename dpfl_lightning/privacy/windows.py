@@ -9,12 +9,12 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from dpfl_lightning.compiled import compiled
 from dpfl_lightning.privacy.sparse_conv import LANES
 
 # LANES float32 numbers are a vector: one register of AVX-512, two of AVX2
@@ -30,13 +30,10 @@ def convolution_backward(rows: int, run: int) -> Any:
     `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. Then
     follow the sizes B, H, W, C, H', W', O, the stride's two numbers and the padding's.
     """
-    pieces, rest = run // PIECE, run % PIECE
-    vectors = SUMS if pieces else -(-rest // LANES)
+    whole, rest = run // PIECE * PIECE, run % PIECE
+    vectors = SUMS if whole else -(-rest // LANES)
     some = max(r for r in range(1, rows + 1) if rows % r == 0 and (r == 1 or r * vectors <= SUMS))  # rows at once
-    set_piece, add_piece = (_weighted_windows(some, PIECE, add) for add in (False, True))
-    set_rest, add_rest = (_weighted_windows(some, max(rest, 1), add) for add in (False, True))
 
-    @numba.njit(nogil=True, error_model="numpy")
     def backward(x, dy, w, dw, db, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w):  # type: ignore[no-untyped-def]
         line, window, spots = (width + 2 * pad_w) * channels, rows * run, out_h * out_w
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
@@ -77,19 +74,27 @@ def convolution_backward(rows: int, run: int) -> Any:
             for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the nearest cache
                 for spot in range(spots):
                     to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
-                    for k in range(0, pieces * PIECE, PIECE):
-                        add_piece(spread, to + k, line, w, r * run + k, run, here, kernels, first, end)
+                    for k in range(0, whole, PIECE):
+                        own = r * run + k
+                        weighted_windows(
+                            spread, to + k, line, w, own, run, here, kernels, first, end, some, PIECE, True
+                        )
                     if rest:
-                        k = pieces * PIECE
-                        add_rest(spread, to + k, line, w, r * run + k, run, here, kernels, first, end)
+                        own, to = r * run + whole, to + whole
+                        weighted_windows(spread, to, line, w, own, run, here, kernels, first, end, some, rest, True)
             for o in range(out):
                 to, first, end = (record * out + o) * window, o * spots, ends[o]
                 for r in range(0, rows, some):
-                    for k in range(0, pieces * PIECE, PIECE):
-                        set_piece(dw, to + r * run + k, run, padded, r * line + k, line, values, places, first, end)
+                    own, line_at = to + r * run, r * line
+                    for k in range(0, whole, PIECE):
+                        weighted_windows(
+                            dw, own + k, run, padded, line_at + k, line, values, places, first, end, some, PIECE, False
+                        )
                     if rest:
-                        k = pieces * PIECE
-                        set_rest(dw, to + r * run + k, run, padded, r * line + k, line, values, places, first, end)
+                        own, line_at = own + whole, line_at + whole
+                        weighted_windows(
+                            dw, own, run, padded, line_at, line, values, places, first, end, some, rest, False
+                        )
                 total = np.float32(0)
                 for j in range(first, end):
                     total += values[j]
@@ -98,62 +103,64 @@ def convolution_backward(rows: int, run: int) -> Any:
                 for k in range(width * channels):
                     dx[begin + h * width * channels + k] = spread[corner + h * line + k]
 
-    return backward
+    backward.__qualname__ += f"_{rows}_{run}"  # each has files of its own: numba writes no index that two may share
+    return compiled(backward)
 
 
-def _weighted_windows(rows: int, length: int, add: bool) -> Any:
+@intrinsic(prefer_literal=True)
+def weighted_windows(  # type: ignore[no-untyped-def]
+    typing, target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add
+):
     """`target[at + r target_row + k] (+)= sum_j values[j] source[places[j] + offset + r source_row + k]`.
 
-    For all j in [first, end), r < `rows`, k < `length`; the sums stay in registers while j runs.
+    For all j in [first, end), r < `rows`, k < `length`; the sums stay in registers while j runs. `rows`, `length` and
+    `add` are known when this is compiled.
     """
+    of = (target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add)
+    rows, length, add = (known.literal_value for known in (rows, length, add))
     starts = [(r, k) for r in range(rows) for k in range(0, length, LANES)]
 
-    @intrinsic
-    def weighted_windows(typing, target, at, target_row, source, offset, source_row, values, places, first, end):  # type: ignore[no-untyped-def]
-        def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-            index = context.get_value_type(types.intp)
-            _, at, target_row, _, offset, source_row, _, _, first, end = args
-            target, source, values, places = (
-                context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 6, 7)
-            )
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        index = context.get_value_type(types.intp)
+        _, at, target_row, _, offset, source_row, _, _, first, end, *_ = args
+        target, source, values, places = (
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 6, 7)
+        )
 
-            def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
-                moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
-                pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
-                return builder.bitcast(pointer, _vector(min(LANES, length - k)).as_pointer())
+        def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
+            moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
+            pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
+            return builder.bitcast(pointer, _vector(min(LANES, length - k)).as_pointer())
 
-            zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for _, k in starts]
-            before = builder.block
-            loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
-            builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
+        zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for _, k in starts]
+        before = builder.block
+        loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
 
-            builder.position_at_end(loop)
-            j = builder.phi(index)
-            sums = [builder.phi(zero.type) for zero in zeros]
-            value = builder.load(builder.gep(values, [j]))
-            place = builder.add(builder.load(builder.gep(places, [j])), offset)
-            windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
-            grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
-            following = builder.add(j, ir.Constant(index, 1))
-            for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
-                phi.add_incoming(begin, before)
-                phi.add_incoming(later, loop)
-            builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+        builder.position_at_end(loop)
+        j = builder.phi(index)
+        sums = [builder.phi(zero.type) for zero in zeros]
+        value = builder.load(builder.gep(values, [j]))
+        place = builder.add(builder.load(builder.gep(places, [j])), offset)
+        windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
+        grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
+        following = builder.add(j, ir.Constant(index, 1))
+        for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
+            phi.add_incoming(begin, before)
+            phi.add_incoming(later, loop)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
 
-            builder.position_at_end(after)
-            totals = [builder.phi(zero.type) for zero in zeros]
-            for total, zero, later in zip(totals, zeros, grown, strict=True):
-                total.add_incoming(zero, before)
-                total.add_incoming(later, loop)
-            for (r, k), total in zip(starts, totals, strict=True):
-                to = vector_at(target, at, target_row, r, k)
-                builder.store(builder.fadd(_load(builder, to), total) if add else total, to).align = 4
-            return context.get_dummy_value()
+        builder.position_at_end(after)
+        totals = [builder.phi(zero.type) for zero in zeros]
+        for total, zero, later in zip(totals, zeros, grown, strict=True):
+            total.add_incoming(zero, before)
+            total.add_incoming(later, loop)
+        for (r, k), total in zip(starts, totals, strict=True):
+            to = vector_at(target, at, target_row, r, k)
+            builder.store(builder.fadd(_load(builder, to), total) if add else total, to).align = 4
+        return context.get_dummy_value()
 
-        of = (target, at, target_row, source, offset, source_row, values, places, first, end)
-        return types.void(*of), generate
-
-    return weighted_windows
+    return types.void(*of), generate
 
 
 @intrinsic

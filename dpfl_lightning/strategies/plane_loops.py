@@ -12,10 +12,13 @@ beyond its last pair are normalised and not pooled.
 
 from __future__ import annotations
 
-import numba
+import functools
+
 import numpy as np
 
-_loops = numba.njit(nogil=True, error_model="numpy", fastmath={"reassoc", "nsz", "contract"})
+from dpfl_lightning.compiled import compiled
+
+_loops = functools.partial(compiled, fastmath={"reassoc", "nsz", "contract"})
 
 
 @_loops
