@@ -104,7 +104,10 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
     plans = client_plans(
         schedules,
         loop.accountant,
-        [(own.num_records, own.batch_size) for own in loop.settings],
+        [
+            (records, own.batch_size(records))
+            for own, records in zip(schedules, loop.population.num_records, strict=True)
+        ],
         sampling=SAMPLINGS[loop.info.sampling],
         caveats=loop.caveats,
         unprotected=loop.unprotected,

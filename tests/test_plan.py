@@ -383,7 +383,7 @@ def test_a_whole_run(capsys, monkeypatch):
         info=types.SimpleNamespace(sampling="poisson"),
         caveats=("data sizes are public",),
         unprotected=(),
-        settings=[types.SimpleNamespace(num_records=100, batch_size=10)] * 2,
+        population=types.SimpleNamespace(num_records=(100, 100)),
         outline=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.federated.setup.planned_clients", lambda options: (loop, schedules))

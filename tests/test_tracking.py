@@ -133,6 +133,18 @@ def test_a_finished_run(store, experiment, folder):
     assert files_of(client, run, "figures") == {f"figures/{name}.png" for name in figure_names}
 
 
+def test_the_page_begins_with_what_strategies_planned(store, experiment, folder):
+    view = a_view(folder, outline=("2 of 3 clients a round.", "It sends 3 MB."))
+    tracking = Tracking(experiment, uri=store)
+    tracking.on_run_start(view)
+    _, run = only_run(store, experiment)
+    plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
+    assert run.data.tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
+    tracking.on_run_end(view, a_result(view))
+    note = only_run(store, experiment)[1].data.tags["mlflow.note.content"]
+    assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
+
+
 def test_a_distilled_set_is_kept_shown_and_found_again(store, experiment, folder):
     own = DistilledSet(torch.randn(6, 1, 4, 4), torch.arange(3).repeat_interleave(2), {"epsilon_max": 8.0})
     own.save(folder)

@@ -63,7 +63,9 @@ class ServerCallback:
         return None
 
     def outline(self, view: View) -> tuple[str, ...]:
-        """What it has planned for the run, when all noise is solved: sentences for who looks before anyone trains."""
+        """What it has planned for the run, when all noise is solved: sentences that `plan`, the start of `fit` and the
+        tracking page show.
+        """
         return ()
 
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:

@@ -146,6 +146,7 @@ class FederatedLoop:
         self._delivered: dict[int, Delivered] = {}
         self.told: dict[str, float | Tensor] = {}  # of the last round
         self.noise_std: dict[int, float] = {}  # client -> of its last update
+        self.outlined: tuple[str, ...] = ()
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
@@ -297,6 +298,7 @@ class FederatedLoop:
     def _open(self, resume: bool) -> dict[str, Any] | None:
         """Everything that a round needs; the checkpoint to go on from, if any."""
         self.plan_schedule()  # may refuse: before anything is written
+        self.outlined = tuple(self.outline())
         given_key = None if self.privacy is None else self.privacy.noise_key
         path, secure = self.output_dir, self.secure
         begin = RunFolder.reopen(path, secure) if resume else RunFolder.claim(path, self.options, given_key, secure)
@@ -455,6 +457,7 @@ class FederatedLoop:
             accountant=self.accountant.name,
             noise=Streams.SECURE if self.secure else Streams.KEYED,
             options=self.options,
+            outline=self.outlined,
         )
 
     def _measured_info(self, first_round: int) -> RunInfo:

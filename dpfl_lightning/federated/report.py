@@ -119,6 +119,8 @@ def client_rows(
 
     Args:
         noise_std: of each client that has sent an update, in one number of its last one.
+
+    Batch size and noise multiplier are those of the client's most frequent noised sum.
     """
     return tuple(
         {
@@ -128,7 +130,7 @@ def client_rows(
             "delta": own.delta,
             "noise_multiplier": budgets.noise_multiplier(client),
             "noise_std": noise_std.get(client),
-            "batch_size": own.batch_size,
+            "batch_size": budgets.schedule.clients[client].batch_size(own.num_records),
             "num_records": own.num_records,
             "releases": budgets.releases(client),
             "steps": budgets.steps(client),

@@ -294,6 +294,7 @@ class RunInfo:
         first_round: 1, or the next round of a resumed run.
         noise: where noise and sampling come from, in words.
         options: the resolved configuration without the noise key (empty when built in Python).
+        outline: what strategies say of the plan.
     """
 
     output_dir: Path
@@ -308,6 +309,7 @@ class RunInfo:
     accountant: str
     noise: str
     options: Mapping[str, Any]
+    outline: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,14 @@ class ClientSchedule:
         assert isinstance(event, NoisedEvent)  # for mypy
         return event
 
+    def batch_size(self, num_records: int) -> int:
+        """Records that a step of `main` expects of so many.
+
+        >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
+        48
+        """
+        return round(self.main.sample_rate * num_records)
+
     @property
     def main_line(self) -> Planned:
         """The line of `main`."""

@@ -94,7 +94,7 @@ class Tracking(ServerCallback):
         else:
             if not self._guarded(lambda: self._send_files(view, result)):
                 missing.append("some files and figures")
-            if not self._guarded(lambda: self._send_status(result)):
+            if not self._guarded(lambda: self._send_status(view, result)):
                 missing.append("the run's status")
         if missing:
             warnings.warn(
@@ -120,6 +120,7 @@ class Tracking(ServerCallback):
             "output_dir": str(folder),
             "status": "running",
             "mlflow.source.name": "dpfl_lightning",
+            "mlflow.note.content": _description(view.run.outline),
         }
         sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
         return self.store.begin(self._run_name or folder.name, tags, view.run.options, beside=sizes)
@@ -144,12 +145,12 @@ class Tracking(ServerCallback):
         for name, figure in figures(self._history, result, distilled).items():
             self.store.log_figure(self._known_run, figure, f"figures/{name}.png")
 
-    def _send_status(self, result: RunResult) -> None:
+    def _send_status(self, view: View, result: RunResult) -> None:
         tags = {
             "status": result.reason,
             "guarantee": result.guarantee,
             "ledger_head": json.dumps(result.ledger),
-            "mlflow.note.content": _description(result),
+            "mlflow.note.content": _description(view.run.outline, result),
         }
         self.store.tag(self._known_run, tags)
         interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
@@ -248,13 +249,17 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     }
 
 
-def _description(result: RunResult) -> str:
-    """Markdown for the top of the run's page."""
+def _description(outline: Sequence[str], result: RunResult | None = None) -> str:
+    """Markdown for the top of the run's page: the plan, and after the run what it came to."""
+    plan = [f"**Plan.** {' '.join(outline)}"] if outline else []
+    if result is None:
+        return "\n\n".join(["**Running.**", *plan])
     accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
     return "\n\n".join(
         [
             *accuracy,
             f"**Guarantee.** {result.guarantee} More: `guarantee.html` among the artifacts.",
             f"**Ended:** {result.reason}.",
+            *plan,
         ]
     )

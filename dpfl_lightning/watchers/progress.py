@@ -16,12 +16,11 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 
 from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.distilled import CARD, TENSORS
 from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.federated.state import RoundReport, RunResult, View
 from dpfl_lightning.federated.traffic import BYTES
-from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import shown_epsilon
-from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.tables import data_size, duration
 
 _MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
@@ -61,6 +60,8 @@ class Progress(ServerCallback):
             on = f"Going on from round {run.first_round} of {run.rounds}."
             self._say(on if run.first_round <= run.rounds else "No round is left.")
         self._table(_plan_columns(view))
+        for words in run.outline:
+            self._say(words)
         self._begun, self._first = time.monotonic(), run.first_round
         if self._live:
             self._start_bar(view)
@@ -219,12 +220,11 @@ class ClientColumn:
 
 def _plan_columns(view: View) -> list[ClientColumn]:
     schedules, records = view.schedule.clients, view.facts.num_records
-    events = [_training(schedule) for schedule in schedules]
     columns = [
         ClientColumn("client", range(len(records))),
         ClientColumn("records", records),
-        ClientColumn("batch", [round(event.sample_rate * n) for event, n in zip(events, records, strict=True)]),
-        ClientColumn("steps a round", [event.steps for event in events]),
+        ClientColumn("batch", [own.batch_size(n) for own, n in zip(schedules, records, strict=True)]),
+        ClientColumn("steps a round", [own.main.steps for own in schedules]),
     ]
     if not _noised(view):
         return columns
@@ -272,16 +272,8 @@ def _frame(view: View) -> str:
     return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.unprotected, *one.caveats])
 
 
-def _training(schedule: ClientSchedule) -> NoisedEvent:
-    """The round a client repeats most: what the table of clients tells."""
-    noised = [line for line in schedule.planned if isinstance(line.event, NoisedEvent)]
-    event = max(noised, key=lambda line: line.count).event
-    assert isinstance(event, NoisedEvent)  # for mypy
-    return event
-
-
 def _noised(view: View) -> bool:
-    return any(_training(schedule).noise_multiplier for schedule in view.schedule.clients)
+    return any(schedule.main.noise_multiplier for schedule in view.schedule.clients)
 
 
 def _private(result: RunResult) -> bool:
@@ -341,8 +333,18 @@ def _files(folder: Path) -> list[str]:
         f"{folder}/guarantee.html: what every client is promised, and what not",
         f"{folder}/result.json: every client's numbers",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
+        *_distilled_set(folder),
         f"{folder}/private.json: how many gradients were not finite, for each client alone to see",
         f"python -m dpfl_lightning.evaluate {folder}",
+    ]
+
+
+def _distilled_set(folder: Path) -> list[str]:
+    if not (folder / CARD).exists():
+        return []
+    return [
+        f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
+        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: searches on it",
     ]
 
 

@@ -158,6 +158,7 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
 
     expected = [
         ("plan_run", 0),
+        ("outline", 0),
         ("initialise", 0),
         ("state_dict", 0),
         ("on_run_start", 0),

@@ -56,6 +56,20 @@ def test_a_run_leaves_its_set_and_says_how_it_was_made(make_loop):
     assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.budgets.ledger.head.as_dict()
 
 
+def test_batches_are_those_of_what_is_released(make_loop):
+    loop = make_loop(
+        population=digits(EQUAL),
+        module=a_net(),
+        new_net=new_net,
+        callbacks=[Distillation(**SMALL)],
+        privacy=private(),
+        rounds=1,
+        clients=ClientOptions(count=4, batch_size=3),
+    )
+    for client in loop.run().clients:
+        assert client["batch_size"] == client["num_records"] > 3
+
+
 @NOTICE
 def test_a_set_made_without_noise_has_no_epsilon(make_loop):
     loop, _ = distilled(make_loop, rounds=1)

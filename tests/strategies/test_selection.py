@@ -493,6 +493,23 @@ def test_the_outline_says_quotas_and_gain(make_loop):
     assert "No client adds noise" in silent.outline()[1]
 
 
+def test_a_run_tells_its_outline_also_when_it_goes_on(make_loop, tmp_path):
+    class Watcher(ServerCallback):
+        def on_run_start(self, view):
+            told.append(view.run.outline)
+
+    told: list[tuple[str, ...]] = []
+    for resume in (False, True):
+        loop = federation(make_loop, BiasedSelection(COHORT), Watcher(), output_dir=tmp_path / "run")
+        if not resume:
+            cut_at(loop, 2)
+            with pytest.raises(PowerCut):
+                loop.run()
+        else:
+            loop.run(resume=True)
+    assert told[0] == told[1] == tuple(loop.outline()) and len(told[0]) == 2
+
+
 def test_more_clients_than_a_fifth_is_said_not_assumed(make_loop):
     loop = federation(make_loop, UniformSelection())
     loop.plan_schedule()

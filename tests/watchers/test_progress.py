@@ -56,6 +56,11 @@ def test_the_plan_comes_first(paper, tmp_path):
     assert "Going on" not in text and str(tmp_path) in text
 
 
+def test_what_strategies_planned_follows_the_clients(paper, tmp_path):
+    Progress(paper).on_run_start(a_view(tmp_path, outline=("2 of 3 clients a round.", "It sends 3 MB.")))
+    assert printed(paper).endswith("1.25\n\n2 of 3 clients a round.\nIt sends 3 MB.\n")
+
+
 def test_many_clients_are_summed_up(paper, tmp_path):
     progress = Progress(paper)
     view = a_view(tmp_path, num_clients=31)
@@ -148,6 +153,15 @@ def test_the_summary(paper, tmp_path):
         "mlflow ui [here]",
     ):
         assert words in summary, words
+
+
+def test_a_distilled_set_is_named_and_what_it_is_for(paper, tmp_path):
+    for name in ("distilled.pt", "distilled.json"):
+        (tmp_path / name).touch()
+    whole_run(Progress(paper), a_view(tmp_path))
+    text = " ".join(printed(paper).split())
+    assert f"{tmp_path}/distilled.pt and distilled.json: the distilled set, and how it was made" in text
+    assert f"--sweep.distilled {tmp_path}: searches on it" in text
 
 
 def test_the_summary_of_groups(paper, tmp_path):
