@@ -126,7 +126,7 @@ def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work,
 
     taught = studies.taught
     monkeypatch.setattr(studies, "taught", watched)
-    made(work, "baselines", "union", "alpha1", QUICK)
+    made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
     ((labels, population),) = seen
     held = [population.y[rows].unique() for rows in population.train_of]
     assert len(held) == 10 and labels.bincount().tolist() == torch.cat(held).bincount().tolist()
