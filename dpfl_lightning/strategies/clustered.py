@@ -18,7 +18,7 @@ from dpfl_lightning.federated.report import of_all
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, ServerState, Sketch, View
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies import first_round
-from dpfl_lightning.strategies.loss_choice import SELECTIONS, LossChoice
+from dpfl_lightning.strategies.loss_choice import SELECTIONS, LossChoice, refuse_unused
 from dpfl_lightning.strategies.memberships import TellsGroups
 from dpfl_lightning.strategies.update_groups import GroupOptions
 from dpfl_lightning.strategies.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
@@ -120,7 +120,8 @@ class Clustered(TellsGroups):
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
         if mixture == "paper":
             usual = GroupOptions()
-            _refuse_unused(
+            refuse_unused(
+                _KEY,
                 "mixture paper, which finds groups in its own way",
                 choose_m=(choose_m, usual.choose),
                 min_cluster_size=(min_cluster_size, usual.min_size),
@@ -137,7 +138,8 @@ class Clustered(TellsGroups):
         require(selection in ways, f"{_KEY}.selection", f"be one of {', '.join(ways)}", selection, hint)
         self._by_similarity = selection == _SIMILARITY
         if self._by_similarity:
-            _refuse_unused(
+            refuse_unused(
+                _KEY,
                 f"selection {_SIMILARITY}, which asks nobody",
                 selection_epsilon=(selection_epsilon, None),
                 selection_rounds=(selection_rounds, None),
@@ -300,12 +302,6 @@ class Clustered(TellsGroups):
         chosen = self._choice.choose(plan, view, models)
         pairs = zip(plan.clients, plan.model_of, strict=True)
         return tuple(chosen.get(client, row) for client, row in pairs)
-
-
-def _refuse_unused(beside: str, **options: tuple[object, object]) -> None:
-    """Refuse options, each given with its default, that have no say beside another one."""
-    for name, (got, default) in options.items():
-        require(got == default, f"{_KEY}.{name}", f"be left out beside {beside}", got)
 
 
 def _check_order(schedule: RunSchedule) -> None:

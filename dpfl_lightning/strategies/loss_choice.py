@@ -67,14 +67,14 @@ class LossChoice:
         in_range = epsilon is None or 0 < epsilon < math.inf
         require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
         require(rounds is None or rounds >= 1, f"{key}.selection_rounds", "be >= 1", rounds)
-        must = f"be left out beside selection {selection}, which chooses in every round"
-        require(rounds is None or selection == "exponential_frozen", f"{key}.selection_rounds", must, rounds)
+        if selection != "exponential_frozen":
+            beside = f"selection {selection}, which chooses in every round"
+            refuse_unused(key, beside, selection_rounds=(rounds, None))
         in_range = loss_bound is None or 0 < loss_bound < math.inf
         require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
         if selection == "paper_argmin":
-            must = f"be left out beside selection {selection}, which neither noises nor clips"
-            require(epsilon is None, f"{key}.selection_epsilon", must, epsilon)
-            require(loss_bound is None, f"{key}.loss_bound", must, loss_bound)
+            beside = f"selection {selection}, which neither noises nor clips"
+            refuse_unused(key, beside, selection_epsilon=(epsilon, None), loss_bound=(loss_bound, None))
         self.selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
         self._loss_bound = loss_bound
         self._left: list[int] = []  # selections, by client
@@ -155,3 +155,9 @@ class LossChoice:
         given = self._loss_bound is not None or classes > 1
         require(given, f"{self._key}.loss_bound", "be a number without classes", None, advice)
         return 2 * math.log(classes) if self._loss_bound is None else float(self._loss_bound)
+
+
+def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
+    """Refuse options of strategy `key`, each given with its default, that have no say beside another one."""
+    for name, (got, default) in options.items():
+        require(got == default, f"{key}.{name}", f"be left out beside {beside}", got)
