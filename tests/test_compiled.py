@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
+import sys
 import warnings
 from pathlib import Path
 
@@ -23,14 +25,16 @@ def outer(factor):
 
 
 @pytest.fixture
-def loop(tmp_path):
-    """A function of a file, as a new process would see it."""
+def loop(tmp_path, monkeypatch):
+    """A function of a file, as a new process would see it: nothing is left of what was compiled before."""
     path = tmp_path / "loops.py"
     path.write_text(LOOP)
 
     def made(factor: int):
+        gc.collect()
         spec = importlib.util.spec_from_file_location("loops", path)
         module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, "loops", module)
         spec.loader.exec_module(module)
         return compiled(module.outer(factor))
 

@@ -53,6 +53,7 @@ from dpfl_lightning.federated.state import (
     View,
 )
 from dpfl_lightning.federated.synthetic import check_fits, seconds_per_record
+from dpfl_lightning.federated.tally import Tally
 from dpfl_lightning.federated.traffic import Network, Traffic
 from dpfl_lightning.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
@@ -144,8 +145,7 @@ class FederatedLoop:
         # round -> what was made for it, of the latest such round only
         self.evaluated: dict[int, Evaluation] = {}
         self._delivered: dict[int, Delivered] = {}
-        self.told: dict[str, float | Tensor] = {}  # of the last round
-        self.noise_std: dict[int, float] = {}  # client -> of its last update
+        self.tally = Tally()
         self.outlined: tuple[str, ...] = ()
         clients = clients or ClientOptions()
         self.settings = client_settings(population.num_records, clients, privacy, seed)
@@ -204,10 +204,10 @@ class FederatedLoop:
             if not plan.clients and not self.budgets.anyone_affords():
                 return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
             state, seconds = after, time.perf_counter() - begun
-            self.training_seconds += seconds
+            self.tally.training_seconds += seconds
             before = self.snapshot["engine"]["counts"]
-            sent = self.traffic.told(plan, self.view(state), self.told)
-            self.told = told(self.callbacks, self.view(state), plan, weights, sent)
+            sent = self.traffic.told(plan, self.view(state), self.tally.told)
+            self.tally.told = told(self.callbacks, self.view(state), plan, weights, sent)
             self._remember(state, plan)
             report = self._report(plan, weights, seconds, before)
             watch(self.callbacks, "on_round_end", self.view(state), report)
@@ -228,7 +228,7 @@ class FederatedLoop:
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived
-        self.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
+        self.tally.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
         say = aggregate.say(self.callbacks, plan, updates, view) if say is None else say  # [K, C]
         weights = aggregate.normalised(say)  # an empty row leaves its model alone
         combined = one_of(self.callbacks, "combine", updates, weights, view)
@@ -318,8 +318,7 @@ class FederatedLoop:
         return saved
 
     def _begin(self) -> ServerState:
-        self.started, self.records, self.saved_at = time.perf_counter(), 0, -math.inf
-        self.training_seconds = self.client_seconds = 0.0
+        self.tally, self.saved_at = Tally(), -math.inf
         self.info = self._measured_info(first_round=1)
         state = self._one_model()
         state = one_of(self.callbacks, "initialise", state, self.view(state)) or state
@@ -336,9 +335,7 @@ class FederatedLoop:
             if name in saved["callbacks"]:
                 callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
-        self.started, self.records = time.perf_counter() - saved["seconds"], saved["records"]
-        self.training_seconds, self.client_seconds = saved["training_seconds"], saved["client_seconds"]
-        self.told, self.noise_std = saved["told"], dict(saved["noise_std"])
+        self.tally = Tally.of(saved)
         self.saved_at, self.snapshot = time.perf_counter(), dict(saved)
         self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
@@ -347,7 +344,7 @@ class FederatedLoop:
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
         """Keep the complete round; write it at the ends, and when the last write is `checkpoint_seconds` old."""
         if plan is not None:
-            self.records += round(sum(plan.expected_records))
+            self.tally.records += round(sum(plan.expected_records))
         self.state = state
         self.snapshot = {
             "models": state.models,
@@ -356,12 +353,7 @@ class FederatedLoop:
             "callbacks": {name: callback.state_dict() for name, callback in self._named_callbacks()},
             "engine": self.engine.state_dict(),
             "ledger": self.budgets.ledger.head.as_dict(),
-            "records": self.records,
-            "seconds": time.perf_counter() - self.started,
-            "training_seconds": self.training_seconds,
-            "client_seconds": self.client_seconds,
-            "told": self.told,
-            "noise_std": dict(self.noise_std),
+            **self.tally.saved(),
             "ended": None,
         }
         if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
@@ -412,31 +404,31 @@ class FederatedLoop:
             test_loss=None if scores is None else scores.test.loss,
             client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
             diagnostics=Diagnostics.of(self.snapshot["engine"]["counts"] - before) if self.unprotected else None,
-            told=self.told,
+            told=self.tally.told,
         )
 
     def _result(
         self, reason: str, finished: bool, guarantees: Sequence[Guarantee], model_of: Sequence[int]
     ) -> RunResult:
-        seconds = max(self.snapshot["seconds"], 1e-9)
+        tally, seconds = self.tally, max(self.snapshot["seconds"], 1e-9)
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
         accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
             rounds=self.state.round,
-            wall_seconds=time.perf_counter() - self.started,
-            training_seconds=self.training_seconds,
-            client_seconds=self.client_seconds,
-            records_per_second=self.records / seconds,
+            wall_seconds=tally.wall_seconds,
+            training_seconds=tally.training_seconds,
+            client_seconds=tally.client_seconds,
+            records_per_second=tally.records / seconds,
             reason=reason,
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
-            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, self.noise_std, groups),
+            clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, tally.noise_std, groups),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
-            told=for_json(self.told),
+            told=for_json(tally.told),
             sketch=one_of(self.callbacks, "sketch", self.view(self.state)) if finished else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **accuracy_over_clients(accuracies),
@@ -500,7 +492,7 @@ class FederatedLoop:
         """What `work` answers; its time is counted as the clients'."""
         begun = time.perf_counter()
         answer = work()
-        self.client_seconds += time.perf_counter() - begun
+        self.tally.client_seconds += time.perf_counter() - begun
         return answer
 
     def _new_model(self, seed: int) -> Tensor:

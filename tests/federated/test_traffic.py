@@ -63,7 +63,7 @@ def test_simulated_time_and_clients_time_go_on_in_a_resumed_run(make_loop, tmp_p
     cut_at(loop, 3)
     with pytest.raises(PowerCut):
         loop.run()
-    before = loop.client_seconds
+    before = loop.tally.client_seconds
     resumed = make_loop(rounds=3, **place).run(resume=True)
     assert resumed.told["network_seconds"] == whole.told["network_seconds"]
     assert resumed.client_seconds > before * 0.5 > 0

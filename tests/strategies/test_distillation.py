@@ -288,7 +288,7 @@ def test_a_set_of_real_digits_teaches_a_net(make_loop):
     }
     loop, _ = distilled(make_loop, population, rounds=10, image_steps=10, reinit_every=4, **options)
     assert loop.evaluated[10].test.accuracy > 0.75
-    told = loop.told
+    told = loop.tally.told
     assert 0 < told["matching_loss_per_row"] < 2
     assert told["matching_loss"] == pytest.approx(told["matching_loss_per_row"] * CLASSES * (8 + 8 + 3), rel=1e-5)
 

@@ -102,7 +102,7 @@ def test_what_is_foretold_is_what_is_sent(privacy, options, make_loop):
     loop = planned(make_loop, privacy, **options)
     words = loop.outline()
     loop.run()
-    sent = Sent(int(loop.told["floats_down"]), int(loop.told["floats_up"]))
+    sent = Sent(int(loop.tally.told["floats_down"]), int(loop.tally.told["floats_up"]))
     size, params = 2 if "participation_fraction" in options else 4, loop.module.num_params
     assert words == [traffic_words(sent, traffic(size, params, params), size)]
     all_rounds = options.get("rounds", 6) * size * params
