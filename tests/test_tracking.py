@@ -21,7 +21,6 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import register
 from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.state import Sketch
-from dpfl_lightning.figures import figures
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 from dpfl_lightning.tracking import Tracking, how_to_open, log_report, store_uri
 
@@ -265,32 +264,6 @@ def test_groups_of_a_simulation_have_curves_and_pictures(store, experiment, fold
     assert {"figures/accuracy_of_groups.png", "figures/clients.png"} <= files_of(client, run, "figures")
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
-        ({"separation": 24.27, "confident": True, "num_clusters": 4}, "4 clusters, separation 24.3: confident"),
-        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: no more than noise would show"),
-    ],
-)
-def test_the_picture_of_the_clients_says_what_was_found(folder, told, words):
-    """Two found clusters of three clients: the marker is the cluster, the colour is the true group."""
-    points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
-    sketch = Sketch("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **told)
-    result = a_result(a_view(folder), sketch=sketch)
-    rows = tuple({**own, "true_group": 1 + (own["client"] == 0)} for own in result.clients)
-    figure = figures(lambda metric: {}, dataclasses.replace(result, clients=rows))["clients"]
-    (axes,) = figure.axes
-    assert axes.get_title() == f"Updates\n{words}"
-    dots = [dots for dots in axes.collections if len(dots.get_offsets())]
-    assert [len(one.get_offsets()) for one in dots] == [2, 1, 1, 1], "clients and mean of each cluster"
-    assert dots[0].get_sizes().tolist() == [120, 70] and dots[2].get_sizes().tolist() == [20]
-    colours = dots[0].get_facecolors()[:, :3].tolist() + dots[2].get_facecolors()[:, :3].tolist()
-    assert colours[1] == colours[2] != colours[0]
-    names = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert names == ["cluster 0", "cluster 1", "true group 1", "true group 2"]
-    assert [text.get_text() for text in axes.texts] == ["00", "01", "02"]
-
-
 def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
     tracking.on_run_start(view)
@@ -492,74 +465,3 @@ def test_where_runs_are_tracked(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-env")
     assert store_uri() == "http://from-env" and store_uri("http://given") == "http://given"
     assert how_to_open("https://me:pass@host/") == "open https://host"
-
-
-def test_clients_with_one_curve_share_its_label(folder):
-    history = {f"per_client_epsilon/{client:02}": {1: 0.1, 2: 0.2 + client // 8} for client in range(9)}
-    clients = tuple({"client": client, "epsilon_budget": None, "accuracy": None} for client in range(9))
-    result = a_result(a_view(folder), clients=clients)
-    (figure,) = figures(lambda metric: history.get(metric, {}), result).values()
-    assert [text.get_text() for text in figure.axes[0].texts] == ["00, 01, 02, 03, 04 and 3 more", "08"]
-    assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"
-
-
-def drawn(view, **told):
-    return figures(lambda metric: {}, a_result(view, told=told))
-
-
-def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
-    figure = drawn(a_view(tmp_path), weight=[0.7, None, 0.1], estimated_noise_std=[0.011, 0.02, None])[
-        "noise_estimated"
-    ]
-    axes = figure.axes[0]
-    assert axes.collections[0].get_offsets().tolist() == [[0.01, 0.011], [0.02, 0.02]]
-    heavy, light = axes.collections[0].get_sizes()
-    assert heavy > light and axes.get_xlim() == axes.get_ylim()
-    words = [text.get_text() for text in axes.texts]
-    assert words[:2] == ["00", "01"] and "median 1.05, from 1 to 1.1" in words[2]
-
-
-def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
-    view = a_view(tmp_path)
-    figure = drawn(view, weight=[0.2, 0.7, 0.1])["weights"]
-    assert [round(bar.get_height(), 6) for bar in figure.axes[0].patches] == [0.2, 0.7, 0.1]
-    assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["00", "01", "02"]
-    for equal in ([1 / 3] * 3, [None] * 3):
-        assert "weights" not in drawn(view, weight=equal)
-    result = a_result(view, told={"weight": [0.5, 0.2, 1.0]})
-    for own, model in zip(result.clients, (0, 0, 1), strict=True):
-        own["model"] = model
-    (legend,) = [figures(lambda metric: {}, result)["weights"].axes[0].get_legend()]
-    assert [text.get_text() for text in legend.get_texts()] == ["model 0", "model 1"]
-
-
-def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_path):
-    view = a_view(tmp_path)
-    above, below = drawn(view, quota=[2.0, 5.0, 3.0], participations=[2.0, 4.0, 3.0])["participation"].axes
-    assert [bar.get_height() for bar in above.patches] == [5, 3, 2, 4, 3, 2], "largest quota first"
-    assert above.lines[0].get_ydata()[0] == pytest.approx(10 / 3)
-    budgets = [a_result(view).clients[client]["epsilon_budget"] for client in (1, 2, 0)]
-    assert [bar.get_height() for bar in below.patches][:3] == budgets
-    assert [label.get_text() for label in below.get_xticklabels()] == ["01", "02", "00"]
-    assert "participation" not in drawn(view, quota=[3.0] * 3, participations=[3.0] * 3)
-    bare = a_result(view, told={"quota": [2.0, 5.0, 3.0], "participations": [2.0, 5.0, 3.0]})
-    for client in bare.clients:
-        client["epsilon_spent"] = None
-    assert len(figures(lambda metric: {}, bare)["participation"].axes) == 1, "without privacy there is no budget"
-
-
-def test_many_clients_are_drawn_without_their_numbers(tmp_path):
-    view = a_view(tmp_path, num_clients=101)
-    own = [0.01 * (client + 1) for client in range(101)]
-    shown = drawn(view, weight=own, estimated_noise_std=own, quota=own, participations=own)
-    assert len(shown["participation"].axes[0].patches) == 2
-    assert len(shown["weights"].axes[0].patches) == 1 and len(shown["noise_estimated"].axes[0].texts) == 1
-
-
-def test_an_axis_of_less_than_a_decade_has_numbers(tmp_path):
-    view = a_view(tmp_path)
-    figure = drawn(view, estimated_noise_std=[0.011, 0.02, 0.031])["noise_estimated"]
-    figure.canvas.draw()
-    low, high = figure.axes[0].get_xlim()
-    ticks = [tick for tick in figure.axes[0].xaxis.get_majorticklocs() if low <= tick <= high]
-    assert ticks == pytest.approx([0.01, 0.02])
