@@ -287,17 +287,17 @@ def _same(cell: Cell, work: Work, folder: Path) -> bool:
 
 
 def seconds_of(cells: Sequence[Cell], results: Path) -> float:
-    """How long they will take: as finished ones of the same table, else as declared; NaN where nobody knows."""
-    trained = Counter(cell._replace(row="", column="", seed=None) for cell in cells if isinstance(how(cell), Training))
+    """How long they will take: as finished ones of the same row, else as declared; NaN where nobody knows."""
+    trained = Counter(cell._replace(column="", seed=None) for cell in cells if isinstance(how(cell), Training))
     return (
         len(cells) - trained.total() + math.fsum(count * _mean_seconds(one, results) for one, count in trained.items())
     )
 
 
 def _mean_seconds(cell: Cell, results: Path) -> float:
-    alike = [read(path)["seconds"] for path in path_of(results, cell).parent.glob("*_seed*.json")]
-    guess = 60 * experiments()[cell.experiment].minutes.get(cell.scale, math.nan)
-    return fmean(alike) if alike else guess
+    made = map(read, path_of(results, cell).parent.glob("*_seed*.json"))
+    alike = [held["seconds"] for held in made if held["row"] == cell.row]
+    return fmean(alike) if alike else 60 * experiments()[cell.experiment].minutes.get(cell.scale, math.nan)
 
 
 def headline(held: dict[str, Any]) -> str:
