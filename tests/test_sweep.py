@@ -120,8 +120,12 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(objective="public", training={}), "data": {"name": "digits"}}, ["data.public_records"]),
         ({**changed(objective="private", training={}), "privacy": None}, ["privacy.epsilon", "a budget for each"]),
         ({**changed(objective="private", training={}), "data": {"name": "digits"}}, ["data.public_records", "scored"]),
-        ({**SMALL, "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}, "sweep": {**SMALL["sweep"], "space": {
-            "clients.batch_size": {"choices": [8, 16]}}}}, ["clients.learning_rate", "one number"]),
+        ({**changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={}),
+          "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}}, ["clients.learning_rate", "one number"]),
+        (changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={"batch_size": 16}),
+         ["sweep.training.batch_size", "be left out where clients.batch_size is given for trials"]),
+        (changed(trials_with={"rounds": 3}), ["sweep.trials_with.rounds", "model, clients, data, engine"]),
+        (changed(networks=40), ["sweep.networks", "the records of the rarest class"]),
         ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
          ["privacy.diagnostics", "be false with objective private", "no bound"]),
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
@@ -155,7 +159,7 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
 
 def test_a_study_of_another_space_is_refused(write, capsys):
     assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
-    assert sweep(write(changed(space={"clients.batch_size": {"choices": [8, 16]}}))) == 2
+    assert sweep(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}}))) == 2
     assert "`sweep.space` must stay what study mine has in that storage" in capsys.readouterr().err
     assert sweep(write(SMALL, "--seed", "1")) == 2
     assert "`seed` must stay" in capsys.readouterr().err

@@ -250,6 +250,8 @@ def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
     fewest = int(counts[counts > 0].min())
     advice = "Make more images of each class, or give the run data.public_records to score on."
     require(fewest >= 2, "sweep.distilled", "have 2 records of each class, one of them to hold out", fewest, advice)
+    must = f"be at most {fewest}, the records of the rarest class, of which each net is scored on others"
+    require(networks <= fewest, "sweep.networks", must, networks, advice)
     folds, fold_of = max(networks, _FEWEST_FOLDS), torch.empty_like(y)
     order = torch.from_numpy(public_generator(seed, "held-out records of a sweep").permutation(len(y)))
     for label in y.unique():

@@ -10,6 +10,8 @@ from dpfl_lightning.errors import nearest, require
 
 #: what a trial can be judged by -> whether more is better
 SCORES = {"accuracy": True, "num_params": False, "seconds": False}
+#: sections of a run that nets on a set know
+_ON_A_SET = ("model", "clients", "data", "engine")
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,9 @@ def check(sweep: SweepOptions) -> None:
     first = sweep.scores[0] == "accuracy" or sweep.pruner["name"] == "none"
     must = "be none unless accuracy is the score: only it is known while a trial goes on"
     require(first, "sweep.pruner.name", must, sweep.pruner["name"])
-    if sweep.objective != "set":
+    if sweep.objective == "set":
+        _check_training(sweep)
+    else:
         default = SweepOptions()
         for key in ("distilled", "networks", "training"):
             given, must = (
@@ -87,6 +91,17 @@ def check(sweep: SweepOptions) -> None:
                 f"be left out with objective {sweep.objective}, which trains no such nets",
             )
             require(given == getattr(default, key), f"sweep.{key}", must, given)
+
+
+def _check_training(sweep: SweepOptions) -> None:
+    """Refuse what nets that are trained on a set would not hear of."""
+    for name in ("learning_rate", "batch_size"):
+        searched = f"clients.{name}" in sweep.space or f"clients.{name}" in sweep.trials_with
+        must = f"be left out where clients.{name} is given for trials: it would hold in its place"
+        require(not searched or name not in sweep.training, f"sweep.training.{name}", must, sweep.training.get(name))
+    for key, value in sweep.trials_with.items():
+        must = f"be of {', '.join(_ON_A_SET)} with objective set, whose nets know nothing of a run"
+        require(key.split(".")[0] in _ON_A_SET, f"sweep.trials_with.{key}", must, value)
 
 
 def study_name(sweep: SweepOptions, config: str | None) -> str:

@@ -92,6 +92,7 @@ def pruner(sweep: SweepOptions) -> BasePruner:
         return SuccessiveHalvingPruner(min_resource, reduction_factor)
 
     def hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
+        require(reduction_factor >= 2, "sweep.pruner.reduction_factor", "be >= 2", reduction_factor)
         return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
 
     known = {"none": NopPruner, "median": median, "percentile": percentile, "halving": halving, "hyperband": hyperband}

@@ -74,7 +74,22 @@ class Dimension:
         must = "be choices or a range with a step for sampler grid"
         require(step is not None and not self.log, f"sweep.space.{self.key}", must, [self.low, self.high])
         assert step is not None  # for mypy
-        return [self.low + number * step for number in range(int((self.high - self.low) / step + 1e-9) + 1)]
+        return [_stepped(self.low, step, number) for number in range(_steps(self.low, self.high, step) + 1)]
+
+
+def _steps(low: float, high: float, step: float) -> int:
+    """How many steps fit between."""
+    return int((high - low) / step + 1e-9)
+
+
+def _stepped(low: float, step: float, number: int) -> float:
+    """As a person would write it: 0.3, not 0.30000000000000004.
+
+    >>> _stepped(0.1, 0.1, 2), _stepped(8, 4, 2)
+    (0.3, 16)
+    """
+    value = low + number * step
+    return value if isinstance(value, int) else round(value, 12)
 
 
 def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
@@ -103,7 +118,12 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
         own = dict(raw, choices=_labelled(where, raw["choices"])) if "choices" in raw else dict(raw)
         if "choices" not in raw:
             _check_range(where, raw)
+            if (step := raw.get("step")) is not None:  # the last value is one that steps reach
+                own["high"] = _stepped(raw["low"], step, _steps(raw["low"], raw["high"], step))
+        else:
+            _check_inside(key, where, own["choices"].values())
         _check_when(where, raw.get("when", {}), dimensions)
+        _check_order(key, own, dimensions)
         dimensions[key] = Dimension(key, **own)
     return dimensions
 
@@ -179,7 +199,9 @@ def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
         require(got == own, f"sweep.trials_with.data.{name}", f"be the run's own, {own!r}", got, advice)
 
 
-def _check_key(key: str, objective: str) -> None:
+def _check_key(key: Any, objective: str) -> None:
+    require(isinstance(key, str), "sweep.space", "have dotted keys of a run", key)
+
     def below(names: Iterable[str]) -> bool:
         return any(key == name or key.startswith(f"{name}.") for name in names)
 
@@ -213,6 +235,9 @@ def _check_range(where: str, raw: Mapping[str, Any]) -> None:
     require(not log or low > 0, f"{where}.low", "be above 0 with log: true", low)
     require(step is None or step > 0, f"{where}.step", "be above 0", step)
     require(step is None or not log, f"{where}.step", "be left out with log: true", step)
+    doubtful = isinstance(low, int) != isinstance(high, int) and float(low).is_integer() and float(high).is_integer()
+    advice = f"Write {int(high)} for whole numbers, and {float(low)} and {float(high)} for all between."
+    require(not doubtful, f"{where}.high", f"be written as low is, {low}", high, advice)
     whole = isinstance(low, int) and isinstance(high, int)
     require(step is None or not whole or isinstance(step, int), f"{where}.step", "be whole in a whole range", step)
 
@@ -223,4 +248,28 @@ def _check_when(where: str, when: Any, above: Mapping[str, Dimension]) -> None:
         require(other in above, f"{where}.when", f"name a key above it ({', '.join(above) or 'there is none'})", other)
         ends = above[other].choices
         must = f"be a choice of {other}" + ("" if ends is None else f" ({', '.join(map(str, ends))})")
-        require(ends is not None and value in ends, f"{where}.when.{other}", must, value)
+        require(ends is not None and value in list(ends), f"{where}.when.{other}", must, value)  # it may be a list
+
+
+def _check_inside(key: str, where: str, choices: Iterable[Any]) -> None:
+    """Refuse mappings that set below `key` what no search may set."""
+    for value in choices:
+        for name, inner in value.items() if isinstance(value, Mapping) else ():
+            below = f"{key}.{name}"
+            advice = "It must be the same in all trials: set it for the run."
+            require(below not in _NEVER, f"{where}.choices", f"leave {below} out", value, advice)
+            _check_inside(below, where, [inner])
+
+
+def _check_order(key: str, own: Mapping[str, Any], above: Mapping[str, Dimension]) -> None:
+    """Refuse keys of which one would undo what was drawn for the other."""
+    later = [other for other in above if other.startswith(f"{key}.")]
+    where = f"sweep.space.{key}"
+    require(not later, where, "stand above the keys below it, which it would replace", own, f"Put it before {later}.")
+    for other, parent in above.items():
+        values = dict(parent.choices or {})
+        asked = own.get("when", {}).get(other)
+        if not key.startswith(f"{other}.") or None not in values.values() or values.get(asked) is not None:
+            continue
+        must = f"have a `when` of {other} in which that is not null, which a key below it would end"
+        require(False, where, must, own.get("when"))

@@ -27,6 +27,11 @@ _SEED = "seed"  # of the sampler when the study began
 _MOST_RETRIES = 3  # of a trial whose worker died: the trial itself may be what kills it
 _POLL_SECONDS = 1.0
 _DIED = "its worker died"
+_SURPLUS = "surplus"
+
+
+class _Surplus(Exception):
+    """The study has all its trials without this one."""
 
 
 class Running:
@@ -140,6 +145,9 @@ class Study:
 
     def _made(self, own: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = own.number
+        if self._left(own.number) < 0:  # two workers took the last one at once: nothing of this one is ever made
+            own.set_user_attr(_SURPLUS, True)
+            raise _Surplus
         try:
             scores = tuple(act(Running(own, self._dimensions, len(self._sweep.scores) == 1)))
             require(all(map(math.isfinite, scores)), "scores", "be finite", scores, "Did training diverge?")
@@ -158,16 +166,25 @@ class Study:
             raise
 
     def _ended(self, study: optuna.Study, own: FrozenTrial) -> None:
-        self._on_end(self._trial(own, set()))
+        if _SURPLUS not in own.user_attrs:
+            self._on_end(self._trial(own, set()))
 
     def _given_up(self, study: optuna.Study, own: FrozenTrial) -> None:
         """A trial that was silent for too long is made again by whoever comes next."""
         self._on_end(self._trial(own, {own.number}))
         _make_again(study, own, _MOST_RETRIES)
 
-    def _left(self) -> int:
-        """How many trials are still to begin. One that is made again counts once, and one that waits not at all."""
-        trials = self._study.get_trials(deepcopy=False)
+    def _known(self) -> list[FrozenTrial]:
+        """All trials but those that one worker took too many."""
+        return [own for own in self._study.get_trials(deepcopy=False) if _SURPLUS not in own.user_attrs]
+
+    def _left(self, last: float = math.inf) -> int:
+        """How many trials are still to begin. One that is made again counts once, and one that waits not at all.
+
+        Args:
+            last: number of the last trial that counts.
+        """
+        trials = [own for own in self._known() if own.number <= last]
         again = _made_again(trials)
         lost = [own for own in trials if _lost(own) and own.number not in again]
         begun = [own for own in trials if own.state != TrialState.WAITING and own.number not in again]
@@ -186,14 +203,13 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """All that ended, by number."""
-        trials = self._study.get_trials(deepcopy=False)
+        trials = self._known()
         again = _made_again(trials)
         return [self._trial(own, again) for own in trials if own.state.is_finished()]
 
     def begun(self) -> list[Mapping[str, Any]]:
         """What was noted of every trial that began, also of those that go on or died."""
-        trials = self._study.get_trials(deepcopy=False)
-        return [own.user_attrs for own in trials if own.state != TrialState.WAITING]
+        return [own.user_attrs for own in self._known() if own.state != TrialState.WAITING]
 
     def best(self) -> list[Trial]:
         """The best trial, or the Pareto front of several scores, the best in the first score first; may be empty."""

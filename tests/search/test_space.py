@@ -34,6 +34,18 @@ SPACE = {"model.width": {"choices": [8, 16]}}
         ({"model.width": {"low": 8, "high": 9, "when": {"model.name": "convnet"}}}, "set", ["when", "a key above it"]),
         ({"model.name": {"choices": ["convnet"]}, "model.width": {"choices": [8], "when": {"model.name": "resnet"}}},
          "set", ["when.model.name", "be a choice of model.name (convnet)"]),
+        ({"model.name": {"choices": ["convnet"]}, "model.width": {"choices": [8], "when": {"model.name": ["convnet"]}}},
+         "set", ["when.model.name", "be a choice of model.name (convnet)", "['convnet']"]),
+        ({"model.width": {"low": 4, "high": 9.0}}, "set", ["model.width.high", "as low is, 4", "Write 9 for"]),
+        ({5: {"choices": [8]}}, "set", ["sweep.space", "dotted keys", "5"]),
+        ({"clients": {"choices": {"a": {"count": 3}}}}, "private", ["sweep.space.clients", "clients.count out"]),
+        ({"privacy": {"choices": {"a": {"noise_key": "00"}}}}, "public", ["privacy.noise_key out"]),
+        ({"privacy.clip_norm": {"choices": [1, 2]}, "privacy": {"choices": {"a": {"epsilon": 2}, "b": None}}}, "public",
+         ["sweep.space.privacy", "above the keys below it", "privacy.clip_norm"]),
+        ({"privacy": {"choices": {"a": {"epsilon": 2}, "b": None}}, "privacy.clip_norm": {"choices": [1, 2]}}, "public",
+         ["sweep.space.privacy.clip_norm", "`when` of privacy"]),
+        ({"privacy": {"choices": {"a": {"epsilon": 2}, "b": None}},
+          "privacy.clip_norm": {"choices": [1, 2], "when": {"privacy": "b"}}}, "public", ["`when` of privacy"]),
     ],
 )  # fmt: skip
 def test_a_space_that_makes_no_sense_is_refused(space, objective, words):
@@ -58,6 +70,25 @@ def test_values_that_no_run_could_have_are_refused(space, words):
         check_values(run, parse(space, "public"), {})
     for word in ["sweep.space.", *words]:
         assert word in str(error.value)
+
+
+def test_a_key_below_another_is_asked_for_where_that_is_something():
+    own = {"choices": [1, 2], "when": {"privacy": "a"}}
+    space = parse({"privacy": {"choices": {"a": {"epsilon": 2}, "b": None}}, "privacy.clip_norm": own}, "public")
+    assert options_of(RUN, space, {"privacy": "a", "privacy.clip_norm": 2}).privacy.clip_norm == 2
+    parse({"model": {"choices": {"a": {"name": "cnn_tiny"}}}, "model.width": {"choices": [8]}}, "set")
+
+
+def test_the_last_value_is_one_that_steps_reach():
+    space = parse(
+        {
+            "clients.learning_rate": {"low": 0.1, "high": 0.3, "step": 0.1},
+            "model.width": {"low": 8, "high": 30, "step": 8},
+        },
+        "set",
+    )
+    assert space["clients.learning_rate"].grid() == [0.1, 0.2, 0.3] and space["clients.learning_rate"].high == 0.3
+    assert space["model.width"].grid() == [8, 16, 24] and space["model.width"].high == 24
 
 
 def test_keys_are_asked_for_where_their_conditions_hold():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -181,6 +182,7 @@ def test_every_pruner_answers(url, pruner):
         ({"pruner": {"name": "medain"}}, ["sweep.pruner.name", "Did you mean `median`"]),
         ({"pruner": {"name": "percentile", "percentile": 200.0}}, ["sweep.pruner.percentile", "(0, 100)"]),
         ({"pruner": {"name": "halving", "reduction_factor": 1}}, ["sweep.pruner", "in range"]),
+        ({"pruner": {"name": "hyperband", "reduction_factor": 1}}, ["sweep.pruner.reduction_factor", ">= 2"]),
         (
             {"sampler": {"name": "grid"}, "space": {"clients.learning_rate": {"low": 0.1, "high": 1.0}}},
             ["sweep.space.clients.learning_rate", "a step for sampler grid"],
@@ -275,8 +277,29 @@ def test_workers_at_once_take_each_trial_once(url):
         one.start()
     for one in threads:
         one.join()
-    assert set(range(12)) <= set(made) and max(Counter(made).values()) == 1
-    assert len(made) <= 12 + 3, "at most one more for each other worker"
+    assert sorted(made) == list(range(12)) and len(first.trials()) == len(first.begun()) == 12
+
+
+def test_the_last_trial_is_made_once_though_several_workers_take_it(url, monkeypatch):
+    """All see that one is left before the first of them takes it."""
+    workers, made, told = [study(url, trials=1, first=number == 0) for number in range(3)], [], []
+    monkeypatch.setattr(
+        Study, "_left", lambda self, last=math.inf, own=Study._left: 1 if last == math.inf else own(self, last)
+    )
+
+    def act(running):
+        made.append(running.number)
+        return width(running)
+
+    for one in workers:
+        one._on_end = told.append
+        one._one_trial(act)
+    assert made == [0] and [one.number for one in told] == [0]
+    monkeypatch.undo()
+    assert [one.number for one in workers[0].trials()] == [0] and len(workers[0].begun()) == 1
+    more = study(url, trials=2)
+    more.work(act, told.append)
+    assert len(made) == 2 and len(more.trials()) == 2
 
 
 def test_workers_may_begin_at_once_on_a_database_that_is_new(url):
