@@ -119,7 +119,7 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     """Mean and spread over seeds, and what all runs together reveal."""
-    from dpfl_lightning.privacy.accountant import epsilon_text
+    from dpfl_lightning.privacy.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
     epsilons = [
@@ -127,9 +127,10 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     ]
     deltas = [max(c["delta"] for c in r["clients"]) for r in results]
     largest = results[epsilons.index(max(epsilons))]
+    delta = delta_text(math.fsum(deltas))
     together = (
         f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
-        f"sum, {epsilon_text(math.fsum(epsilons))} at delta {math.fsum(deltas):.1e} (basic composition of each run's "
+        f"sum, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
         f"largest). The run with the largest: {largest['guarantee']}"
     )
     return {

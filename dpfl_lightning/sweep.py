@@ -89,16 +89,28 @@ class Search:
         check_trials_with(self.options, sweep.trials_with)
         self._share = self._share_cores(workers)
         from dpfl_lightning.search.objectives import objective
+        from dpfl_lightning.search.storage import without_password
         from dpfl_lightning.search.study import Study
 
         self.objective = objective(sweep, self._in_trials({}))
         self._check_builds()
+        url = sweep.storage or self._own_storage()
         self.folder.mkdir(parents=True, exist_ok=True)
-        url = sweep.storage or f"sqlite:///{self.folder / 'study.db'}"
+        made = any((self.folder / "trials" / str(sweep.name)).glob("*"))  # asked first: another worker may begin now
         self.study = Study(sweep, self.dimensions, url, self._identity(), options.seed, first=not helping)
+        must = f"be the folder of study {sweep.name} in {without_password(url)}, which has no trial yet"
+        advice = "It has trials of another study: give another output_dir or sweep.name, or the storage that has them."
+        require(not made or bool(self.study.begun()), "output_dir", must, str(self.folder), advice)
         self._track()
 
     # -- before the first trial
+
+    def _own_storage(self) -> str:
+        """A file in the search's folder."""
+        plain = not set("?#%") & set(str(self.folder))
+        advice = "Give another folder, or sweep.storage."
+        require(plain, "output_dir", "have no ?, # or % in its name for a database in it", str(self.folder), advice)
+        return f"sqlite:///{self.folder / 'study.db'}"
 
     def _in_trials(self, found: Mapping[str, Any]) -> Options:
         """The run's options with what a trial drew, as trials have them."""
@@ -255,7 +267,7 @@ class Search:
             self.tracking.end(self.parent, front[0].scores, "\n".join(told), files)
         self._say_where_to_look()
         if final:
-            self._write("result.json", json.dumps({**result, "final": self._final(best)}, indent=2) + "\n")
+            self._write("result.json", json.dumps({**result, "final": self._final(best, cost)}, indent=2) + "\n")
         return 0
 
     def _write(self, name: str, text: str) -> Path:
@@ -268,16 +280,16 @@ class Search:
         if self.tracking is not None:
             print(f"  {self.tracking.how_to_open}", flush=True)
 
-    def _final(self, best: Options) -> dict[str, Any]:
+    def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
         """The best trial's run on the clients, by `fit`; one that was begun goes on, one that is finished is told."""
-        from dpfl_lightning.fit import fit, so_far
+        from dpfl_lightning.fit import fit
 
         folder = self.folder / "final"
         own = dataclasses.replace(best, output_dir=str(folder))
         if own.tracking is not None and self.parent is not None:
             tags = {**own.tracking.tags, "mlflow.parentRunId": self.parent}
             own = dataclasses.replace(own, tracking=dataclasses.replace(own.tracking, tags=tags))
-        begun, result = so_far(own)
+        begun, result = self._begun_final(own)
         print(f"\nThe best trial's run on the clients, in {folder}:", flush=True)
         result = fit(own, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
@@ -285,7 +297,32 @@ class Search:
         together = with_the_set(self.sweep.distilled, self.objective.card, own)
         if together:
             print(together)
-        return {**{name: result[name] for name in ("test_accuracy", "guarantee")}, "with_the_set": together}
+        added = None if cost is None else self._with_trials(own, cost, result)
+        if added:
+            print(added)
+        told = {name: result[name] for name in ("test_accuracy", "guarantee")}
+        return {**told, "with_the_set": together, "with_the_trials": added}
+
+    @staticmethod
+    def _begun_final(own: Options) -> tuple[bool, dict[str, Any] | None]:
+        from dpfl_lightning.fit import so_far
+
+        try:
+            return so_far(own)
+        except UserError as error:
+            folder = Path(str(own.output_dir))
+            advice = (
+                f"Move {folder} away (its ledger counts), or train the best by fit --config {folder.parent}/best.yaml"
+            )
+            raise UserError(f"{error} {folder} is the run of an earlier best trial. {advice}.") from None
+
+    def _with_trials(self, final: Options, cost: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+        from dpfl_lightning.search.report import with_trials_text
+
+        theirs = self._in_trials({})
+        if (theirs.data, theirs.seed, theirs.clients.count) == (final.data, final.seed, final.clients.count):
+            return with_trials_text(cost, result["clients"])
+        return "Trials had other clients (data, seed or clients.count differ): a record's epsilons of both add up."
 
 
 # ---- what clients have released in all

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -22,9 +23,10 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.distilled import DistilledSet
 from dpfl_lightning.federated.setup import build_population
 from dpfl_lightning.federated.threads import cores
+from dpfl_lightning.privacy.accountant import delta_text, epsilon_text
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.report import set_text, total_cost
+from dpfl_lightning.search.report import cost_text, set_text, total_cost
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.sweep import Search
 from dpfl_lightning.sweep import main as sweep
@@ -212,6 +214,60 @@ def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, cav
     for number in range(2):
         run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
         assert caveat in run["guarantee"]
+
+
+@pytest.mark.parametrize(
+    ("trials_with", "words"),
+    [({"privacy.epsilon": 0.5}, ""), ({"privacy.epsilon": 0.5, "data.records_per_client": 100}, "had other clients")],
+)
+def test_a_run_that_private_trials_chose_is_told_with_them(trials_with, words, write, tmp_path, capsys):
+    raw = changed(objective="private", training={}, trials=2, trials_with=trials_with)
+    assert sweep(write({**raw, "rounds": 1}, "--final")) == 0
+    said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
+    assert "A run on the same clients that follows adds its own." in said
+    final = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
+    together = max(a + b["epsilon_spent"] for a, b in zip(result["cost"]["epsilon"], final["clients"], strict=True))
+    added = result["final"]["with_the_trials"]
+    expected = words or f"at most epsilon {epsilon_text(together)} at delta {delta_text(3e-3)} "
+    assert expected in added and added in said and together > 16
+
+
+def test_deltas_are_rounded_up_and_the_headline_holds_for_every_client():
+    cost = {"epsilon": [2.0, 4.0], "delta": [2e-3, 2.4644e-5], "caveats": []}
+    words = cost_text(cost, 2)
+    assert "at most epsilon 4.0000 at delta 0.002 (client 1 " in words and "2.47e-05" in words
+
+
+def test_a_folder_with_trials_of_a_study_that_is_gone_is_refused(write, tmp_path, capsys):
+    raw = changed(objective="private", training={}, trials=1)
+    assert sweep(write({**raw, "rounds": 1})) == 0
+    (tmp_path / "out" / "study.db").unlink()
+    assert sweep(write({**raw, "rounds": 1})) == 2
+    said = capsys.readouterr()
+    assert "`output_dir` must be the folder of study mine" in said.err and said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["x?y", "x#y", "x%41"])
+def test_a_folder_that_no_address_can_name_is_refused(name, write, tmp_path, capsys):
+    assert sweep([*write(SMALL)[:2], "--output_dir", str(tmp_path / name)]) == 2
+    assert "`output_dir` must have no ?, # or %" in capsys.readouterr().err and not (tmp_path / name).exists()
+
+
+def test_a_grid_does_not_go_on_with_what_others_drew(write, capsys):
+    space = {"clients.learning_rate": {"choices": [0.1, 0.2, 0.4]}}
+    assert sweep(write(changed(space=space, trials=1))) == 0
+    assert sweep(write(changed(space=space, sampler={"name": "grid"}))) == 2
+    assert "`sweep.sampler.name` must not be grid in a study with 1 trials" in capsys.readouterr().err
+
+
+def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
+    assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
+    out = tmp_path / "out"
+    best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
+    assert Search._begun_final(best)[1]["test_accuracy"] is not None
+    other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
+    with pytest.raises(UserError, match=r"is the run of an earlier best trial\. Move .*final away .*best\.yaml"):
+        Search._begun_final(other)
 
 
 def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_path, capsys):

@@ -88,6 +88,18 @@ def epsilon_text(value: float, decimals: int = 4) -> str:
     return f"{rounded_up(value, decimals):.{decimals}f}".rstrip("0")
 
 
+def delta_text(value: float) -> str:
+    """How a delta is written: three digits, rounded up.
+
+    >>> delta_text(2.4644e-05), delta_text(1e-05), delta_text(0.0)
+    ('2.47e-05', '1e-05', '0')
+    """
+    if not value > 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(value)) - 2)
+    return f"{math.ceil(value / unit - 1e-9) * unit:.3g}"
+
+
 def finite_or_none(value: float) -> float | None:
     """For JSON, which has no infinity: None is "no bound"."""
     return value if math.isfinite(value) else None

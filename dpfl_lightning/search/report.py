@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dpfl_lightning.options import Options, departures
+from dpfl_lightning.privacy.accountant import delta_text, rounded_up
 from dpfl_lightning.privacy.accountant import epsilon_text as epsilon
-from dpfl_lightning.privacy.accountant import rounded_up
 from dpfl_lightning.search.trial import Trial
 from dpfl_lightning.tables import columns, duration
 from dpfl_lightning.yaml_text import dump
 
 _MOST_ROWS = 10
 _MOST_CLIENTS = 30
+_SPENT = {"epsilon": "epsilon_spent", "delta": "delta"}
 
 
 def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left: float) -> str:
@@ -94,15 +95,17 @@ def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
     """What the search cost its clients, in words and a table; the caveats stand beside the first epsilon."""
     numbers = [math.inf if one is None else one for one in cost["epsilon"]]
     most = numbers.index(max(numbers))
+    delta = delta_text(max(cost["delta"]))
     words = (
-        f"PRIVATE: {trials} trials on the clients' records, each a release of its own. Together they, and all that was "
+        f"PRIVATE: {trials} trials on the clients' records, each a release of its own. Together they, and what was "
         f"chosen by them, reveal of one record of a client at most epsilon {epsilon(numbers[most])} at delta "
-        f"{cost['delta'][most]:.3g} (client {most}, which has most; the whole budgets of all trials added up)."
+        f"{delta} (client {most} has the largest epsilon; the whole budgets of all trials added up). A run on the same "
+        "clients that follows adds its own."
     )
     words = " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
     if len(numbers) > _MOST_CLIENTS:
         return words
-    rows = [[client, epsilon(own), f"{cost['delta'][client]:.3g}"] for client, own in enumerate(numbers)]
+    rows = [[client, epsilon(own), delta_text(cost["delta"][client])] for client, own in enumerate(numbers)]
     return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
 
 
@@ -110,13 +113,34 @@ def set_text(card: Mapping[str, Any]) -> str:
     """What the distilled set cost, and what a final run adds to it."""
     spent, cost = card.get("epsilon_max"), "an epsilon without bound"
     if spent is not None and "delta_max" in card:
-        cost = f"at most epsilon {epsilon(spent)} at delta {card['delta_max']:g}"
+        cost = f"at most epsilon {epsilon(spent)} at delta {delta_text(card['delta_max'])}"
     words = (
         f"The set cost its clients {cost}; searching on it costs nothing more. A final run on the same clients adds "
         "its own epsilon and delta to that."
     )
     promise = card.get("guarantee")  # with its caveats
     return f"{words} The set's guarantee: {promise}" if promise else words
+
+
+def with_trials_text(cost: Mapping[str, Sequence[Any]], clients: Sequence[Mapping[str, Any]]) -> str:
+    """What private trials and the run that they chose reveal together, by addition.
+
+    Args:
+        cost: `total_cost` of the trials.
+        clients: of the run's result, the same ones.
+    """
+    added = total_cost(
+        [
+            {"cost": {key: cost[key] for key in ("epsilon", "delta")}},
+            {"cost": {key: [one[name] for one in clients] for key, name in _SPENT.items()}},
+        ]
+    )
+    assert added is not None  # for mypy: two cost something
+    most = max(math.inf if one is None else one for one in added["epsilon"])
+    return (
+        "With the trials that chose it: of one record of a client at most epsilon "
+        f"{epsilon(most)} at delta {delta_text(max(added['delta']))} (each client's, added up; the largest)."
+    )
 
 
 def best_yaml(options: Options, best: Trial, name: str, complete: int, words: str) -> str:

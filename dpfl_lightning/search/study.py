@@ -103,8 +103,17 @@ class Study:
         shared = self._study.user_attrs.get(_SEED, seed)
         self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, shared)
         self._study.pruner = pruner(sweep)
+        if sweep.sampler["name"] == "grid":
+            self._check_grid()
         self._wanted = min(sweep.trials, size_of_grid(dimensions)) if sweep.sampler["name"] == "grid" else sweep.trials
         self._on_end: Callable[[Trial], None] = lambda trial: None
+
+    def _check_grid(self) -> None:
+        """Refuse a grid after trials that are no points of it: it would be left before it is done."""
+        drawn = sum("grid_id" not in own.system_attrs for own in self._known())
+        advice = "Give the search another sweep.name, or go on with another sampler."
+        must = f"not be grid in a study with {drawn} trials that another sampler drew"
+        require(not drawn, "sweep.sampler.name", must, "grid", advice)
 
     # -- making trials
 
