@@ -50,7 +50,8 @@ def records(per_class: int, device: torch.device) -> tuple[Tensor, Tensor]:
 def ours(width: int, x: Tensor, y: Tensor) -> Step:
     """`[num_classes, p]`, as the default engine computes it where there is no privacy."""
     module = ClientModule(build(width)).to(x.device)
-    summed = quicker_without_clipping(clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0], module)
+    clipped_sum = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0]
+    summed = quicker_without_clipping(clipped_sum, module, SHAPE)
     names = matched_names({name: p.shape for name, p in module.named_trainable.items()}, "layerwise_cosine")
     keep_freed_memory()
 

@@ -15,6 +15,11 @@ _MOST_SCALE, _MOST_DEGREES, _CROP, _CUTOUT = 1.2, 15.0, 0.125, 0.5
 NUMBERS = 3  # uniform ones in [0, 1) that decide one augmentation of one image
 
 
+def _whole(u: Tensor, many: int) -> Tensor:
+    """Each number as one of 0 .. many - 1, all as often; one just below 1 in float64 may be 1 in another dtype."""
+    return (u * many).long().clamp_max(many - 1)
+
+
 def _flip(x: Tensor, u: Tensor) -> Tensor:
     return torch.where((u[:, 0] < 0.5).view(-1, 1, 1, 1), x.flip(3), x)
 
@@ -42,7 +47,7 @@ def _crop(x: Tensor, u: Tensor) -> Tensor:
     height, width = x.shape[2:]
     reach = [math.floor(_CROP * size + 0.5) for size in (height, width)]
     padded = F.pad(x, (reach[1], reach[1], reach[0], reach[0]))
-    first = [(u[:, axis] * (2 * far + 1)).long() for axis, far in enumerate(reach)]
+    first = [_whole(u[:, axis], 2 * far + 1) for axis, far in enumerate(reach)]
     rows = first[0][:, None] + torch.arange(height, device=x.device)
     columns = first[1][:, None] + torch.arange(width, device=x.device)
     image = torch.arange(len(x), device=x.device).view(-1, 1, 1)
@@ -54,7 +59,7 @@ def _cutout(x: Tensor, u: Tensor) -> Tensor:
     holes = []
     for axis, size in enumerate(x.shape[2:]):
         side = math.floor(_CUTOUT * size + 0.5)
-        first = (u[:, axis] * (size + 1 - side % 2)).long() - side // 2
+        first = _whole(u[:, axis], size + 1 - side % 2) - side // 2
         away = torch.arange(size, device=x.device) - first[:, None]
         holes.append((away >= 0) & (away < side))
     hole = holes[0][:, None, :, None] & holes[1][:, None, None, :]

@@ -17,6 +17,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.run_folder import write_atomically
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
+RATE_KEY = "strategies.distillation.image_learning_rate"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,8 +41,13 @@ class DistilledSet:
         return self.x, self.y
 
     def save(self, folder: str | Path) -> None:
-        """`distilled.pt` (tensors alone, for `torch.load(weights_only=True)`) and `distilled.json` (the card)."""
+        """`distilled.pt` (tensors alone, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
+
+        Raises:
+            UserError: an image is not finite.
+        """
         folder = Path(folder)
+        _require_finite(self.x, folder / TENSORS)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
         path = write_atomically(folder / TENSORS, lambda partial: torch.save(tensors, partial))
         card = {**self.card, "sha256": _digest(path)}
@@ -52,7 +58,7 @@ class DistilledSet:
         """The set of a run's folder, or of any other folder with the two files.
 
         Raises:
-            UserError: there is none, it is damaged, or card and images are not of one set.
+            UserError: there is none, it is damaged, card and images are not of one set, or an image is not finite.
         """
         path, card_path = Path(folder) / TENSORS, Path(folder) / CARD
         must = "be a folder with a distilled set"
@@ -73,6 +79,7 @@ class DistilledSet:
         ) as error:
             raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
         require(fits == _digest(path), str(card_path), f"be the card of the {TENSORS} beside it", "that of another set")
+        _require_finite(x, path)
         return cls(x, y, card)
 
     def grid(self, most: int = 10) -> Tensor | None:
@@ -92,6 +99,12 @@ class DistilledSet:
             blank = framed.new_ones(width - len(framed), *framed.shape[1:])
             lines.append(torch.cat([*framed, *blank], dim=2))
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
+
+
+def _require_finite(x: Tensor, path: Path) -> None:
+    broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
+    advice = f"A smaller {RATE_KEY} keeps images finite."
+    require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not", advice)
 
 
 def _digest(path: Path) -> str:

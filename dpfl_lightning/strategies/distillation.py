@@ -173,7 +173,8 @@ class Distillation(ServerCallback):
         self._set: SyntheticSet | None = None
         self._age = 0  # rounds of the net since it was initialised
         self._taken: list[int] = []  # rounds that each client has taken part in
-        self._target_noise_std = self._expected_records = 0.0  # of the round
+        self._target_noise_std = self._records_of_sum = 0.0  # of the round
+        self._drawn: Tensor | None = None  # of each class in the round, where weights hide it: `[num_classes]`
         self._told: dict[str, float] = {}
 
     # -- the plan
@@ -181,12 +182,15 @@ class Distillation(ServerCallback):
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._check_population(view)
         view.new_model(view.seed)  # refused now, not when the first round is over
-        self._private = any(map(_is_noised, schedule.clients))
+        bare = sum(not _is_noised(own) for own in schedule.clients)
+        self._private = bare < len(schedule.clients)
         self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
-        if not self._private:
+        if bare:
+            whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
             warnings.warn(
-                "strategy distillation: gradients of single classes go out without noise: whoever sees them can "
-                "reconstruct records, more easily than from a usual update. Set privacy.epsilon for more than a study.",
+                f"strategy distillation: gradients of single classes go out without noise{whose}: whoever sees them "
+                "can reconstruct records, more easily than from a usual update. Set privacy.epsilon for more than a "
+                "study.",
                 UserNotice,
                 stacklevel=2,
             )
@@ -324,7 +328,7 @@ class Distillation(ServerCallback):
     # -- the target
 
     def sees(self, plan: RoundPlan, view: View) -> bool:
-        return self._reads_single_updates
+        return self._reads_single_updates or (not self._private and self.role != "base")
 
     @property
     def _reads_single_updates(self) -> bool:
@@ -345,20 +349,25 @@ class Distillation(ServerCallback):
         divisors, noise_std = (
             torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates), updates.noise_std)
         )
-        self._expected_records = float(divisors.sum())
+        own = self._reads_single_updates  # which are then summed up here
+        self._records_of_sum = float(divisors.sum()) if own else _records_of_sum(weights[0].double().cpu(), divisors)
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
+        if not self._private and self.role != "base":
+            counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weighs means of what was drawn
+            self._drawn = torch.einsum("cg,c->g", counts, divisors * (weights[0].cpu() > 0)).round()
         if not self._reads_single_updates:
             return None
         weigh, deltas = weights[0].to(updates.released), updates.released
         if self._private:
             return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
-        numbers = deltas[..., -_COUNTS:] * divisors.to(deltas)[:, None, None]  # [C, num_classes, 2]
+        counted = divisors.to(deltas) * (weigh > 0)
+        numbers = deltas[..., -_COUNTS:] * counted[:, None, None]  # [C, num_classes, 2]
         drawn, held = numbers.round().unbind(dim=2)
         means = deltas[..., :-_COUNTS] * (divisors.to(deltas)[:, None] / drawn.clamp_min(1.0))[..., None]
         shares = weigh[:, None] * (held if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
         total = drawn.sum(dim=0)[:, None]
         sums = torch.cat([self._of_holders(means, shares) * total, numbers.sum(dim=0)], dim=1)
-        return (sums / self._expected_records)[None]
+        return (sums / self._records_of_sum)[None]
 
     def _of_holders(self, blocks: Tensor, shares: Tensor) -> Tensor:
         if self._switches["aggregation"] == "median":
@@ -371,7 +380,8 @@ class Distillation(ServerCallback):
         if self._private:
             return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
         records = combined[:, -_COUNTS]
-        present = (records * self._expected_records).round() >= self._switches["min_records_per_target"]
+        drawn = (records * self._records_of_sum).round() if self._drawn is None else self._drawn.to(records)
+        present = drawn >= self._switches["min_records_per_target"]
         return combined[:, :-_COUNTS] / records.clamp_min(torch.finfo(records.dtype).tiny)[:, None], present
 
     # -- the server's own work
@@ -403,13 +413,28 @@ class Distillation(ServerCallback):
     def _move_images(
         self, params: Mapping[str, Tensor], target: Mapping[str, Tensor], present: Tensor, view: View
     ) -> Tensor:
-        """Some steps towards one target; the distances before them, `[num_classes]`."""
+        """Some steps towards one target; the distances before them, `[num_classes]`.
+
+        A step to images that are not finite is not taken, nor one after it, which would be the same.
+        """
         matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
         noise_aware = self._switches["row_weights"] == "noise_aware"
         rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
-        self._set, before = matching.step(self._synthetic(view), params, target, present, rows)
+        moved, before = matching.step(self._synthetic(view), params, target, present, rows)
         for _ in range(self._switches["image_steps"] - 1):
-            self._set, _ = matching.step(self._set, params, target, present, rows)
+            if not moved.is_finite:
+                break
+            self._set = moved
+            moved, _ = matching.step(moved, params, target, present, rows)
+        if moved.is_finite:
+            self._set = moved
+        else:
+            warnings.warn(
+                f"strategy distillation: in round {view.round} images would have moved to numbers that are not finite, "
+                f"and stayed where they were. Set a smaller {KEY}.image_learning_rate.",
+                UserNotice,
+                stacklevel=2,
+            )
         return before
 
     def _new_net(self, view: View) -> Tensor:
@@ -474,6 +499,8 @@ class Distillation(ServerCallback):
         image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are no images."
         must = "be none for these data"
         require(image or own["augmentation"] == "none", f"{KEY}.augmentation", must, own["augmentation"], advice)
+        must = "be cos or mse for a net without trainable parameters of two or more dimensions"
+        require(bool(matched_names(_shapes(view), own["matching"])), f"{KEY}.matching", must, own["matching"])
         must = "be empty: a net that the server trains by itself has no clients' own parameters"
         require(not view.module.personal, "personal", must, view.module.personal)
         size = participants(facts.num_clients, own["participation_fraction"])
@@ -485,6 +512,13 @@ class Distillation(ServerCallback):
 def _divisors(updates: ClientUpdates) -> list[float]:
     """What each client divided its sums by."""
     return [own.expected_batch_size for own in updates.mechanism_of]
+
+
+def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
+    """What turns a weighted sum of numbers that were divided by `divisors` `[C]` into a number of records: the sum of
+    the divisors of those that count, if weights are as the divisors; else less, so that no record is counted twice."""
+    counts = weights > 0
+    return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
 
 
 def _is_noised(own: ClientSchedule) -> bool:

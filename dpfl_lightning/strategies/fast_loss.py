@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,32 +15,79 @@ from dpfl_lightning.strategies import direct_convolution
 from dpfl_lightning.strategies.direct_convolution import DirectConvolution
 from dpfl_lightning.strategies.fused_planes import FusedPlanes
 
+_ALIKE = 1e-3  # relative: rounding in float32 is far below, another net far above
+
 
 class FastLoss:
     """`module.sample_loss`, which several threads may call at a time, with faster layers if it is on a CPU.
 
     In the sequential parts of its net a convolution is a `DirectConvolution`, and an instance norm, a ReLU and a 2x2
     mean pooling in a row are `FusedPlanes`. The same numbers up to rounding, and the same names of parameters.
-    Derivatives of third order are refused where planes are fused.
+    Derivatives of third order are refused where planes are fused. A net that computes something else with such layers,
+    for it slices its sequential parts or hooks a layer of them, keeps its own.
 
     Args:
         module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
         second_order: whether slopes of gradients are wanted, for which convolutions are replaced; it does not speed up
             plain gradients.
+        input_shape: of one record, on random ones of which the two nets are compared.
     """
 
-    def __init__(self, module: ClientModule, second_order: bool = True) -> None:
+    def __init__(self, module: ClientModule, input_shape: Sequence[int], second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
+        replaced = False
         for part in _sequential(self.module.net):
             for at, layers in _faster(part, second_order).items():
+                replaced = True
                 for place, layer in enumerate(layers, start=at):
                     part[place] = layer
+        if replaced and not _alike(self.module, module, input_shape):
+            self.module = copy.deepcopy(module)
         self._own = threading.local()
 
     def __call__(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
         if not hasattr(self._own, "module"):
             self._own.module = copy.deepcopy(self.module)
         return self._own.module.sample_loss(params, x, y)
+
+
+def _alike(fast: ClientModule, plain: ClientModule, input_shape: Sequence[int]) -> bool:
+    """Whether losses of random records and their gradients are the same up to rounding.
+
+    Labels are classes or real numbers: a loss may take either, and one that takes both is held to both.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, *input_shape, generator=generator).to(plain.flat)
+    real = torch.randn(2, generator=generator).to(plain.flat)
+    own = copy.deepcopy(plain)  # what a forward pass leaves in a net is not left in the caller's
+    compared = 0
+    for y in (torch.zeros(2, dtype=torch.long), real):
+        try:
+            expected = _losses_and_slope(own, x, y)
+        except Exception:  # a user's loss may raise anything for labels that are not its own
+            continue
+        try:
+            found = _losses_and_slope(fast, x, y)
+        except Exception:
+            return False
+        if not all(_close(*pair) for pair in zip(found, expected, strict=True)):
+            return False
+        compared += 1
+    return compared > 0
+
+
+def _losses_and_slope(module: ClientModule, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """`[B]`, and the gradient of their sum `[P]`; dropout falls alike each time."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(0)
+        theta = module.flat.requires_grad_()
+        losses = module.sample_loss(module.unflatten(theta), x, y)
+        return losses.detach(), torch.autograd.grad(losses.sum(), theta)[0]
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    """By their lengths: single numbers may be nothing but rounding, as the slope of a bias before a norm is."""
+    return found.shape == expected.shape and bool((found - expected).norm() <= _ALIKE * expected.norm())
 
 
 def _sequential(net: nn.Module) -> list[nn.Sequential]:

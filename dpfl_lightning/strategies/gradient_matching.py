@@ -243,6 +243,10 @@ class SyntheticSet:
         labels = torch.arange(len(self.images), device=self.images.device)
         return self.images.flatten(0, 1), labels.repeat_interleave(self.images.shape[1])
 
+    @property
+    def is_finite(self) -> bool:
+        return bool(self.images.isfinite().all()) and bool(self.velocity.isfinite().all())
+
     def moved(self, rows: Tensor, slope: Tensor, learning_rate: float, momentum: float) -> SyntheticSet:
         """One step of gradient descent with momentum of the classes at `rows`; the others and their momentum stay.
 
@@ -301,7 +305,7 @@ class Matching:
         """
         chosen = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
-            return cls(FastLoss(module), *chosen, at_once=1, threads=True)
+            return cls(FastLoss(module, input_shape), *chosen, at_once=1, threads=True)
         params = module.unflatten(module.flat)
         gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
         return cls(module.sample_loss, *chosen, gradients=gradients)

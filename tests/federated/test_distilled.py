@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+
 import pytest
 import torch
 
@@ -34,6 +37,20 @@ def test_damage_is_one_sentence(content, tmp_path):
     else:
         torch.save(content, tmp_path / TENSORS)
     with pytest.raises(UserError, match=r"distilled\.(pt|json)` must be"):
+        DistilledSet.load(tmp_path)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_images_that_are_not_finite_are_neither_written_nor_read(number, tmp_path):
+    broken = a_set()
+    broken.x[3, 0, 1, 1] = number
+    with pytest.raises(UserError, match=r"distilled\.pt` must hold finite images, got '1 of 6 .*image_learning_rate"):
+        broken.save(tmp_path)
+    assert not any(tmp_path.iterdir())
+    torch.save({"x": broken.x, "y": broken.y}, tmp_path / TENSORS)
+    digest = hashlib.sha256((tmp_path / TENSORS).read_bytes()).hexdigest()
+    (tmp_path / CARD).write_text(json.dumps({"sha256": digest}))
+    with pytest.raises(UserError, match=r"distilled\.pt` must hold finite images, got '1 of 6 .*image_learning_rate"):
         DistilledSet.load(tmp_path)
 
 

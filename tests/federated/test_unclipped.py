@@ -36,7 +36,7 @@ def a_module(**convnet) -> ClientModule:
 
 def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
     inner = Watched(module.net, module.sample_loss, chunk)
-    return UnclippedSum(inner, FastLoss(module, second_order=False)), inner
+    return UnclippedSum(inner, FastLoss(module, (1, 12, 12), second_order=False)), inner
 
 
 def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:

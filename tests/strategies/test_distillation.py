@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
+
 import pytest
 import reference
 import torch
@@ -31,7 +34,8 @@ from dpfl_lightning import strategies
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.augmentation import ClassAugmentation
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.strategies.distillation import Distillation, mean_of_holders
 from dpfl_lightning.strategies.distillation_options import loops
@@ -184,6 +188,56 @@ def test_where_every_class_is_left_out_the_images_stay(make_loop):
     assert torch.equal(images_of(own), noise) and not own.state_dict()["velocity"].any()
     assert [told["classes_left_out"] for told in spy._told] == [3.0] * 2
     assert loop.state.models.isfinite().all()
+
+
+@NOTICE
+def test_a_target_has_as_many_records_as_were_drawn_however_clients_weigh(make_loop):
+    few, many = [1, 1, 0], [0, 10, 30]
+
+    def left_out(least, others=(), **options):
+        spy = Spy()
+        clients = {"population": digits([few, many]), "others": [*others, spy], "rounds": 1}
+        distilled(make_loop, **clients, min_records_per_target=least, **options)
+        return [told["classes_left_out"] for told in spy._told]
+
+    for least, expected in ((1, 0.0), (2, 1.0), (11, 1.0), (12, 2.0), (30, 2.0), (31, 3.0)):
+        assert left_out(least) == [expected]
+        assert left_out(least, [Uniform()], aggregation="by_base_rule") == [expected]
+
+
+class Masked(ServerCallback):
+    """Only the second client counts."""
+
+    role = "correction"
+
+    def weigh(self, updates, view):
+        return torch.tensor([0.0, 1.0], dtype=torch.float64)
+
+
+@NOTICE
+@pytest.mark.parametrize("aggregation", ["sampled", "uniform", "median"])
+def test_records_of_clients_that_do_not_count_are_not_counted(aggregation, make_loop):
+    for least, expected in ((2, 1.0), (3, 2.0), (9, 3.0)):
+        spy = Spy()
+        clients = {"population": digits([[9, 9, 9], [0, 2, 8]]), "others": [Masked(), spy], "rounds": 1}
+        distilled(make_loop, **clients, min_records_per_target=least, aggregation=aggregation)
+        assert [told["classes_left_out"] for told in spy._told] == [expected]
+
+
+@NOTICE
+def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop, tmp_path):
+    def images(rate, steps=1):
+        found = distilled(make_loop, rounds=1, image_learning_rate=rate, image_steps=steps)[1].state_dict()
+        return found["images"], found["velocity"]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserNotice)
+        warnings.filterwarnings("ignore", "strategy distillation: gradients of single classes")
+        once = images(1e37)
+    with pytest.warns(UserNotice, match=r"round 1 .* not finite.*a smaller .*image_learning_rate") as seen:
+        more = images(1e37, steps=5)
+    assert len([one for one in seen if "finite" in str(one.message)]) == 1
+    assert all(one.isfinite().all() and torch.equal(one, other) for one, other in zip(more, once, strict=True))
 
 
 @NOTICE
@@ -361,6 +415,12 @@ def test_populations_that_do_not_fit_are_refused(make_loop):
         planned(module=own(small_net()), min_participants=1)
     with pytest.raises(UserError, match="`new_net` must be a function, got None"):
         planned(min_participants=1, more={"new_net": None})
+    flat = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False)))
+    for net_update in ("synthetic", "aggregate"):
+        with pytest.raises(UserError, match=r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"):
+            planned(module=flat, min_participants=1, net_update=net_update)
+    fits = {"new_net": lambda seed: copy.deepcopy(flat.net)}
+    planned(module=flat, min_participants=1, matching="cos", more=fits)
     pairs = [(torch.randn(20, 6), torch.randn(20)) for _ in range(4)]
     with pytest.raises(UserError, match="must have records of classes, got '1 class'"):
         planned(Population.from_datasets(pairs), ClientModule(nn.Linear(6, 1)), min_participants=1)

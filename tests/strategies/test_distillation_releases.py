@@ -263,6 +263,12 @@ def test_a_run_without_noise_warns_and_has_no_guarantee(make_loop):
     assert all(math.isinf(promise.epsilon) for promise in loop.budgets.guarantees())
 
 
+def test_clients_without_noise_beside_others_are_warned_of(make_loop):
+    words = r"gradients of single classes go out without noise from 1 of 4 clients: whoever sees them can reconstruct"
+    with pytest.warns(UserNotice, match=words):
+        distilled(make_loop, privacy=private([8.0, 8.0, 8.0, math.inf]), rounds=1)
+
+
 # --- what gradients give away
 
 
