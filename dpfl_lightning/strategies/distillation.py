@@ -515,8 +515,10 @@ def _divisors(updates: ClientUpdates) -> list[float]:
 
 
 def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
-    """What turns a weighted sum of numbers that were divided by `divisors` `[C]` into a number of records: the sum of
-    the divisors of those that count, if weights are as the divisors; else less, so that no record is counted twice."""
+    """What makes records of a weighted sum of numbers that were divided by `divisors` `[C]`.
+
+    The sum of the divisors of those that count, if weights are as the divisors; else less: none is counted twice.
+    """
     counts = weights > 0
     return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
 

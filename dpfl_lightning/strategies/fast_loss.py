@@ -28,9 +28,9 @@ class FastLoss:
 
     Args:
         module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
+        input_shape: of one record, on random ones of which the two nets are compared.
         second_order: whether slopes of gradients are wanted, for which convolutions are replaced; it does not speed up
             plain gradients.
-        input_shape: of one record, on random ones of which the two nets are compared.
     """
 
     def __init__(self, module: ClientModule, input_shape: Sequence[int], second_order: bool = True) -> None:
