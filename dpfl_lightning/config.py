@@ -250,7 +250,9 @@ class _Source:
 
     def _put_below(self, owner: str, rest: str, value: Any, origin: str) -> None:
         """Set an option inside the mapping that `owner` holds, given or by default."""
-        current = self._values.get(owner, all_keys()[owner].default)
+        # strategies that are named stand in place of the default one, as in a file; a run without a base rule gets one
+        default = {} if owner == "strategies" else all_keys()[owner].default
+        current = self._values.get(owner, default)
         options = copy.deepcopy(current) if isinstance(current, dict) else {}
         if rest in ("name", "class_path") and options.get(rest) != value:
             # Options of the old choice do not fit the new one; those set beside the new name do.

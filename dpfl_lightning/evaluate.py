@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,23 +16,28 @@ from dpfl_lightning.options import Options
 def main(argv: Sequence[str] | None = None) -> int:
     options, flags = load(
         argv,
-        lambda parser: parser.add_argument("run", metavar="RUN", help="folder of a finished run"),
+        _flags,
         prog="python -m dpfl_lightning.evaluate",
-        description="Evaluate a finished run; --data.* keys choose other data of the same shape.",
+        description="Evaluate a finished run. --data.* keys choose other data of the same shape; what is left out is "
+        "the run's own, whatever the default.",
         config_of=lambda flags: options_file(flags.run, "RUN"),
         takes=["data"],
     )
     report = evaluate_run(options, Path(flags.run))
     accuracy = report["test_accuracy"]
-    print(
-        f"test accuracy {accuracy:.2%}" if accuracy is not None else "regression",
-        f"test loss {report['test_loss']:.4f}",
-    )
+    scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
+    print(f"{scored}, test loss {report['test_loss']:.4f}")
     for row in report["clients"]:
         told = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
         print(f"  client {row['client']:>3}  accuracy {told}")
-    print(json.dumps(report))
+    if flags.json:
+        print(json.dumps(report))
     return 0
+
+
+def _flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
 
 
 def evaluate_run(options: Options, run: Path) -> dict:

@@ -55,7 +55,7 @@ def test_conf_runs(path, small_fashion, tmp_path, capsys):
     result = json.loads((tmp_path / "run" / "result.json").read_text())
     assert result["rounds"] == 1 and 0 <= result["test_accuracy"] <= 1
     capsys.readouterr()
-    assert evaluate([str(tmp_path / "run")]) == 0
+    assert evaluate([str(tmp_path / "run"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert report["test_accuracy"] == pytest.approx(result["test_accuracy"])
     assert [c["accuracy"] for c in report["clients"]] == pytest.approx([c["accuracy"] for c in result["clients"]])

@@ -111,7 +111,7 @@ def test_a_key_below_a_null_section_brings_it_back(tmp_path: Path) -> None:
 
 def test_options_of_names() -> None:
     options = options_of("--strategies.fedprox.pull", "0.1", "--model.width", "3", "--data.partition.a.b", "[1]")
-    assert options.strategies == {"size_weighted": {}, "fedprox": {"pull": 0.1}}
+    assert options.strategies == {"fedprox": {"pull": 0.1}}, "in place of the default, as in a file"
     assert options.model == {"name": "cnn_small", "width": 3}
     assert options.data.partition == {"name": "iid", "a": {"b": [1]}}
 

@@ -128,6 +128,8 @@ def test_a_run_with_groups_is_scored_on_what_each_client_sees(tmp_path, capsys):
     assert accuracies[0] < 0.4 < 0.6 < min(accuracies[1:])  # one model cannot serve two namings of the classes
     capsys.readouterr()
     assert evaluate([run]) == 0
+    assert capsys.readouterr().out.startswith("test accuracy ")
+    assert evaluate([run, "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [client["accuracy"] for client in again["clients"]] == pytest.approx(accuracies)
     assert fit(["--resume", run, "--data.groups.sizes", "[2, 3]"]) == 2
