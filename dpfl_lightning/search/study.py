@@ -110,7 +110,7 @@ class Study:
 
     def _check_grid(self) -> None:
         """Refuse a grid after trials that are no points of it: it would be left before it is done."""
-        drawn = sum("grid_id" not in own.system_attrs for own in self._known())
+        drawn = sum(bool(own.params) and "grid_id" not in own.system_attrs for own in self._known())
         advice = "Give the search another sweep.name, or go on with another sampler."
         must = f"not be grid in a study with {drawn} trials that another sampler drew"
         require(not drawn, "sweep.sampler.name", must, "grid", advice)
