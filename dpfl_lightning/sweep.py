@@ -295,11 +295,9 @@ class Search:
         if result["test_accuracy"] is not None:
             print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
         together = with_the_set(self.sweep.distilled, self.objective.card, own)
-        if together:
-            print(together)
         added = None if cost is None else self._with_trials(own, cost, result)
-        if added:
-            print(added)
+        for words in filter(None, (together, added)):
+            print(words)
         told = {name: result[name] for name in ("test_accuracy", "guarantee")}
         return {**told, "with_the_set": together, "with_the_trials": added}
 

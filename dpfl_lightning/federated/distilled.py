@@ -17,7 +17,6 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.run_folder import write_atomically
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
-RATE_KEY = "strategies.distillation.image_learning_rate"
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +102,7 @@ class DistilledSet:
 
 def _require_finite(x: Tensor, path: Path) -> None:
     broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
-    advice = f"A smaller {RATE_KEY} keeps images finite."
+    advice = "A smaller strategies.distillation.image_learning_rate keeps images finite."
     require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not", advice)
 
 

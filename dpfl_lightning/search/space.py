@@ -267,9 +267,8 @@ def _check_order(key: str, own: Mapping[str, Any], above: Mapping[str, Dimension
     where = f"sweep.space.{key}"
     require(not later, where, "stand above the keys below it, which it would replace", own, f"Put it before {later}.")
     for other, parent in above.items():
-        values = dict(parent.choices or {})
-        asked = own.get("when", {}).get(other)
-        if not key.startswith(f"{other}.") or None not in values.values() or values.get(asked) is not None:
-            continue
-        must = f"have a `when` of {other} in which that is not null, which a key below it would end"
-        require(False, where, must, own.get("when"))
+        values = parent.choices or {}
+        if key.startswith(f"{other}.") and None in values.values():
+            asked = own.get("when", {}).get(other)
+            must = f"have a `when` of {other} in which that is not null, which a key below it would end"
+            require(values.get(asked) is not None, where, must, own.get("when"))

@@ -13,23 +13,25 @@ from dpfl_lightning.options import ClientOptions
 from dpfl_lightning.strategies.distillation import Distillation
 
 
+def a_loop(make_loop, batch_size=12, strategy=SMALL, **options):
+    """A private run of four equal clients, not begun."""
+    return make_loop(
+        population=digits(EQUAL),
+        module=a_net(),
+        new_net=new_net,
+        callbacks=[Distillation(**strategy)],
+        clients=ClientOptions(count=4, batch_size=batch_size),
+        **{"privacy": private(), **options},
+    )
+
+
 @pytest.mark.parametrize("privacy", [None, private()], ids=["plain", "private"])
 @NOTICE
 def test_resumed_equals_unbroken(privacy, make_loop):
     options = {"reinit_every": 3, "augmentation": "dsa", "participation_fraction": 0.5, **SMALL}
 
     def run(**more):
-        return make_loop(
-            population=digits(EQUAL),
-            module=a_net(),
-            new_net=new_net,
-            callbacks=[Distillation(**options)],
-            privacy=privacy,
-            rounds=6,
-            clients=ClientOptions(count=4, batch_size=12),
-            evaluate_every=6,
-            **(more or {}),
-        )
+        return a_loop(make_loop, privacy=privacy, rounds=6, evaluate_every=6, strategy=options, **more)
 
     unbroken = run()
     unbroken.run()
@@ -57,16 +59,7 @@ def test_a_run_leaves_its_set_and_says_how_it_was_made(make_loop):
 
 
 def test_batches_are_those_of_what_is_released(make_loop):
-    loop = make_loop(
-        population=digits(EQUAL),
-        module=a_net(),
-        new_net=new_net,
-        callbacks=[Distillation(**SMALL)],
-        privacy=private(),
-        rounds=1,
-        clients=ClientOptions(count=4, batch_size=3),
-    )
-    for client in loop.run().clients:
+    for client in a_loop(make_loop, batch_size=3, rounds=1).run().clients:
         assert client["batch_size"] == client["num_records"] > 3
 
 
@@ -78,14 +71,7 @@ def test_a_set_made_without_noise_has_no_epsilon(make_loop):
 
 
 def test_an_unfinished_run_leaves_no_set(make_loop):
-    loop = make_loop(
-        population=digits(EQUAL),
-        module=a_net(),
-        new_net=new_net,
-        callbacks=[Distillation(**SMALL)],
-        privacy=private(),
-        clients=ClientOptions(count=4, batch_size=12),
-    )
+    loop = a_loop(make_loop)
     cut_at(loop, 2)
     with pytest.raises(PowerCut):
         loop.run()
