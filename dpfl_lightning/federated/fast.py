@@ -75,7 +75,7 @@ class FastEngine(SerialEngine):
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
         self.description = reason.removeprefix("fast: ")
-        return quicker_without_clipping(clipped_sum, self.module, self.population.x.shape[1:])
+        return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
 
     def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])

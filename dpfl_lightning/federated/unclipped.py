@@ -96,11 +96,11 @@ class UnclippedSum:
         return self._clipped.enter(x)
 
 
-def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, input_shape: Sequence[int]) -> ClippedSum:
+def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Tensor, y: Tensor) -> ClippedSum:
     """The same sum, as an `UnclippedSum` where that is possible: on a CPU, for a net whose records do not mix."""
     if module.device.type != "cpu" or not isinstance(clipped_sum, FastClippedSum):
         return clipped_sum
-    return UnclippedSum(clipped_sum, FastLoss(module, input_shape, second_order=False))
+    return UnclippedSum(clipped_sum, FastLoss(module, x, y, second_order=False))
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:

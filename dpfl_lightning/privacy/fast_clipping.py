@@ -357,7 +357,7 @@ def _reference_answers(
     """
 
     def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
-        loss, example = _in(dtype, net, sample_loss), _random_example(net, x, y, dtype)
+        loss, example = _in(dtype, net, sample_loss), random_example(net, x, y, dtype)
         return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
 
     try:
@@ -373,7 +373,7 @@ def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLo
     return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
 
 
-def _random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
+def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
     """Parameters moved off zeros and symmetries, and three random records, on the net's device."""
     gen = torch.Generator().manual_seed(0)
     device = next(net.parameters()).device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.privacy.clipping import Params
+from dpfl_lightning.privacy.fast_clipping import random_example
 from dpfl_lightning.strategies import direct_convolution
 from dpfl_lightning.strategies.direct_convolution import DirectConvolution
 from dpfl_lightning.strategies.fused_planes import FusedPlanes
@@ -28,12 +28,13 @@ class FastLoss:
 
     Args:
         module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
-        input_shape: of one record, on random ones of which the two nets are compared.
+        x, y: records and labels `[B, ...]`, B >= 0; only shape and dtype are read, for random ones on which the two
+            nets are compared.
         second_order: whether slopes of gradients are wanted, for which convolutions are replaced; it does not speed up
             plain gradients.
     """
 
-    def __init__(self, module: ClientModule, input_shape: Sequence[int], second_order: bool = True) -> None:
+    def __init__(self, module: ClientModule, x: Tensor, y: Tensor, second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
         for part in _sequential(self.module.net):
@@ -41,7 +42,7 @@ class FastLoss:
                 replaced = True
                 for place, layer in enumerate(layers, start=at):
                     part[place] = layer
-        if replaced and not _alike(self.module, module, input_shape):
+        if replaced and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._own = threading.local()
 
@@ -51,29 +52,16 @@ class FastLoss:
         return self._own.module.sample_loss(params, x, y)
 
 
-def _alike(fast: ClientModule, plain: ClientModule, input_shape: Sequence[int]) -> bool:
-    """Whether losses of random records and their gradients are the same up to rounding.
-
-    Labels are classes or real numbers: a loss may take either, and one that takes both is held to both.
-    """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, *input_shape, generator=generator).to(plain.flat)
-    real = torch.randn(2, generator=generator).to(plain.flat)
-    own = copy.deepcopy(plain)  # what a forward pass leaves in a net is not left in the caller's
-    compared = 0
-    for y in (torch.zeros(2, dtype=torch.long), real):
-        try:
-            expected = _losses_and_slope(own, x, y)
-        except Exception:  # a user's loss may raise anything for labels that are not its own
-            continue
-        try:
-            found = _losses_and_slope(fast, x, y)
-        except Exception:
-            return False
-        if not all(_close(*pair) for pair in zip(found, expected, strict=True)):
-            return False
-        compared += 1
-    return compared > 0
+def _alike(fast: ClientModule, plain: ClientModule, x: Tensor, y: Tensor) -> bool:
+    """Whether losses of random records and their gradients are the same up to rounding."""
+    _, x, y = random_example(plain.net, x, y, plain.flat.dtype)
+    plain = copy.deepcopy(plain)  # what a forward pass leaves in a net is not left in the caller's
+    expected = _losses_and_slope(plain, x, y)
+    try:
+        found = _losses_and_slope(fast, x, y)
+    except Exception:  # a user's forward may raise anything when a layer is not the one it knows
+        return False
+    return all(_close(*pair) for pair in zip(found, expected, strict=True))
 
 
 def _losses_and_slope(module: ClientModule, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

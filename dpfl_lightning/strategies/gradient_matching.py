@@ -305,7 +305,8 @@ class Matching:
         """
         chosen = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
-            return cls(FastLoss(module, input_shape), *chosen, at_once=1, threads=True)
+            like = torch.empty(0, *input_shape), torch.empty(0, dtype=torch.long)
+            return cls(FastLoss(module, *like), *chosen, at_once=1, threads=True)
         params = module.unflatten(module.flat)
         gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
         return cls(module.sample_loss, *chosen, gradients=gradients)

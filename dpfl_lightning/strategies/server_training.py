@@ -74,7 +74,7 @@ def trained_on(module: ClientModule, start: Tensor, records: tuple[Tensor, Tenso
     theta = start.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
-    sample_loss = FastLoss(module, x.shape[1:], second_order=False)
+    sample_loss = FastLoss(module, x[:0], y[:0], second_order=False)
     with _seeded(seed, x.device), torch.enable_grad():
         for epoch in range(how.epochs):
             if how.decayed and epoch == (how.epochs + 1) // 2:

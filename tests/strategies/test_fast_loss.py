@@ -14,6 +14,11 @@ from dpfl_lightning.strategies.fast_loss import FastLoss
 from dpfl_lightning.strategies.gradient_matching import Matching, class_by_class, fastest_class_gradients
 
 
+def like(shape, labels=torch.long):
+    """No records of that shape, and no labels of that type."""
+    return torch.empty(0, *shape), torch.empty(0, dtype=labels)
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("at_once", ["vmap", "loop"])
 @pytest.mark.parametrize("distance", ["layerwise_cosine", "mse"])  # mse reads the norms' parameters, too
@@ -24,7 +29,7 @@ def test_matching_moves_images_as_without_fusion(depth, at_once, distance):
     names = tuple(params)
     images, classes = torch.randn(3, 2, *shape, generator=generator, dtype=torch.float64), torch.arange(3)
     target = {name: torch.randn(3, *params[name].shape, generator=generator, dtype=torch.float64) for name in names}
-    fused = FastLoss(module, shape)
+    fused = FastLoss(module, *like(shape))
     for layer in ("FusedPlanes", "DirectConvolution"):
         assert layer in str(fused.module.net) and layer not in str(module.net)
     gradients = fastest_class_gradients(fused, params, names, shape) if at_once == "vmap" else class_by_class
@@ -38,7 +43,7 @@ def test_matching_moves_images_as_without_fusion(depth, at_once, distance):
 
 def test_convolutions_are_replaced_for_second_derivatives_only():
     module = ClientModule(models.build("convnet", (2, 14, 14), 3, width=4, depth=2))
-    first = str(FastLoss(module, (2, 14, 14), second_order=False).module.net)
+    first = str(FastLoss(module, *like((2, 14, 14)), second_order=False).module.net)
     assert "FusedPlanes" in first and "DirectConvolution" not in first
 
 
@@ -72,7 +77,7 @@ class OwnConvolution(nn.Conv2d):
 )
 def test_other_layers_are_left_as_they_are(net):
     module = ClientModule(net[1])
-    assert str(FastLoss(module, (2, 4, 4)).module) == str(module)
+    assert str(FastLoss(module, *like((2, 4, 4))).module) == str(module)
 
 
 @pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2, "bias": False}])
@@ -101,7 +106,7 @@ def test_a_net_trained_with_faster_layers_is_the_net_trained_without(norm, pooli
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(9, 1, 12, 12, generator=generator, dtype=torch.float64), torch.arange(9) % 3
     ends = []
-    for loss in (FastLoss(module, (1, 12, 12)), module.sample_loss):
+    for loss in (FastLoss(module, *like((1, 12, 12))), module.sample_loss):
         theta = module.flat.requires_grad_()
         for _ in range(3):
             (slope,) = torch.autograd.grad(loss(module.unflatten(theta), x, y).mean(), theta)
@@ -143,15 +148,15 @@ def test_a_net_that_would_compute_something_else_keeps_its_layers(net, training)
     module, before = ClientModule(net()).train(training), torch.get_rng_state()
     generator = torch.Generator().manual_seed(0)
     x, y, params = torch.randn(5, 3, 4, 4, generator=generator), torch.arange(5) % 2, module.unflatten(module.flat)
-    loss = FastLoss(module, (3, 4, 4))
+    loss = FastLoss(module, *like((3, 4, 4)))
     torch.testing.assert_close(loss(params, x, y), module.sample_loss(params, x, y))
     assert str(loss.module) == str(module) and torch.equal(torch.get_rng_state(), before)
 
 
 def test_dropout_and_real_labels_do_not_hinder():
-    for outputs in (1, 2):
+    for outputs, labels in ((1, torch.float32), (2, torch.long)):
         net = nn.Sequential(*layers(3), nn.Flatten(), nn.Dropout(), nn.Linear(12, outputs))
-        assert "FusedPlanes" in str(FastLoss(ClientModule(net).train(), (3, 4, 4)).module)
+        assert "FusedPlanes" in str(FastLoss(ClientModule(net).train(), *like((3, 4, 4), labels)).module)
 
 
 def test_a_module_with_a_loss_of_its_own_keeps_it():
@@ -161,12 +166,12 @@ def test_a_module_with_a_loss_of_its_own_keeps_it():
 
     module = Doubled(nn.Sequential(*layers(3), nn.Flatten(), nn.Linear(12, 2)))
     x, y, params = torch.randn(5, 3, 4, 4), torch.tensor([0, 1, 1, 0, 1]), module.unflatten(module.flat)
-    torch.testing.assert_close(FastLoss(module, (3, 4, 4))(params, x, y), module.sample_loss(params, x, y))
+    torch.testing.assert_close(FastLoss(module, *like((3, 4, 4)))(params, x, y), module.sample_loss(params, x, y))
 
 
 def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
     module = ClientModule(models.build("convnet", (1, 12, 12), 3, width=4, depth=2))
-    loss, x, y = FastLoss(module, (1, 12, 12)), torch.randn(5, 1, 12, 12), torch.tensor([0, 1, 2, 0, 1])
+    loss, x, y = FastLoss(module, *like((1, 12, 12))), torch.randn(5, 1, 12, 12), torch.tensor([0, 1, 2, 0, 1])
     starts = [factor * module.flat for factor in torch.linspace(0.5, 1.5, 40)]
     expected = [loss(module.unflatten(start), x, y) for start in starts]
     found = side_by_side(lambda start: loss(module.unflatten(start), x, y), starts)
