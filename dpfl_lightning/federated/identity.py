@@ -163,6 +163,8 @@ def object_digest(value: object) -> str:
 
 def memory_of(value: Tensor) -> memoryview:
     """A tensor's bytes, wherever it lies."""
+    if value.numel() == 0:  # torch refuses to view some empty tensors
+        return memoryview(b"")
     return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
 
 
@@ -210,7 +212,7 @@ def _settings(part: nn.Module) -> dict[str, Any]:
 
 def _value(value: object, depth: int = 8) -> Any:
     """A setting, ready for JSON and without places in memory."""
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray | np.generic):
         tensor = torch.as_tensor(value)
         return [str(tensor.dtype), list(tensor.shape), _hex(bytes(memory_of(tensor)))]
     if isinstance(value, Mapping):
