@@ -36,6 +36,7 @@ from dpfl_lightning.privacy.clipping import (
     wanted_of,
 )
 from dpfl_lightning.privacy.float64_sums import summing_dtype
+from dpfl_lightning.privacy.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.layer_rules import (
     RULES,
     ByName,
@@ -45,12 +46,15 @@ from dpfl_lightning.privacy.layer_rules import (
     Unsupported,
     any_module_rule,
     conv2d_backward,
+    conv2d_dx,
     has_own_backward,
 )
 
 CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
 CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
+CROWD_NUMBERS = 1 << 20  # in the widest layer's inputs of the batch that a check looks at: more take seconds
+FEWEST_IN_A_CROWD = 24
 
 Calls = dict[str, Inputs]  # unit -> its inputs
 Edges = dict[str, GradientEdge]  # unit -> its output's place in the graph
@@ -199,45 +203,56 @@ class FastClippedSum:
         """`x` in the memory format that suits the net, for any forward of it."""
         return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
 
+    def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
+        """What the rules read, by unit: the inputs `[B, ...]` and the gradient of the output `[B, ...]`, if any."""
+        dys: dict[str, Tensor] = {}
+        with torch.no_grad():
+            calls = self._pass(params, x, y, {}, {}, dys)
+        return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
+
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
         """The convolutions whose output gradients are mostly zeros on these records, which must not be private."""
-        dys: dict[str, Tensor] = {}
-        self._gradients(params, params, x, y, dys)
-        return [name for name, dy in dys.items() if sparse_conv.mostly_zeros(dy)]
+        signals = self.signals(params, x, y)
+        convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
+        return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """How many numbers at most enter a unit for one record."""
-        with self._watched({}, {}) as (calls, _, _):
+        with self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
         return max(a[0].numel() for inputs in calls.values() for a in inputs)
 
-    def _gradients(
-        self, params: Params, wanted: Params, x: Tensor, y: Tensor, dys: dict[str, Tensor] | None = None
-    ) -> ByName:
-        """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out.
-
-        `dys` is filled with the output gradients of convolutions by their names, if it is given.
-        """
+    def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
+        """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out."""
         grads: ByName = {}
+        dys: dict[str, Tensor] = {}
+        calls = self._pass(params, x, y, wanted, grads, dys)
+        for name, dy in dys.items():
+            grads |= self._units[name].gradients(wanted, calls[name], dy)
+        return grads
+
+    def _pass(
+        self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
+    ) -> Calls:
+        """One forward and backward: the units' inputs. Output gradients fill `dys`, or what follows from them `grads`.
+
+        Without wanted parameters, all of them fill `dys`.
+        """
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
         begins: list[Any] = [*edges.values(), anchor]
         *arrived, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
-        for name, dy in zip(edges, arrived, strict=True):
-            if dy is not None:
-                grads |= self._units[name].gradients(wanted, calls[name], dy)
-        return grads
+        dys.update({name: dy for name, dy in zip(edges, arrived, strict=True) if dy is not None})
+        return calls
 
     @contextmanager
-    def _watched(
-        self, wanted: Params, grads: ByName, dys: dict[str, Tensor] | None = None
-    ) -> Iterator[tuple[Calls, Edges, Tensor]]:
+    def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
 
-        A convolution on a CPU gets a backward pass of its own instead of an edge, and it fills `grads`. The graph
-        begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a backward pass of its own instead of an edge, which fills `grads`, or `dys` if
+        no gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -254,8 +269,9 @@ class FastClippedSum:
                     weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
 
                     def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                        if dys is not None:
+                        if not wanted:
                             dys[name] = dy
+                            return (conv2d_dx(module, weight, plain[0], dy) if needs[0] else None,)
                         by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0], name in self.sparse)
                         grads.update(unit.in_net(by_name, wanted))
                         return (dx,)
@@ -333,9 +349,10 @@ def clipped_sum_for(
 ) -> tuple[ClippedSum, str]:
     """The fastest clipped sum that is right for this model, and in words which one and why.
 
-    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records and
-    parameters near the net's own, to 1e-8 relative in float64 (1e-4 in float32 for a model without float64);
-    the reference else. Dropout layers are off in the check.
+    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records, alone and among
+    others that try to reach them, and parameters near the net's, to 1e-8 relative in float64 (1e-4 in float32 for a
+    model without float64); the reference otherwise, in which no record can reach another. Dropout layers are off in the
+    check.
 
     Args:
         net: the model; its trainable parameters are what `params` will hold.
@@ -367,8 +384,14 @@ def clipped_sum_for(
                 why = why or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
             if apart is None:
+                widest = fast.widest_input(*example)
                 if chunk is None and device.type == "cpu":
-                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // fast.widest_input(*example)))
+                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // widest))
+                crowd = max(FEWEST_IN_A_CROWD, min(CROWD, CROWD_NUMBERS // widest))
+                reached = _reached_in_company(fast, *example, crowd, tolerance)
+                if reached is not None:
+                    why = f"what `{reached}` is given changes with the other records of a batch"
+                    break
                 rest = ", ".join(fast.under_vmap())
                 reason = "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
                 sparse = fast.sparse_layers(*example) if device.type == "cpu" else []
@@ -446,6 +469,28 @@ def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance
             if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * whole)).all():
                 return name
     return None
+
+
+def _reached_in_company(
+    fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
+) -> str | None:
+    """The first unit whose inputs or output gradient for a record of `x` change with the other records of a pass.
+
+    The rules read nothing else, and read it record by record.
+    """
+    alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
+
+    def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
+        for name, found in fast.signals(params, some_x, some_y).items():
+            for own, true in zip(found, zip(*(one[name] for one in alone), strict=True), strict=True):
+                expected = torch.cat(true).flatten(1).to(params_dtype)
+                apart = (own[places].flatten(1) - expected).norm(dim=1)
+                if not (apart <= tolerance * expected.norm(dim=1)).all():
+                    return name
+        return None
+
+    params_dtype = next(iter(params.values())).dtype  # inputs may be whole numbers
+    return next(filter(None, in_companies(look, x, y, most)), None)
 
 
 def keep_freed_memory() -> bool:

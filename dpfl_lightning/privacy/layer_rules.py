@@ -34,7 +34,9 @@ class Unsupported(Exception):
 class Grads(Protocol):
     """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
 
-    terms: int  # of one gradient that are summed together with those of the other records
+    @property
+    def terms(self) -> int:
+        """Terms of one gradient that are summed together with those of the other records."""
 
     def measurable(self, order: int) -> Grads:
         """The same gradients in a form that has norms of this order."""
@@ -261,10 +263,14 @@ def conv2d_backward(
     if sparse and sparse_conv.suits(layer, x):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
         return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(db)}, dx
+    return conv2d_rule(layer, {}, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
+
+
+def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of the input."""
     form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
-    wanted = [need_dx, False, False]  # of input, weight and bias
-    dx = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0] if need_dx else None
-    return conv2d_rule(layer, {}, (x,), dy), dx
+    wanted = [True, False, False]  # of input, weight and bias
+    return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
