@@ -20,6 +20,7 @@ from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import SelectModel
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.federated.stacked import StackedEngine
 from dpfl_lightning.federated.state import ClassGradients
 from dpfl_lightning.launcher import launched
@@ -92,7 +93,8 @@ class Selection(ServerCallback):
         if view.round == 2:
             models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
             self.answers = dict(
-                view.ask(SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0))
+                choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+                view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
             )
         return plan
 

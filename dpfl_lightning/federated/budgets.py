@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.fingerprints import memory_of
-from dpfl_lightning.federated.query import Query
+from dpfl_lightning.federated.query import Query, event_of
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
@@ -83,7 +83,7 @@ class Budgets:
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
         """The clients that can pay for their answer, charged and synced, and each one's attempt number."""
         digest = self._digest([*vars(query).values()], {})
-        charges = [Charge(client, round, query.purpose, digest, query.event_of(client)) for client in query.clients]
+        charges = [Charge(client, round, query.purpose, digest, event_of(query, client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         self._paid.update(charge.client for charge in charges)
         return tuple(charge.client for charge in charges), self.ledger.charge(charges)
