@@ -20,12 +20,12 @@ from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.query import SelectModel
-from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.federated.stacked import StackedEngine
 from dpfl_lightning.federated.state import ClassGradients
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.privacy.events import SelectionEvent
 from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 
 def make_loop(
@@ -92,10 +92,8 @@ class Selection(ServerCallback):
     def plan_round(self, plan, view):
         if view.round == 2:
             models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-            self.answers = dict(
-                choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
-                view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
-            )
+            choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+            self.answers = dict(view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0)))
         return plan
 
     def state_dict(self):
