@@ -341,7 +341,7 @@ class View:
     used: Callable[[int, str], int] = field(repr=False)
 
     def expected_guarantee(self) -> Guarantee:
-        """The first client's guarantee; its epsilon is infinite already if any client is planned `Unprotected` answers."""
+        """The first client's guarantee, with an infinite epsilon if any client is planned `Unprotected` answers."""
         now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
         planned = [event.words for event in events if isinstance(event, Unprotected)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))

@@ -420,7 +420,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
     assert ('class="bad"' in page) == bool(bare)
     if words:
-        assert all(one.noise_multiplier > 0 for one in planned), "the noise of training is solved"
+        assert all(one.noise_multiplier > 0 for one in planned if any(one.schedule.releases)), "training is noised"
         weakest = max((one.guarantee for one in planned), key=lambda one: one.epsilon)
         places = [result.guarantee, page, report, printed, weakest.words(), live._promise.words()]
         assert all(words in place for place in [*places, (folder / "ledger.jsonl").read_text()])
