@@ -184,6 +184,10 @@ def test_to_moves_everything():
     assert moved.groups == GROUP_OF and moved.num_records == population.num_records
 
 
+def digest(population):
+    return tuple(data_digests(population, b"key"))
+
+
 def test_other_groups_are_other_data():
     """A resumed run is compared with the one that was begun by this digest."""
     kinds = [None, *((name, sizes) for name in names() for sizes in ({"count": 2}, {"count": 3}, SIZES))]

@@ -79,7 +79,8 @@ def test_no_word_serves_two_numbers():
 
     def filled(words):
         out = np.zeros(len(words), np.int64)
-        count, _ = noise._ziggurat()(words, *noise._LAYERS, SCALE, out, 0, 0.0)
+        loops, layers = noise._ziggurat()
+        count, _ = loops(words, *layers, SCALE, out, 0, 0.0)
         return out[:count]
 
     easy = np.array([word for word in used[:1000] if len(filled(np.array([word] * 9))) == 8])  # one word a number
@@ -150,10 +151,11 @@ def test_integers_are_rounded_numbers():
 
 def test_the_ziggurat_is_the_same_in_pieces():
     """Words that come three at a time: what is given up at their end favours no number (seed 4)."""
-    fill, words, out = noise._ziggurat(), keyed(4).words(3 * 400_000).reshape(-1, 3), np.empty(600_000, np.int64)
+    (fill, layers), words = noise._ziggurat(), keyed(4).words(3 * 400_000).reshape(-1, 3)
+    out = np.empty(600_000, np.int64)
     filled, tail = 0, 0.0
     for three in words:
-        filled, tail = fill(three, *noise._LAYERS, SCALE, out, filled, tail)
+        filled, tail = fill(three, *layers, SCALE, out, filled, tail)
     draws = out[:filled] / SCALE
     assert stats.kstest(draws, "norm").pvalue > FALSE_ALARM
     edges = np.array([2.5, 3, 3.5, 3.66, 4])
@@ -161,7 +163,7 @@ def test_the_ziggurat_is_the_same_in_pieces():
 
 
 def test_layers_have_one_area_and_end_under_the_curve():
-    ends, heights, _, begin = noise._LAYERS
+    ends, heights, _, begin = noise._layers()
     assert np.allclose(heights[1:], np.exp(-0.5 * ends[1:] ** 2), atol=1e-15) and ends[1] == begin
     areas = ends[1:256] * np.diff(heights)[1:]
     assert np.allclose(areas, ends[0] * heights[1], rtol=1e-9) and abs(heights[256] - 1) < 1e-9
