@@ -6,13 +6,17 @@ import multiprocessing
 import os
 import random
 import shutil
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import torch
+from _pytest.monkeypatch import MonkeyPatch
 from conftest import blobs, small_net
 
 from dpfl_lightning.client import ClientModule
@@ -89,12 +93,19 @@ class Killed:
                     yield round, first, second
 
 
-def killed(parent: Path, kills: int, rounds: int, key: str | None, most_seconds: float = 0.6) -> Killed:
-    """The run, SIGKILLed so often at random moments, then left alone."""
-    # Forked from a server that has imported everything: a start takes no seconds, and shares all that imports make.
+def forking() -> ForkServerContext:
+    """Processes forked from a server that has imported everything: a start is quick, and shares what imports make."""
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["killed_runs"])
-    folder, moments = parent / "run", random.Random(time.time_ns())
+    with MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server's own path, to find this file
+        forkserver.ensure_running()
+    return processes
+
+
+def killed(parent: Path, kills: int, rounds: int, key: str | None) -> Killed:
+    """The run, SIGKILLed so often at random moments, then left alone."""
+    processes, folder, moments = forking(), parent / "run", random.Random(time.time_ns())
     for start in range(kills + 1):
         if folder.exists() and not (folder / "checkpoint.pt").exists():
             lines = (folder / "ledger.jsonl").read_bytes().splitlines() if (folder / "ledger.jsonl").exists() else []
@@ -105,7 +116,10 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None, most_seconds:
         process.start()
         assert ours.recv() == "ready"
         if start < kills:
-            time.sleep(moments.uniform(0.0, most_seconds))
+            some = moments.randint(0, rounds // kills)
+            while process.is_alive() and len(list((parent / "seen").glob(f"{start:03d}_*.pt"))) < some:
+                time.sleep(0.002)
+            time.sleep(moments.uniform(0.0, 0.05))
             process.kill()
         process.join()
         assert process.exitcode in ((0, -9) if start < kills else (0,))

@@ -174,9 +174,7 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
             module,
             rounds=1,
             clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
-            privacy=PrivacyOptions(
-                noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0
-            ),
+            privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
             engine=ENGINES[way.engine](),
             callbacks=[callback],
             output_dir=Path(folder) / "run",
