@@ -105,7 +105,7 @@ class ClientModule(L.LightningModule):
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
         task = self._require_task()
         clipped = task.clipped_sum(self.named_trainable, *batch, task.mechanism.clip_norm)  # [1, P]
-        step = task.mechanism.privatise(clipped, task.noise)[0]  # [P]
+        step = task.mechanism.privatise(clipped, task.noise, self.flat.dtype)[0]  # [P]
         if task.anchor is not None:
             step += task.pull * (self.flat - task.anchor)
         for parameter, gradient in zip(self.trainable, self.unflatten(step).values(), strict=True):

@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
 
-#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
-FREE = ("engine", "network", "evaluation", "tracking", "checkpoint_seconds", "output_dir")
-
 #: the command that has a section of its own, and its name
 _SEARCH = "sweep"
 
@@ -56,7 +53,7 @@ def load(
 ) -> tuple[Options, argparse.Namespace]:
     """The options of a command line: defaults, `--config FILE`, then overrides; and the command's own flags.
 
-    `--help`, `--print_config` (the resolved YAML, without the noise key) and `--strategies.help` print and end with
+    `--help`, `--print_config` (the resolved YAML) and `--strategies.help` print and end with
     status 0.
 
     Args:
@@ -129,19 +126,6 @@ def options_file(folder: str, key: str) -> str:
     return str(path)
 
 
-def changed(options: Options, folder: str) -> tuple[str, Any, Any] | None:
-    """The first key in which `options` are not those of the run in `folder`, its value there and here; or None.
-
-    Those of `FREE` may differ.
-
-    Raises:
-        UserError: it is not the folder of a run.
-    """
-    begun, now = to_dict(load(["--config", options_file(folder, "--resume")])[0]), to_dict(options)
-    different = (key for key in begun if begun[key] != now[key] and key not in FREE)
-    return next(((key, begun[key], now[key]) for key in different), None)
-
-
 def from_mapping(raw: Mapping[str, Any]) -> Options:
     """The options of a nested mapping, as a YAML file holds it; missing keys take their defaults.
 
@@ -159,8 +143,7 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
 def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Options:
     """The same options but for some, as if they came after the others in a file or on the command line.
 
-    A new name of a model or a strategy ends the options of the old one, but not those that `values` give beside it. The
-    noise key is left behind.
+    A new name of a model or a strategy ends the options of the old one, but not those that `values` give beside it.
 
     Args:
         values: dotted key -> value.
@@ -180,7 +163,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
 
 
 def to_yaml(options: Options) -> str:
-    """The resolved configuration as YAML that `load` reads back, without the noise key."""
+    """The resolved configuration as YAML that `load` reads back."""
     return dump(to_dict(options))
 
 

@@ -81,7 +81,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
             raise UserError(f"`data` must fit the run's model, got {options.data.name!r}: {reason}.") from None
         models.append(module.flat)
     engine = SerialEngine()
-    engine.setup(module, population, Streams(0), "poisson")  # no noise is drawn
+    engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
     scores = evaluate(module, population, Delivered(torch.stack(models), model_of), engine)
     clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
     return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}

@@ -12,10 +12,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import changed, load, options_file
+from dpfl_lightning.config import load, options_file
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import Options
+from dpfl_lightning.options import Options, to_dict
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.callback import ServerCallback
@@ -33,7 +33,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
-        _check_unchanged(options, flags.resume)
     if flags.seeds:
         require(
             not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead."
@@ -109,12 +108,22 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
 
 
 def so_far(options: Options) -> tuple[bool, dict | None]:
-    """Whether the run in `output_dir` has begun, and its result if it has one."""
-    folder = Path(str(options.output_dir))
-    begun = (folder / "checkpoint.pt").exists()
-    if begun:
-        _check_unchanged(options, str(folder))
-    return begun, json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else None
+    """Whether the run in `output_dir` has begun, and its result if it has one.
+
+    Raises:
+        UserError: it began with other options.
+    """
+    from dpfl_lightning.federated.identity import deciding_options
+    from dpfl_lightning.federated.run_folder import RunFolder
+    from dpfl_lightning.privacy.ledger import check_same
+
+    folder = RunFolder(Path(str(options.output_dir)))
+    if (header := folder.begun()) is None:
+        return folder.options.exists(), None
+    now = deciding_options(to_dict(options))
+    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
+    result = folder.path / "result.json"
+    return True, json.loads(result.read_text()) if result.exists() else None
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
@@ -162,13 +171,6 @@ def seed_list(text: str) -> list[int]:
         seeds = []
     require(bool(seeds) and len(set(seeds)) == len(seeds), "--seeds", "be different whole numbers, as 0,1,2", text)
     return seeds
-
-
-def _check_unchanged(options: Options, folder: str) -> None:
-    """A resumed run is the same run: what decides its releases must be what it began with."""
-    if (difference := changed(options, folder)) is not None:
-        key, begun, now = difference
-        require(False, key, f"stay what the run in {folder} began with ({begun!r})", now, "Start a new run for it.")
 
 
 if __name__ == "__main__":

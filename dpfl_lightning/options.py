@@ -17,6 +17,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.per_client import Bound, resolve
 
+#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
+FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
+
 # One value for all clients, a list with one a client, or a named distribution: see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
@@ -105,12 +108,11 @@ class PrivacyOptions:
         adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
             record is another, about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
-        reserve_rounds: rounds of budget set aside for those that a resumed run must charge again, >= 0: with secure,
-            one for each time that it is stopped within a round.
-        noise_key: 32 hexadecimal digits that fix all noise, for tests only: who knows them can remove the
-            noise. null draws a fresh key, which is destroyed when the run is finished.
-        secure: noise and sampling from a cryptographic generator, fresh on every attempt, and proof against attacks
-            on rounded normals; nothing can draw them again, so a resumed run is not the unbroken one bit for bit.
+        reserve_rounds: rounds of budget set aside, >= 0, one for each time that a crash breaks off a round: that
+            round is charged again when the run goes on. Without a reserve the last round is not paid.
+        noise_key: 32 hexadecimal digits that make a reproducible SIMULATION: the same configuration gives the same
+            bits, and nobody is protected, for whoever knows them can remove the noise. null draws fresh noise from
+            the operating system for every release.
         diagnostics: show in every round which fraction of each client's gradients was clipped and how many were not
             finite. Both are shown without noise: such a run has no guarantee, and says so.
     """
@@ -125,13 +127,7 @@ class PrivacyOptions:
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: int = 0
     noise_key: str | None = None
-    secure: bool = False
     diagnostics: bool = False
-
-    def __post_init__(self) -> None:
-        advice = "Fresh noise follows no key: leave out one of them."
-        fits = self.noise_key is None or not self.secure
-        require(fits, "privacy.secure", "be false with a privacy.noise_key", self.secure, advice)
 
 
 @dataclass(frozen=True)
@@ -216,7 +212,6 @@ class Options:
         network: see NetworkOptions.
         evaluation: see EvaluationOptions.
         tracking: see TrackingOptions; None does not track.
-        checkpoint_seconds: least time between two checkpoints, >= 0.
         output_dir: new or empty folder for results, ledger and checkpoints; null makes one under runs/.
 
     >>> Options(rounds=5).clients.count
@@ -234,20 +229,16 @@ class Options:
     network: NetworkOptions = field(default_factory=NetworkOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     tracking: TrackingOptions | None = field(default_factory=TrackingOptions)
-    checkpoint_seconds: float = 10.0
     output_dir: str | None = None
 
 
 def to_dict(options: Options) -> dict[str, Any]:
-    """The resolved configuration, nested, without the noise key: what may be logged."""
-    resolved = dataclasses.asdict(options)
-    if resolved["privacy"] is not None:
-        del resolved["privacy"]["noise_key"]
-    return resolved
+    """The resolved configuration, nested."""
+    return dataclasses.asdict(options)
 
 
 def departures(options: Options) -> dict[str, Any]:
-    """Only what differs from the defaults, nested, without the noise key.
+    """Only what differs from the defaults, nested.
 
     >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
@@ -285,7 +276,6 @@ _SCALARS = {
     "privacy.noise_key": _NOISE_KEY,
     "engine.workers": _AT_LEAST_ONE,
     "evaluation.every": _AT_LEAST_ONE,
-    "checkpoint_seconds": _AT_LEAST_ZERO,
 }
 _PER_CLIENT: dict[str, type[int] | type[float]] = {
     "clients.batch_size": int,

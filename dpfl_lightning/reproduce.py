@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import FREE, load, split
+from dpfl_lightning.config import load, split
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.fit import fit, seed_list
 from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import nearest_key
+from dpfl_lightning.options import FREE, nearest_key
 from dpfl_lightning.reproduction.cells import RESULTS, Cell, Departures, finished, missing_files, wanted
 from dpfl_lightning.reproduction.experiment import Computation, Experiment
 from dpfl_lightning.reproduction.registry import experiments, find

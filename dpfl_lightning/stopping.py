@@ -5,9 +5,11 @@ from __future__ import annotations
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
+from types import FrameType
+from typing import Any, NoReturn
 
 from dpfl_lightning.launcher import launched
 
@@ -41,6 +43,46 @@ def terminable() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextmanager
+def between_rounds() -> Iterator[Callable[[], None]]:
+    """A first Ctrl-C or SIGTERM waits for the end of the round, a second one ends it at once.
+
+    A round that is broken off is paid for, and lost. Yields a function to call between rounds: it raises what the
+    signal asked for, if one came.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: handler for number, handler in before.items() if main and handler not in (None, signal.SIG_IGN)}
+    came: list[int] = []
+
+    def obey(number: int, frame: FrameType | None = None) -> None:
+        handler = before[number] if callable(before[number]) else _raise
+        handler(number, frame)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(number)
+        if len(came) > 1:
+            obey(number, frame)
+        else:
+            from dpfl_lightning.errors import UserNotice  # errors knows this module
+
+            words = "the round is finished first, for it is paid; another Ctrl-C or SIGTERM ends it at once"
+            warnings.warn(words, UserNotice, stacklevel=2)
+
+    def check() -> None:
+        if came:
+            obey(came[0])
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) is note:  # a handler that was obeyed may have put another one in its place
+                signal.signal(number, handler)
 
 
 def _raise(number: int, frame: object) -> NoReturn:

@@ -19,10 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.config import FREE, load
+from dpfl_lightning.config import load
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import Options, to_dict
+from dpfl_lightning.options import FREE, Options, to_dict
 from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 from dpfl_lightning.stopping import passed_on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import secrets
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.audit import rate_interval
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
-from dpfl_lightning.privacy.noise import Streams, new_noise_key
+from dpfl_lightning.privacy.noise import Streams
 
 TOLERANCE = 1e-5  # above the clip norm, relative: in float64, so that no rounding is mistaken for a record
 SIZES = (0, 1, 5, 40, 130)  # records beside the canary: none, few, and more than the engines take in a pass
@@ -42,7 +43,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
     x, y = made_up(like, _POOL, seed, start.device, torch.float64)
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last one is broken
     datasets, pairs = _pairs(module, like, records, subject.planned, seed)
-    streams = OneNoise(new_noise_key())
+    streams = OneNoise(secrets.token_bytes(32))
     rig = Rig(build_engine(engine), module, like, records, datasets, streams)
     loud = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     silent = dataclasses.replace(loud, noise_multiplier=0.0)
@@ -77,7 +78,7 @@ def _pairs(
     module: ClientModule, like: Population, records: tuple[Tensor, Tensor], mechanism: Mechanism, seed: int
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
     """Data sets by name, and the names of those that differ in one record."""
-    rig = Rig(build_engine("serial"), module, like, records, {}, Streams(0))
+    rig = Rig(build_engine("serial"), module, like, records, {}, Streams())
     canary, other = most_opposed(rig.gradients(module.flat, torch.arange(_POOL), mechanism))
     draw = np.random.default_rng(seed)
     around = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}

@@ -20,7 +20,7 @@ from dpfl_lightning.auditing.subject import Subject, subjects
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.loop import FederatedLoop
 from dpfl_lightning.federated.setup import build_engine
-from dpfl_lightning.privacy.noise import Streams, new_noise_key
+from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
 _POOL = 32  # records among which the canary is chosen
@@ -134,7 +134,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
     included = np.random.default_rng(seed).random(count) < 0.5
     own, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
     here = torch.from_numpy(included)
-    choose = Rig(build_engine("serial"), module, loop.population, (x, y), {}, Streams(0))
+    choose = Rig(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
     canary, other = most_opposed(choose.gradients(start, torch.arange(_POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
@@ -147,7 +147,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
 
     def rig(sampling: str) -> Rig:
         engine = build_engine(loop.engine.name, loop.engine.workers)
-        streams = Streams(new_noise_key())
+        streams = Streams()
         return Rig(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
 
     plain = rig("poisson")

@@ -106,7 +106,7 @@ def our_round(
         device=device.type,
     )
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, Streams(0), "poisson")
+    loop.engine.setup(loop.module, loop.population, Streams(), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * case.clients)
 
     def one_round() -> Tensor:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import math
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-
-import numpy as np
-import torch
-from torch import Tensor
+from collections import Counter
+from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.fingerprints import memory_of
 from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.schedule import ClientSchedule
@@ -31,16 +24,14 @@ class Budgets:
 
     Args:
         schedule: calibrated.
-        fingerprint: everything constant that decides a release: code, data, engine, device.
-        secret: keys the digests of releases, at most 64 bytes. A plain digest of private records would itself be a
-            release, for the ledger is shown to others. None: noise is fresh on every attempt, so each is another
-            release, and its digest is a random number.
+        simulated: whether noise follows from a given key, so that what a crash broke off is made again bit for bit and
+            is not charged twice.
         caveats: travel into every guarantee.
         unprotected: what is shown of every client without noise: charged at once, so that every epsilon is infinite.
 
-    **Guarantees** What is charged is what was planned: another event than the schedule's is refused. Counters are
-    integers. A replay (same round, same start, same mechanism, same fingerprint) is not charged twice; any other second
-    release is, and gets noise of its own.
+    **Guarantees** What is charged is what was planned: another event than the schedule's is refused, and so is one more
+    than it plans, whatever was edited, copied or restored. Counters are integers. Every release is charged, also one
+    that a crash broke off and that is made anew, with fresh noise.
     """
 
     def __init__(
@@ -49,44 +40,50 @@ class Budgets:
         ledger: Ledger,
         accountant: Accountant,
         sampling: str,
-        fingerprint: str,
-        secret: bytes | None,
+        simulated: bool = False,
         caveats: Sequence[Caveat] = (),
         unprotected: Sequence[Unprotected] = (),
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
-        self.sampling, self.fingerprint, self.secret, self.caveats = sampling, fingerprint, secret, tuple(caveats)
+        self.sampling, self.caveats = sampling, tuple(caveats)
+        self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
         self._spent, self._changed = SpentEpsilon(accountant), False
         self._live: list[float] = []  # epsilon of each client, as of the last time it was asked for
         self._paid = set(range(len(schedule.clients)))  # who has paid since then
-        for one in unprotected:
-            ledger.charge([Charge(client, 0, _SHOWN, one.words, one) for client in range(len(schedule.clients))])
+        if not ledger.used(0, _SHOWN):
+            clients = range(len(schedule.clients))
+            ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in clients])
 
-    def charge_round(self, plan: RoundPlan, starts: Sequence[Tensor]) -> tuple[RoundPlan, list[int]]:
-        """The plan without the clients that cannot pay, charged and synced, and each one's attempt number.
-
-        Args:
-            starts: `[P]` for each client of the plan: what its release begins from.
-        """
+    def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
+        """The plan without the clients that cannot pay, charged and synced, and the number of each one's charge."""
         charges = {}
-        known: dict[tuple[int, int], bytes] = {}  # most clients begin at one model: it is hashed once a round
-        for row, (client, start) in enumerate(zip(plan.clients, starts, strict=True)):
-            mechanism, steps = plan.mechanism_of[row], plan.steps[row]
-            anchor = None if plan.anchors is None else plan.anchors[plan.anchor_of[row]]
-            what = (start, mechanism, steps, plan.learning_rate_of[row], plan.job, anchor, plan.pull)
+        for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
-            charges[client] = Charge(client, plan.round, plan.purpose, self._digest(what, known), event)
+            charges[client] = self._next(client, plan.round, plan.purpose, event)
         plan = plan.only(lambda client: self._payable(charges[client]))
-        self._paid.update(plan.clients)
-        return plan, self.ledger.charge([charges[client] for client in plan.clients])
+        return plan, self._charge([charges[client] for client in plan.clients])
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
-        """The clients that can pay for their answer, charged and synced, and each one's attempt number."""
-        digest = self._digest([*vars(query).values()], {})
-        charges = [Charge(client, round, query.purpose, digest, query.event_of(client)) for client in query.clients]
+        """The clients that can pay for their answer, charged and synced, and the number of each one's charge."""
+        charges = [self._next(client, round, query.purpose, query.event_of(client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
+        return tuple(charge.client for charge in charges), self._charge(charges)
+
+    def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
+        """The client's next charge in a round: numbered by the ledger, or in a simulation by this process."""
+        counted = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
+        return Charge(client, round, purpose, event, counted)
+
+    def _charge(self, charges: Sequence[Charge]) -> list[int]:
         self._paid.update(charge.client for charge in charges)
-        return tuple(charge.client for charge in charges), self.ledger.charge(charges)
+        if self._numbers is not None:
+            self._numbers.update((charge.client, charge.round) for charge in charges)
+        self.ledger.charge([charge for charge in charges if not self._holds_already(charge)])
+        return [charge.number for charge in charges]
+
+    def _holds_already(self, charge: Charge) -> bool:
+        """Whether a simulation makes again what it was charged for before it was interrupted."""
+        return charge.number < self.ledger.charges(charge.client, charge.round)
 
     def change(self, schedule: RunSchedule) -> None:
         """Go on with another schedule, its noise solved, chosen from what was released so far.
@@ -152,6 +149,10 @@ class Budgets:
         """Releases the client has paid for."""
         return len(self.ledger.events(client))
 
+    def releases_of_all(self) -> int:
+        """Releases that all clients have paid for."""
+        return sum(self.releases(client) for client in range(len(self.schedule.clients)))
+
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
         schedules = self.schedule.clients
@@ -177,22 +178,7 @@ class Budgets:
                 f"client {charge.client} was to release {charge.event} in round {charge.round}, but its schedule plans "
                 f"{planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares it in `plan_run`"
             )
-        return self.ledger.holds(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
-
-    def _digest(self, values: Sequence[object], known: dict[tuple[int, int], bytes]) -> str:
-        """Of all values; `known` keeps the tensors' own digests by the memory they lie in."""
-        if self.secret is None:
-            return secrets.token_hex(16)
-        digest = hashlib.blake2b(self.fingerprint.encode(), digest_size=16, key=self.secret)
-        for value in _pieces(values):
-            if isinstance(value, Tensor):
-                place = (value.data_ptr(), value.numel())
-                if place not in known:
-                    known[place] = hashlib.blake2b(memory_of(value), digest_size=32).digest()
-                digest.update(known[place])
-            else:
-                digest.update(repr(value).encode())
-        return digest.hexdigest()
+        return self._holds_already(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
 
 
 def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
@@ -204,17 +190,3 @@ def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
     known = accountant.name in ("gdp", "rdp")
     require(known, "privacy.accountant", "be gdp or rdp where later noise follows from releases", accountant.name)
-
-
-def _pieces(value: object) -> Iterator[object]:
-    """All that a value holds, whole: `repr` of a tensor within it would round, and leave out."""
-    if isinstance(value, Mapping):
-        yield from _pieces(list(value.items()))
-    elif isinstance(value, list | tuple):
-        yield f"{type(value).__qualname__} of {len(value)}"
-        for one in value:
-            yield from _pieces(one)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        yield from _pieces([type(value).__qualname__, *vars(value).items()])
-    else:
-        yield torch.from_numpy(value) if isinstance(value, np.ndarray) else value

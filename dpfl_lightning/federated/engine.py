@@ -208,7 +208,7 @@ class SerialEngine:
         sums = task.clipped_sum(
             params, job.seen(x, y), y, clip_norm, group=y, num_groups=job.num_classes, only=job.parameters
         )
-        return job.released(sums, task.mechanism, task.noise, y, self.held_labels(client))
+        return job.released(sums, task, start.dtype, y, self.held_labels(client))
 
 
 class DrawnBatches:

@@ -137,7 +137,7 @@ class FastEngine(SerialEngine):
         mechanism, learning_rate = task.mechanism, task.learning_rate
         for x, y in batches:
             clipped = task.clipped_sum(params, x, y, mechanism.clip_norm)
-            step = mechanism.privatise(clipped, task.noise)[0]
+            step = mechanism.privatise(clipped, task.noise, theta.dtype)[0]
             if task.anchor is not None:
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)

@@ -60,6 +60,8 @@ def _headline(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
         bare = sum(math.isinf(one.epsilon) for one in guarantees)
         whose = "No client has" if bare == len(guarantees) else f"{bare:,} of {len(guarantees):,} clients do not have"
         return f'<p class="bad">{_escaped(f"{whose} differential privacy. {weakest.words()}")}</p>\n'
+    if weakest.simulated:
+        return f'<p class="bad">{_escaped(weakest.words())}</p>\n'
     row = result.clients[client]
     spent = _number(shown_epsilon(weakest.epsilon, _or_inf(row["epsilon_budget"])))
     largest = f"<strong>&epsilon; &le; {spent}</strong> at &delta; = {_escaped(f'{weakest.delta:g}')}"

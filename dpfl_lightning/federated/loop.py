@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import time
 import warnings
@@ -26,10 +27,10 @@ from dpfl_lightning.federated.callback import ServerCallback, fold, one_of, regi
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.federated.evaluation import Evaluation, evaluate
 from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.fingerprints import fingerprints, repeats
 from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
 from dpfl_lightning.federated.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.guarantee_page import guarantee_page
+from dpfl_lightning.federated.identity import configuration, identity, strategy_digests
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranked import RankedEngine
 from dpfl_lightning.federated.ranks import LostRank, Ranks
@@ -57,10 +58,11 @@ from dpfl_lightning.federated.tally import Tally
 from dpfl_lightning.federated.traffic import Network, Traffic
 from dpfl_lightning.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import Caveat, NoisedEvent, Unprotected
-from dpfl_lightning.privacy.guarantee import Guarantee
+from dpfl_lightning.privacy.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger_file import Header
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
+from dpfl_lightning.stopping import between_rounds
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 T = TypeVar("T")
@@ -83,14 +85,14 @@ class FederatedLoop:
         output_dir: a new or empty folder; default under `runs/`.
         device: "auto", or what Lightning Fabric takes as accelerator.
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
-        checkpoint_seconds: at most this much work is lost by a kill, >= 0.
         options: the resolved configuration, for the record.
         new_net: builds the module's net anew from a seed, for strategies that begin with several models, or again.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. `run(resume=True)` after a kill gives the parameters of the unbroken run, bit for bit. Not so with
-    `privacy.secure`, on an accelerator, and for a net that draws random numbers (dropout), where no release is made
-    twice alike: the round that was broken off is then charged again, from `reserve_rounds`, with fresh noise.
+    its schedule. A complete round is on disk before anything that follows from it is shown. `run(resume=True)` goes on
+    with the same run or with none: the round that a crash broke off is charged again, from `reserve_rounds`, with fresh
+    noise. With `privacy.noise_key`, a simulation, it gives the parameters of the unbroken run, bit for bit (on a CPU,
+    and but for nets that draw random numbers themselves, such as dropout).
 
     **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
     test and held-out records is not covered.
@@ -114,7 +116,6 @@ class FederatedLoop:
         output_dir: str | Path | None = None,
         device: str = "auto",
         evaluate_every: int = 1,
-        checkpoint_seconds: float = 10.0,
         options: Mapping[str, Any] | None = None,
         new_net: Callable[[int], nn.Module] | None = None,
     ) -> None:
@@ -131,14 +132,12 @@ class FederatedLoop:
         check_fits(self.module, self.population)
         own = FastEngine() if engine is None else engine
         self.engine: Engine = own if self.ranks.size == 1 else RankedEngine(own, self.ranks)
-        self.rounds, self.seed, self.privacy = rounds, seed, privacy
-        self.secure = privacy is not None and privacy.secure
+        self.rounds, self.last_round, self.seed, self.privacy = rounds, rounds, seed, privacy
+        self.simulated = privacy is not None and privacy.noise_key is not None
         of_strategies = [one for callback in self.callbacks for one in callback.caveats]
-        self.caveats = (*population.caveats, *of_strategies)
+        self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats, *of_strategies)
         self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.evaluate_every = evaluate_every
-        self.repeats = privacy is None or (not self.secure and repeats(self.module, self.population))
-        self.checkpoint_seconds = checkpoint_seconds if self.repeats else 0.0  # or a round again costs budget
         self.output_dir = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
         self.options, self.new_net = dict(options or {}), new_net
         self.sampling = "poisson" if privacy is None else privacy.sampling
@@ -151,6 +150,7 @@ class FederatedLoop:
         self.settings = client_settings(population.num_records, clients, privacy, seed)
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network or NetworkOptions(), len(self.settings), seed))
+        self._strategy_digests = strategy_digests(self.callbacks)  # before they remember anything
         self.facts = population.facts(
             batch_size=tuple(own.batch_size for own in self.settings),
             reported_epsilon=reported_epsilons(clients, self.settings, seed),
@@ -195,22 +195,26 @@ class FederatedLoop:
 
     def all_rounds(self, state: ServerState) -> str:
         """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
-        while state.round < self.rounds:
-            if reason := one_of(self.callbacks, "stop", self.view(state)):
-                return reason
-            begun = time.perf_counter()
-            self.traffic.begin_round()
-            after, plan, weights = self.one_round(state)
-            if not plan.clients and not self.budgets.anyone_affords():
-                return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
-            state, seconds = after, time.perf_counter() - begun
-            self.tally.training_seconds += seconds
-            before = self.snapshot["engine"]["counts"]
-            sent = self.traffic.told(plan, self.view(state), self.tally.told)
-            self.tally.told = told(self.callbacks, self.view(state), plan, weights, sent)
-            self._remember(state, plan)
-            report = self._report(plan, weights, seconds, before)
-            watch(self.callbacks, "on_round_end", self.view(state), report)
+        with between_rounds() as check_signals:
+            while state.round < self.last_round:
+                check_signals()
+                if reason := one_of(self.callbacks, "stop", self.view(state)):
+                    return reason
+                begun = time.perf_counter()
+                self.traffic.begin_round()
+                after, plan, weights = self.one_round(state)
+                if not plan.clients and not self.budgets.anyone_affords():
+                    return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
+                state, seconds = after, time.perf_counter() - begun
+                self.tally.training_seconds += seconds
+                before = self.snapshot["engine"]["counts"]
+                sent = self.traffic.told(plan, self.view(state), self.tally.told)
+                self.tally.told = told(self.callbacks, self.view(state), plan, weights, sent)
+                self._remember(state, plan)
+                report = self._report(plan, weights, seconds, before)
+                watch(self.callbacks, "on_round_end", self.view(state), report)
+        if self.last_round < self.rounds:
+            return f"{self.last_round} of the {self.rounds} planned rounds are done, as was asked"
         return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
@@ -218,7 +222,7 @@ class FederatedLoop:
         self._replan(state)
         view = self.view(state)
         plan = _if_enough(fold(self.callbacks, "plan_round", view.plan(self.first_purpose), view))
-        plan, attempts = self.budgets.charge_round(plan, self._starts(plan, state))  # a crash never under-reports
+        plan, attempts = self.budgets.charge_round(plan)  # a crash never under-reports
         plan = _if_enough(plan)
         if not plan.clients:
             return self._unmoved(state, plan)
@@ -297,28 +301,48 @@ class FederatedLoop:
 
     def _open(self, resume: bool) -> dict[str, Any] | None:
         """Everything that a round needs; the checkpoint to go on from, if any."""
+        reopened = RunFolder.reopen(self.output_dir) if resume else None
+        begun = None if reopened is None else reopened.begun()
+        if begun is not None and self.rounds < (planned := begun.identity.get("rounds", 0)):
+            self.rounds = planned  # noise was solved for them; the run stops earlier
         self.plan_schedule()  # may refuse: before anything is written
         self.outlined = tuple(self.outline())
-        given_key = None if self.privacy is None else self.privacy.noise_key
-        path, secure = self.output_dir, self.secure
-        begin = RunFolder.reopen(path, secure) if resume else RunFolder.claim(path, self.options, given_key, secure)
-        self.folder, key = begin, begin.noise_key
+        self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
         saved = self.folder.load_checkpoint(self.device) if resume else None
-        self.engine.setup(self.module, self.population, Streams(key), self.sampling)
+        configured = self._configuration()
+        self.engine.setup(self.module, self.population, self._streams(configured), self.sampling)
         self.budgets = Budgets(
             self.schedule,
-            self.folder.open_ledger(self._ledger_header(), saved),
+            self.folder.open_ledger(self._ledger_header(self._identity(configured, begun)), saved),
             self.accountant,
             SAMPLINGS[self.sampling],
-            fingerprint=repr(fingerprints(self.engine, self.population, self.module)),
-            secret=None if key is None or not self.repeats else key.to_bytes(16, "big"),
-            caveats=self._caveats(),
+            simulated=self.simulated or self.privacy is None,
+            caveats=[Caveat(one) for one in self.caveats],
             unprotected=[Unprotected(words) for words in self.unprotected],
         )
         return saved
 
+    def _configuration(self) -> dict[str, Any]:
+        return configuration(
+            self.rounds, self.seed, self.settings, self.privacy, list(self._strategy_digests), self.options
+        )
+
+    def _identity(self, configured: Mapping[str, Any], begun: Header | None) -> dict[str, Any]:
+        """What the ledger is held to. Of a finished run, which releases nothing more, records are not compared."""
+        data_key = self.folder.data_key
+        whole = identity(configured, self.schedule, self.module, self._strategy_digests, self.population, data_key)
+        return {**whole, "records": begun.identity.get("records")} if begun is not None and not data_key else whole
+
+    def _streams(self, configured: Mapping[str, Any]) -> Streams:
+        """Fresh noise for every release; that of a simulation, and of a run without noise, follows from its key."""
+        key = "" if self.privacy is None else self.privacy.noise_key
+        return Streams() if key is None else Streams.simulated(key, self.seed, json.dumps(configured, sort_keys=True))
+
     def _begin(self) -> ServerState:
-        self.tally, self.saved_at = Tally(), -math.inf
+        self.tally = Tally()
+        if self.budgets.releases_of_all():
+            words = f"{self.folder.checkpoint} is gone, so the run begins anew; what it has spent stays spent"
+            warnings.warn(words, UserNotice, stacklevel=2)
         self.info = self._measured_info(first_round=1)
         state = self._one_model()
         state = one_of(self.callbacks, "initialise", state, self.view(state)) or state
@@ -336,13 +360,13 @@ class FederatedLoop:
                 callback.load_state_dict(saved["callbacks"][name])
         self.engine.load_state_dict(saved["engine"])
         self.tally = Tally.of(saved)
-        self.saved_at, self.snapshot = time.perf_counter(), dict(saved)
+        self.snapshot = dict(saved)
         self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
         return state
 
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
-        """Keep the complete round; write it at the ends, and when the last write is `checkpoint_seconds` old."""
+        """Write the complete round to disk, before anything that follows from it is shown."""
         if plan is not None:
             self.tally.records += round(sum(plan.expected_records))
         self.state = state
@@ -356,9 +380,7 @@ class FederatedLoop:
             **self.tally.saved(),
             "ended": None,
         }
-        if plan is None or state.round == self.rounds or time.perf_counter() - self.saved_at >= self.checkpoint_seconds:
-            self.folder.save_checkpoint(self.snapshot)
-            self.saved_at = time.perf_counter()
+        self.folder.save_checkpoint(self.snapshot)
 
     def _named_callbacks(self) -> list[tuple[str, ServerCallback]]:
         """By class, and by number among equal ones: a resumed run may have other watchers."""
@@ -368,8 +390,8 @@ class FederatedLoop:
     def _end(self, reason: str, finished: bool) -> RunResult:
         view = self.view(self.state)
         if finished:
-            self.snapshot["ended"] = reason  # resumed, it changes nothing: its noise key is gone
-        self.folder.save_checkpoint(self.snapshot)
+            self.snapshot["ended"] = reason  # resumed, it changes nothing
+            self.folder.save_checkpoint(self.snapshot)
         self.folder.save_json("private.json", notes(self.snapshot["engine"]["counts"]), private=True)
         if finished and self.state.round not in self.evaluated:
             self.evaluated = {self.state.round: self.evaluate(self.state)}
@@ -382,7 +404,7 @@ class FederatedLoop:
             self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
             self.folder.save_json("result.json", result.as_dict())
             self.folder.save_text("guarantee.html", guarantee_page(result, guarantees, self.info))
-            self.folder.destroy_noise_key()
+            self.folder.finish()
         watch(self.callbacks, "on_run_end", view, result)
         return result
 
@@ -425,6 +447,7 @@ class FederatedLoop:
             guarantee=summary(guarantees),
             ledger=self.budgets.ledger.head.as_dict(),
             noise=self.info.noise,
+            simulated=self.simulated,
             clients=client_rows(self.settings, self.budgets, guarantees, scores, model_of, tally.noise_std, groups),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
@@ -447,7 +470,8 @@ class FederatedLoop:
             device=str(self.device),
             sampling=self.sampling,
             accountant=self.accountant.name,
-            noise=Streams.SECURE if self.secure else Streams.KEYED,
+            noise=Streams(b"" if self.simulated else None).words(self.device),
+            simulated=self.simulated,
             options=self.options,
             outline=self.outlined,
         )
@@ -466,19 +490,15 @@ class FederatedLoop:
         a_round = records / (self.rounds + self.schedule.reserve)
         return self._info(first_round, each * a_round * (self.rounds - first_round + 1))
 
-    def _caveats(self) -> list[Caveat]:
-        given = "the noise key was given in the configuration: whoever reads it can subtract the noise"
-        words = [given] if self.folder.noise_key_was_given else []
-        return [Caveat(one) for one in (*words, *self.caveats)]
-
-    def _ledger_header(self) -> Header:
+    def _ledger_header(self, sealed: Mapping[str, Any]) -> Header:
         return Header(
             accountant=self.accountant.name,
             adjacency=self.accountant.adjacency,
             sampling=self.sampling,
             delta=tuple(own.delta for own in self.schedule.clients),
             epsilon=tuple(own.epsilon for own in self.settings),
-            caveats=tuple(one.words for one in self._caveats()),
+            caveats=self.caveats,
+            identity=sealed,
         )
 
     def _ask(self, query: Query) -> Answers:
@@ -504,10 +524,6 @@ class FederatedLoop:
         alike = len(model) == self.module.num_params
         require(alike, "new_net", f"build a net of {self.module.num_params} parameters", len(model))
         return model
-
-    def _starts(self, plan: RoundPlan, state: ServerState) -> list[Tensor]:
-        pairs = zip(plan.model_of, plan.clients, strict=True)
-        return [self.engine.personalised(state.models[row], client) for row, client in pairs]
 
 
 def _if_enough(plan: RoundPlan) -> RoundPlan:

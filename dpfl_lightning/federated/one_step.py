@@ -63,13 +63,13 @@ def releases(
     if isinstance(job, ClassGradients):
         held = [engine.held_labels(plan.clients[row]) for row in rows]
         each = zip(clipped, tasks, ys, held, strict=True)
-        return [job.released(own, task.mechanism, task.noise, *labels) for own, task, *labels in each]
+        return [job.released(own, task, starts[0].dtype, *labels) for own, task, *labels in each]
     return [_change(task, *own) for task, *own in zip(tasks, starts, clipped, strict=True)]
 
 
 def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
     """One client's change `[P]` from its clipped sum `[1, P]`."""
-    step = task.mechanism.privatise(clipped, task.noise)[0]
+    step = task.mechanism.privatise(clipped, task.noise, start.dtype)[0]
     if task.anchor is not None:
         step.add_(start - task.anchor, alpha=task.pull)
     return step.mul_(-task.learning_rate)

@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated import one_step
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.engine import Engine
-from dpfl_lightning.federated.fingerprints import fingerprints
+from dpfl_lightning.federated.identity import equal_ranks
 from dpfl_lightning.federated.query import Answers, Query
 from dpfl_lightning.federated.ranks import Failed, Ranks
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunResult, ServerState
@@ -106,7 +106,7 @@ class RankedEngine:
     together. The other ranks `serve`.
 
     Clients go where the seconds of their last rounds add up least; to an engine with which company matters, where their
-    expected records do, so that a replay has the same company. Personal parameters are at home at rank 0.
+    expected records do, so that a simulation has the same company again. Personal parameters are at home at rank 0.
 
     Args:
         inner: this rank's own engine. Without a number of workers it takes this rank's share of the cores.
@@ -114,10 +114,11 @@ class RankedEngine:
     **Guarantees** The same bits for any number of ranks: a client's release depends on its own streams only, all ranks
     were found to have equal code, data, engine and device, and sums are exact until they are rounded once. (An engine
     that leaves the threads within an operator to the environment is equal where `OMP_NUM_THREADS` is; where company
-    matters, equal up to rounding, and `description` names the ranks, so that other ones make another release.)
+    matters, equal up to rounding.)
 
-    **Privacy** Records stay where they are. What crosses: the noise key (there is none in secure mode), start models,
-    released updates, noised answers, personal parameters, counts of gradients, outputs of evaluation.
+    **Privacy** Records stay where they are. What crosses: the key of a simulation (otherwise each rank draws fresh
+    noise), start models, released updates, noised answers, personal parameters, counts of gradients, outputs of
+    evaluation.
     """
 
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
@@ -133,9 +134,7 @@ class RankedEngine:
         self._take(module, population)
         self.inner.setup(module, population, streams, sampling)
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
-        if self.company_matters:
-            self.description += f", split in {self.ranks.size}"
-        own = fingerprints(self.inner, population, module)
+        own = equal_ranks(self.inner, population, module)
         told = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
         workers = [self.inner.workers]
         for rank, (their_workers, theirs) in self._together("_set_up", [None, *[told] * (self.ranks.size - 1)]):
@@ -247,7 +246,7 @@ class RankedEngine:
         self.module.net.load_state_dict(net)  # also what is not trained, and has no reason to be equal
         self.inner.setup(self.module, self.population, streams, sampling)
         torch.set_num_threads(threads)  # those within an operator decide bits
-        return self.inner.workers, fingerprints(self.inner, self.population, self.module)
+        return self.inner.workers, equal_ranks(self.inner, self.population, self.module)
 
     def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
         """What arrives from the share's clients, their personal parameters and this round's counts, their seconds."""

@@ -64,8 +64,8 @@ class Ranks:
     Args:
         device: "auto", or what Lightning Fabric takes as accelerator; each rank has one device.
 
-    **Privacy** Noise key and personal parameters travel between ranks, unencrypted: trust the network between them as
-    the ranks' memory. Messages are unpickled, so whoever can send one can run code.
+    **Privacy** Outputs of evaluation and personal parameters travel between ranks, unencrypted: trust the network
+    between them as the ranks' memory. Messages are unpickled, so whoever can send one can run code.
 
     Raises:
         UserError: the device is not there, or the ranks do not find each other.
@@ -104,7 +104,8 @@ class Ranks:
     def lead(self, work: Callable[[], T]) -> T:
         """Rank 0's `work`, which the others serve; they return its result too, or end as it ends.
 
-        SIGTERM (by which a launcher ends the ranks that are left when one dies) and Ctrl-C come once, as exceptions.
+        SIGTERM (by which a launcher ends the ranks that are left when one dies) and Ctrl-C come once, as exceptions,
+        within a round at the second signal (`stopping.between_rounds`).
         When it ends by any exception both are ignored for good: saving the run and saying why it ended are not
         interrupted, and no other run can follow, since the ranks have left each other.
         """
@@ -126,7 +127,7 @@ class Ranks:
 
         An exception of `handle` is sent to rank 0, which raises it. If rank 0 fails, this process ends.
         """
-        with self._listening(), _handled(signal.SIG_IGN, signal.SIGINT):  # rank 0 hears Ctrl-C for all
+        with self._listening(), _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # rank 0 hears them for all
             while True:
                 _, message = self.receive()
                 if isinstance(message, Finished):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,28 +13,25 @@ from typing import Any
 import torch
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.ledger import Ledger
-from dpfl_lightning.privacy.ledger_file import Head, Header
-from dpfl_lightning.privacy.noise import new_noise_key
+from dpfl_lightning.privacy.ledger_file import Head, Header, read_header
 from dpfl_lightning.yaml_text import dump
 
-_GIVEN, _DESTROYED = "given", "destroyed"
 _WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
 
 
 class RunFolder:
-    """`options.yaml`, `noise_key`, `ledger.jsonl`, `ledger.head`, `checkpoint.pt`; then `result.json`,
+    """`options.yaml`, `data_key`, `ledger.jsonl`, `ledger.head`, `checkpoint.pt`; then `result.json`,
     `guarantees.json`, `guarantee.html`, `model.pt`.
 
     Attributes:
-        noise_key: of this run; None in secure mode. Where it was destroyed, a new one that nothing was drawn from.
-        noise_key_was_given: whether it came from a configuration that others may have read.
+        data_key: keys the digests of private records in the ledger's header.
 
-    **Privacy** `noise_key` lets its reader subtract the noise: it has file mode 0600, is never logged or exported, and
-    is destroyed when the run is finished. `checkpoint.pt` and `private.json` hold exact counts, which are for each
-    client alone: mode 0600, and never exported, too.
+    **Privacy** No file lets its reader subtract noise. `checkpoint.pt` and `private.json` hold exact counts, and
+    `data_key` would let its reader try guesses of records: they are for the clients alone, have mode 0600, and are
+    never exported. `data_key` is removed when the run is finished.
     """
 
     def __init__(self, path: Path) -> None:
@@ -41,15 +39,12 @@ class RunFolder:
         self.options = path / "options.yaml"
         self.ledger_file = path / "ledger.jsonl"
         self.checkpoint = path / "checkpoint.pt"
-        self.key_file = path / "noise_key"
-        self.noise_key: int | None = None
-        self.noise_key_was_given = False
+        self.key_file = path / "data_key"
+        self.data_key = b""
 
     @classmethod
-    def claim(
-        cls, path: str | Path, options: Mapping[str, Any], given_key: str | None = None, secure: bool = False
-    ) -> RunFolder:
-        """A new folder with the run's options and, unless `secure`, a fresh noise key (or a given one, for tests).
+    def claim(cls, path: str | Path, options: Mapping[str, Any]) -> RunFolder:
+        """A new folder with the run's options and a fresh data key.
 
         Raises:
             UserError: the folder holds something already; nothing in it is touched.
@@ -64,44 +59,44 @@ class RunFolder:
             folder.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
-        if not secure:
-            folder.noise_key = new_noise_key() if given_key is None else int(given_key, 16)
-            folder.noise_key_was_given = given_key is not None
-            folder._write_key(f"{folder.noise_key:032x}", os.O_CREAT | os.O_EXCL)
-        folder.options.write_text(dump(options))
+        folder.data_key = secrets.token_bytes(32)
+        write_atomically(folder.key_file, lambda partial: partial.write_text(folder.data_key.hex()), private=True)
+        write_atomically(folder.options, lambda partial: partial.write_text(dump(options)))
         return folder
 
     @classmethod
-    def reopen(cls, path: str | Path, secure: bool = False) -> RunFolder:
+    def reopen(cls, path: str | Path) -> RunFolder:
         """The folder of a run that was begun.
 
         Raises:
-            UserError: it is not one, has no checkpoint yet, or began with another `secure`.
+            UserError: it is not one, or lacks a file that it needs.
         """
         folder = cls(Path(path))
-        if not folder.checkpoint.is_file():
+        if not folder.options.is_file():
             raise UserError(
-                f"`resume` must be the folder of a run with a checkpoint, got {str(path)!r}. "
+                f"`resume` must be the folder of a run, got {str(path)!r}, which has no options.yaml. "
                 "Runs are listed under runs/; start a new one with --config."
             )
-        must = f"stay what the run in {path} began with (with it there is no `noise_key`, without it there is one)"
-        require(secure != folder.key_file.is_file(), "privacy.secure", must, secure)
-        if not secure:
-            key, *given = folder.key_file.read_text().split()
-            folder.noise_key = new_noise_key() if key == _DESTROYED else int(key, 16)
-            folder.noise_key_was_given = given == [_GIVEN]
+        try:
+            folder.data_key = bytes.fromhex(folder.key_file.read_text())
+        except FileNotFoundError:
+            if not folder.finished():
+                raise UserError(f"`{folder.key_file}` must lie beside options.yaml, got no file. {_WAY_OUT}") from None
+        except ValueError:
+            raise UserError(f"`{folder.key_file}` must hold hexadecimal digits, got others. {_WAY_OUT}") from None
         return folder
 
-    def destroy_noise_key(self) -> None:
-        """Write over it, in place: a finished run draws nothing more. (What the disk itself keeps is out of reach.)"""
-        if self.noise_key is not None:
-            self._write_key(_DESTROYED.ljust(32))
+    def begun(self) -> Header | None:
+        """The header of the run's ledger; None before it was written."""
+        return read_header(self.ledger_file) if self.ledger_file.is_file() else None
 
-    def _write_key(self, key: str, flags: int = 0) -> None:
-        with os.fdopen(os.open(self.key_file, os.O_WRONLY | flags, 0o600), "w") as file:
-            file.write(f"{key} {_GIVEN}\n" if self.noise_key_was_given else f"{key}\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def finished(self) -> bool:
+        """Whether the run has ended for good: its data key was removed after its result was written."""
+        return not self.key_file.exists() and (self.path / "result.json").is_file()
+
+    def finish(self) -> None:
+        """Remove the data key: nothing is released any more, and nobody needs to compare records."""
+        self.key_file.unlink(missing_ok=True)
 
     def open_ledger(self, header: Header, saved: Mapping[str, Any] | None) -> Ledger:
         """The run's ledger: a new one, or, given a checkpoint, the one that was written until then.
@@ -114,12 +109,14 @@ class RunFolder:
     def save_checkpoint(self, snapshot: dict[str, Any]) -> None:
         write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial), private=True)
 
-    def load_checkpoint(self, device: torch.device) -> dict[str, Any]:
-        """The last complete round.
+    def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
+        """The last complete round; None before the first checkpoint.
 
         Raises:
             UserError: the file is damaged; later, where something is asked of it that it does not hold.
         """
+        if not self.checkpoint.is_file():
+            return None
         try:
             return _Checkpoint(self.checkpoint, torch.load(self.checkpoint, map_location=device, weights_only=True))
         except (RuntimeError, EOFError, pickle.UnpicklingError):

@@ -104,7 +104,6 @@ def build_loop(
         output_dir=options.output_dir,
         device=options.engine.device,
         evaluate_every=options.evaluation.every,
-        checkpoint_seconds=options.checkpoint_seconds,
         options=to_dict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )

@@ -152,7 +152,7 @@ class Stack:
         self.module, self.population, self.sums, self.shape = module, population, sums, shape
         like = module.flat
         mechanisms = [task.mechanism for task in tasks]
-        self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like)
+        self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, module.num_params)
         self.order = mechanisms[0].clip_order
         padding = [1.0] * (shape[0] - len(tasks))
         self.clip_norm = like.new_tensor([m.clip_norm for m in mechanisms] + padding)  # [S]
@@ -176,7 +176,7 @@ class Stack:
         return theta[: len(starts)]
 
     def clipped_sums(self, theta: Tensor, draws: Sequence[np.ndarray]) -> Tensor:
-        """`[k, P]` of one draw a client.
+        """`[k, P]` of one draw a client, in float64.
 
         Args:
             theta: `[S, P]`.
@@ -190,7 +190,7 @@ class Stack:
             sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, self.order)
             total.add_(sums)
             self.norms.append(norms.clone())  # the next pass may reuse its memory
-        return total[: len(draws)].to(theta.dtype)
+        return total[: len(draws)]
 
     def passes(self, draws: Sequence[np.ndarray]) -> Tensor:
         """`[passes, S, B]`: places in `rows_of`, -1 for padding; as many passes as the largest draw takes."""

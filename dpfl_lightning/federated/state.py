@@ -18,11 +18,10 @@ from dpfl_lightning.federated.gradient_counts import Diagnostics
 from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
-from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 if TYPE_CHECKING:
-    from dpfl_lightning.client import ClientModule
+    from dpfl_lightning.client import ClientModule, LocalTask
     from dpfl_lightning.federated.aggregate import WeightedSum
     from dpfl_lightning.federated.query import Answers, Query
 
@@ -108,22 +107,20 @@ class ClassGradients:
         """What the records `x` `[B, *X]` of the classes `y` `[B]` become."""
         return x if self.augmentation is None else self.augmentation(x, y)
 
-    def released(
-        self, sums: Tensor, mechanism: Mechanism, noise: RandomGenerator, drawn: Tensor, held: Tensor
-    ) -> Tensor:
-        """What the client sends.
+    def released(self, sums: Tensor, task: LocalTask, dtype: torch.dtype, drawn: Tensor, held: Tensor) -> Tensor:
+        """What the client sends, in `dtype`.
 
         Args:
             sums: `[num_classes, p]`, clipped.
-            noise: the client's generator.
+            task: the client's, with its mechanism and its generator.
             drawn: labels of the records in `sums`, `[B]`.
             held: labels of all its records, `[n]`.
         """
-        noised = mechanism.privatise(sums, noise)
+        noised = task.mechanism.privatise(sums, task.noise, dtype)
         if not self.counts:
             return noised
         numbers = torch.stack([labels.bincount(minlength=self.num_classes) for labels in (drawn, held)], dim=1)
-        return torch.cat([noised, numbers.to(noised.dtype) / mechanism.expected_batch_size], dim=1)
+        return torch.cat([noised, numbers.to(noised.dtype) / task.mechanism.expected_batch_size], dim=1)
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """Numbers in a release, from those in each parameter."""
@@ -293,7 +290,8 @@ class RunInfo:
         estimated_seconds: for all rounds, from a short measurement on random data.
         first_round: 1, or the next round of a resumed run.
         noise: where noise and sampling come from, in words.
-        options: the resolved configuration without the noise key (empty when built in Python).
+        simulated: whether they follow from a given key: no epsilon of the run protects anybody.
+        options: the resolved configuration (empty when built in Python).
         outline: what strategies say of the plan.
     """
 
@@ -309,6 +307,7 @@ class RunInfo:
     accountant: str
     noise: str
     options: Mapping[str, Any]
+    simulated: bool = False
     outline: tuple[str, ...] = ()
 
 
@@ -399,6 +398,7 @@ class RunResult:
         guarantee: what the run's epsilons mean and do not cover, in words.
         ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
         noise: where noise and sampling come from, in words.
+        simulated: whether they follow from a given key: no epsilon of the run protects anybody.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
             noise_multiplier, noise_std (of each number in its last update; None: it sent none), batch_size,
             num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records, model (row of
@@ -427,6 +427,7 @@ class RunResult:
     clients: tuple[dict, ...]
     test_accuracy: float | None
     test_loss: float | None
+    simulated: bool = False
     accuracy_mean: float | None = None
     accuracy_std: float | None = None
     accuracy_worst: float | None = None

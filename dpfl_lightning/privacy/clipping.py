@@ -22,6 +22,7 @@ Params = Mapping[str, Tensor]
 SampleLoss = Callable[[Params, Tensor, Tensor], Tensor]
 
 DEFAULT_CHUNK = 32  # records whose gradients the reference holds at once
+SUM_ROUNDING = 5e-4  # how far a computed sum is from the exact one, at most, relative to the clip norm
 
 
 @contextmanager

@@ -20,6 +20,12 @@ from dpfl_lightning.privacy.events import (
     Unprotected,
 )
 
+#: what every guarantee of a simulation says
+SIMULATED = (
+    "a simulation: its noise follows from privacy.noise_key, so nobody is protected, and epsilon is that of the "
+    "simulated mechanism"
+)
+
 #: what no epsilon of this program covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
@@ -56,6 +62,11 @@ class Guarantee:
     caveats: tuple[str, ...] = ()
     unprotected: tuple[str, ...] = ()
 
+    @property
+    def simulated(self) -> bool:
+        """Whether the epsilon is that of a simulation, which protects nobody."""
+        return SIMULATED in self.caveats
+
     def words(self) -> str:
         """One sentence, and the caveats after it.
 
@@ -71,6 +82,7 @@ class Guarantee:
                 f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
                 f"{self.sampling}, accounted by {self.accountant}."
             )
+            sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
         return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
 
     def as_dict(self) -> dict[str, Any]:

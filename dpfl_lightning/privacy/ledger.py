@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
+from typing import Any
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy import ledger_file
@@ -30,12 +30,12 @@ class Ledger:
         header: what its charges mean.
         checkpoint: a head that it had earlier: it must still hold these lines.
 
-    **Guarantees** A charge that was returned from is on disk: a crash afterwards never under-reports. Charging the same
-    (client, round, purpose, release) again changes nothing. A torn last line is one whose charge was never returned
-    from, so nothing was released for it, and it is cut off; a whole line that the head does not count yet is kept, and
-    is paid.
+    **Guarantees** A charge that was returned from is on disk: a crash afterwards never under-reports. A torn last line
+    is one whose charge was never returned from, so nothing was released for it, and it is cut off; a whole line that
+    the head does not count yet is kept, and is paid.
 
-    **Privacy** Holds public facts, and digests that are keyed by whoever charges: it may be shown to others.
+    **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
+    others.
 
     Raises:
         UserError: another process writes the same ledger; it was changed; it is another run's.
@@ -47,7 +47,7 @@ class Ledger:
         self._file = self._files.enter_context(_locked(path))
         self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
         self._events: defaultdict[int, list[Event]] = defaultdict(list)
-        self._attempts: defaultdict[tuple[int, int], list[tuple[str, str]]] = defaultdict(list)
+        self._charges: Counter[tuple[int, int]] = Counter()
         try:
             if checkpoint is None and not ledger_file.is_begun(path):
                 self._begin(header)
@@ -57,26 +57,24 @@ class Ledger:
             self.close()
             raise
 
-    def charge(self, charges: Sequence[Charge]) -> list[int]:
-        """Write the charges that are new and sync; returns each one's attempt number: how many other releases of its
-        client and round were charged before it, for whatever purpose, so that no two of them have the same noise.
+    def charge(self, charges: Sequence[Charge]) -> None:
+        """Write the charges and sync.
 
         A write that fails closes the ledger: what lies on disk is then known again only after it is verified.
         """
-        new = [charge for charge in charges if not self.holds(charge)]
-        if new:
-            try:
-                self._append(list(ledger_file.charge_lines(new, self.head.chain)))
-            except BaseException:
-                self.close()
-                raise
-            for charge in new:
-                self._remember(charge)
-        return [self._attempts[charge.key[:2]].index(charge.key[2:]) for charge in charges]
+        if not charges:
+            return
+        try:
+            self._append(list(ledger_file.charge_lines(charges, self.head.chain)))
+        except BaseException:
+            self.close()
+            raise
+        for charge in charges:
+            self._remember(charge)
 
-    def holds(self, charge: Charge) -> bool:
-        """Whether this very release is already paid for (a replay)."""
-        return charge.key[2:] in self._attempts.get(charge.key[:2], ())
+    def charges(self, client: int, round: int) -> int:
+        """How often the client was charged in that round: the number of its next charge."""
+        return self._charges[client, round]
 
     def used(self, client: int, purpose: str) -> int:
         """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
@@ -103,13 +101,7 @@ class Ledger:
 
     def _go_on(self, header: Header, checkpoint: Head | None) -> None:
         verified = ledger_file.verify(self.path, self._remember, checkpoint)
-        for own in dataclasses.fields(header):
-            found, given = (getattr(one, own.name) for one in (verified.header, header))
-            if own.compare and found != given:
-                raise UserError(
-                    f"`{self.path}` must be of a run with {own.name} {_short(given)}, got {_short(found)} in line 1. "
-                    "Go on with what the run began with, or start a new run."
-                )
+        _check_same(self.path, verified.header, header)
         if verified.head is None and verified.end.lines > 1:
             raise UserError(
                 f"`{ledger_file.head_file(self.path)}` must lie beside the ledger, got no such file: whether lines "
@@ -141,7 +133,7 @@ class Ledger:
     def _remember(self, charge: Charge) -> None:
         self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)
         self._events[charge.client].append(charge.event)
-        self._attempts[charge.key[:2]].append(charge.key[2:])
+        self._charges[charge.client, charge.round] += 1
 
 
 def read_ledger(path: Path) -> list[Charge]:
@@ -174,6 +166,45 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _check_same(path: Path, begun: Header, now: Header) -> None:
+    """Refuse to go on with a run of another identity."""
+    fields = [{**header.identity, **vars(header), "run": None, "identity": None} for header in (begun, now)]
+    check_same(path.parent, *fields)
+
+
+def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with the run in `folder`, which began with `begun`, with anything else.
+
+    Raises:
+        UserError: it says what differs.
+    """
+    if (difference := first_difference(begun, now)) is not None:
+        key, before, after = difference
+        raise UserError(
+            f"`{key}` must stay {_short(before)}, with which the run in {folder} began, got {_short(after)}. Only "
+            "fewer `rounds` are possible, to stop earlier; start a new run for anything else."
+        )
+
+
+def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
+    """The first key, dotted, at which two nested mappings differ, and both values; None if they are equal.
+
+    >>> first_difference({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1, 3]}})
+    ('a.c of client 1', 2, 3)
+    """
+    for key in dict.fromkeys([*begun, *now]):
+        before, after = begun.get(key), now.get(key)
+        if before == after:
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            return first_difference(before, after, f"{prefix}{key}.")
+        if isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
+            client = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+            return f"{prefix}{key} of client {client}", before[client], after[client]
+        return f"{prefix}{key}", before, after
+    return None
 
 
 def _short(value: object) -> str:

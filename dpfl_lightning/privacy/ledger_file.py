@@ -8,7 +8,7 @@ import hashlib
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import finite_or_none
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 
-VERSION = 1
+VERSION = 2
 _EVENTS = {
     "gaussian": GaussianEvent,
     "laplace": LaplaceEvent,
@@ -37,19 +37,15 @@ class Charge:
 
     Args:
         purpose: which line of the client's schedule pays ("train", ...).
-        release: digest of everything that decides what is released but the noise key. A replay with the same digest
-            is the same release, bit for bit, and is not charged twice; any other is a new one.
+        event: what it costs.
+        number: of this charge among those of the client in this round, from 0: each has noise of its own.
     """
 
     client: int
     round: int
     purpose: str
-    release: str
     event: Event
-
-    @property
-    def key(self) -> tuple[int, int, str, str]:
-        return (self.client, self.round, self.purpose, self.release)
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,6 +59,8 @@ class Header:
         delta: of each client.
         epsilon: each client's budget; inf is none.
         caveats: what every guarantee of the run says besides, in words.
+        identity: what decides the run's releases, ready for JSON, see `federated.identity`: a run goes on with the same
+            or not at all.
         run: random name of the run, hexadecimal: tells two ledgers of one configuration apart.
     """
 
@@ -72,6 +70,7 @@ class Header:
     delta: tuple[float, ...]
     epsilon: tuple[float, ...]
     caveats: tuple[str, ...] = ()
+    identity: Mapping[str, Any] = field(default_factory=dict)
     run: str = field(default_factory=lambda: secrets.token_hex(16), compare=False)
 
 
@@ -175,6 +174,7 @@ def header_line(header: Header) -> bytes:
         "delta": _one_or_all(header.delta),
         "epsilon": _one_or_all([finite_or_none(own) for own in header.epsilon]),
         "caveats": header.caveats,
+        "identity": header.identity,
     }
     return _sealed(json.dumps(fields).encode()[:-1], _NO_CHAIN)
 
@@ -183,8 +183,8 @@ def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
     """The lines of these charges, after one with this chain."""
     before = chain.encode()
     for charge in charges:
-        names = json.dumps({"purpose": charge.purpose, "release": charge.release})[1:-1]
-        body = f'{{"client": {charge.client}, "round": {charge.round}, {names}, "event": {_event_json(charge.event)}'
+        place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
+        body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
         line = _sealed(body.encode(), before)
         before = _stated(line)
         yield line
@@ -225,6 +225,21 @@ def read_head(path: Path) -> Head | None:
             f"`{beside}` must hold the run, lines and chain of `{path.name}`, got {content[:80]!r}. {_CHANGED}"
         ) from None
     return head
+
+
+def read_header(path: Path) -> Header | None:
+    """The header of a ledger; None where its first line was not written yet.
+
+    Raises:
+        UserError: it was changed.
+    """
+    with open(path, "rb") as file:
+        line = file.readline()
+    if not line.endswith(b"\n"):
+        return None
+    if not _follows(line, _NO_CHAIN):
+        raise _changed(path, 1, _found(path, 1, None))
+    return _first(path, line)
 
 
 def is_begun(path: Path) -> bool:
@@ -282,7 +297,11 @@ def _header(fields: dict[str, Any]) -> Header:
 
     words = {name: str(fields[name]) for name in ("accountant", "adjacency", "sampling", "run")}
     header = Header(
-        **words, delta=each(fields["delta"]), epsilon=each(fields["epsilon"]), caveats=(*fields["caveats"],)
+        **words,
+        delta=each(fields["delta"]),
+        epsilon=each(fields["epsilon"]),
+        caveats=(*fields["caveats"],),
+        identity=dict(fields["identity"]),
     )
     if not len(header.delta) == len(header.epsilon) == count:
         raise ValueError(count)

@@ -7,22 +7,45 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy.clipping import SUM_ROUNDING
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.noise import RandomGenerator, noise_rows, standard_laplace_like, standard_normal_like
+from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
+
+#: what the noise covers beside `clip_norm`, relative to it: twice the rounding of the sum, and the grid (at most 1/400)
+ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
+_FINEST, _COARSEST = 2.0**-18, 2.0**-40  # grid steps, relative to the scale of the noise
+_MOST = 2.0**61  # grid steps in a sum: what is added to it as an integer stays one
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Independent noise on every coordinate of a sum of clipped gradients: what `Gaussian` and `Laplace` share.
+    """Noise on every coordinate of a sum of clipped gradients, on a grid: what `Gaussian` and `Laplace` share.
 
     Args:
         clip_norm: bound on one record's contribution, in the norm `clip_order`, > 0; infinity only without noise.
-        noise_multiplier: scale of the noise / clip_norm, on the SUM, >= 0.
+        noise_multiplier: scale of the noise over the sensitivity of the SUM, >= 0.
         sample_rate: Poisson probability of one record per step, in (0, 1]; 1.0 is the full batch.
         expected_batch_size: the divisor, > 0; never the observed batch size, which would be a release of its own.
+
+    **Guarantees** What leaves the client are integers: `round(sum / g) + round(noise / g)`, with a public grid step g
+    that is a power of two. All that follows (times g, the divisor, learning rate, momentum, float32) is
+    post-processing, so no trailing bit tells where the exact sum was zero. Proof that this is the mechanism that the
+    accountant composes, with noise of scale `noise_multiplier * sensitivity`:
+
+    1. For an integer n, `n + round(y) = round(n + y)`: the release is a function of `n + y`, that is of the mechanism
+       with continuous noise y on the integer vector `n = round(sum / g)`.
+    2. The computed sums of two neighbouring data sets differ by at most `clip_norm (1 + 2 SUM_ROUNDING)` in the norm
+       `clip_order`: a record adds at most `clip_norm`, and each sum is computed to within `SUM_ROUNDING * clip_norm`
+       (see `ClippedSum`).
+    3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, the
+       above and `g sqrt(P)` (L2), or `g P` (L1).
+    4. The integers are added without rounding, as int64.
+
+    Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
 
     Attributes:
         clip_order: of the norm that bounds a record, 1 or 2.
@@ -46,20 +69,45 @@ class Mechanism:
         bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
         require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
 
-    def privatise(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
-        """`(clipped_sum + clip_norm * noise_multiplier * noise) / expected_batch_size`, shape kept, `[G, P]`.
+    def grid(self, numbers: int) -> float:
+        """The grid step g for a sum of so many numbers: a power of two, at most 2^-18 of the noise's scale.
 
-        An empty batch is a zero sum and gets the same noise.
+        It adds at most 1/400 to the sensitivity, unless the noise is more than 10^7 times the clip norm.
+        """
+        scale = self.noise_multiplier * self.clip_norm
+        finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))
+        return 2.0 ** math.floor(math.log2(max(finest, scale * _COARSEST)))
+
+    def sensitivity(self, numbers: int) -> float:
+        """The most that one record moves a sum of so many numbers on the grid, in the norm `clip_order`."""
+        return self.clip_norm * (1 + 2 * SUM_ROUNDING) + self.grid(numbers) * self._spread(numbers)
+
+    def noise_scale(self, numbers: int = 1) -> float:
+        """Scale of the noise on a sum of so many numbers: usually `noise_multiplier * ENLARGED * clip_norm`."""
+        if self.noise_multiplier == 0:  # also where the clip norm is infinite
+            return 0.0
+        return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
+
+    def noised_integers(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
+        """The release itself: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum.
+
+        Args:
+            clipped_sum: any shape, float64 (float32 where there is no other).
+        """
+        numbers = clipped_sum.numel()
+        step = self.grid(numbers)
+        placed = on_grid(clipped_sum, step)
+        return placed.add_(integer_noise(generator, self.clip_order == 1, self.noise_scale(numbers) / step, placed))
+
+    def privatise(self, clipped_sum: Tensor, generator: RandomGenerator, dtype: torch.dtype = torch.float32) -> Tensor:
+        """`(clipped_sum + noise) / expected_batch_size` in `dtype`, shape kept, `[G, P]`; see `noised_integers`.
+
+        An empty batch is a zero sum and gets the same noise. Without noise the sum is divided as it is.
         """
         if self.noise_multiplier == 0:
-            return clipped_sum / self.expected_batch_size
-        noise = self.unit_noise(clipped_sum, generator)
-        return noise.mul_(self.clip_norm * self.noise_multiplier).add_(clipped_sum).div_(self.expected_batch_size)
-
-    @staticmethod
-    def unit_noise(value: Tensor, generator: RandomGenerator) -> Tensor:
-        """Noise of scale 1 in the shape, dtype and device of `value`."""
-        raise NotImplementedError
+            return (clipped_sum / self.expected_batch_size).to(dtype)
+        integers = self.noised_integers(clipped_sum, generator).double()
+        return integers.mul_(self.grid(clipped_sum.numel()) / self.expected_batch_size).to(clipped_sum.device, dtype)
 
     def event(self, steps: int) -> NoisedEvent:
         """What `steps` calls of `privatise` release."""
@@ -67,27 +115,33 @@ class Mechanism:
 
     def noise_std(self, steps: int, learning_rate: float) -> float:
         """Per-coordinate standard deviation of the noise in `steps` plain SGD steps (their feedback neglected)."""
-        if self.noise_multiplier == 0:  # also where the clip norm is infinite
-            return 0.0
-        scale = self.clip_norm * self.noise_multiplier / self.expected_batch_size
-        return learning_rate * scale * self.unit_std * steps**0.5
+        return learning_rate * self.noise_scale() / self.expected_batch_size * self.unit_std * steps**0.5
+
+    def _spread(self, numbers: int) -> float:
+        """The norm of a vector of so many ones."""
+        return float(numbers) if self.clip_order == 1 else math.sqrt(numbers)
+
+
+def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
+    """`round(clipped_sum / step)`, int64, on a device that has float64."""
+    here = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
+    return (here.double() / step).round_().clamp_(-_MOST, _MOST).long()
 
 
 @dataclass(frozen=True)
 class Gaussian(Mechanism):
     """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2.
 
-    Args: those of `Mechanism`; `noise_multiplier` is the noise's standard deviation / clip_norm.
+    Args: those of `Mechanism`; `noise_multiplier` is the noise's standard deviation / sensitivity.
 
     **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has
-    standard deviation `noise_multiplier * clip_norm` in every coordinate and is added once per logical batch.
+    standard deviation `noise_scale` in every coordinate and is added once per logical batch.
 
     **Privacy** One call of `privatise` is one step of `event(steps)`.
     """
 
     clip_order: ClassVar[int] = 2
     unit_std: ClassVar[float] = 1.0
-    unit_noise = staticmethod(standard_normal_like)
 
     def event(self, steps: int) -> GaussianEvent:
         return GaussianEvent(self.sample_rate, self.noise_multiplier, steps)
@@ -100,8 +154,8 @@ class Laplace(Mechanism):
     When to use it: to compare with. An L1 bound is far tighter than an L2 bound of the same size, and the noise's
     variance grows with the square of the releases that share a budget.
 
-    Args: those of `Mechanism`; `noise_multiplier` is the scale b / clip_norm of noise with the density
-        exp(-|x| / b) / (2 b); `sample_rate` is usually 1, for the event counts no sampling.
+    Args: those of `Mechanism`; `noise_multiplier` is the scale b / sensitivity of noise with the
+        density exp(-|x| / b) / (2 b); `sample_rate` is usually 1, for the event counts no sampling.
 
     **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L1.
 
@@ -113,7 +167,6 @@ class Laplace(Mechanism):
 
     clip_order: ClassVar[int] = 1
     unit_std: ClassVar[float] = math.sqrt(2)
-    unit_noise = staticmethod(standard_laplace_like)
 
     def event(self, steps: int) -> LaplaceEvent:
         return LaplaceEvent(self.noise_multiplier, steps)
@@ -132,35 +185,52 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
 
 
 class MechanismRows:
-    """`Mechanism.privatise` of many clients in a few operations: the same noise, row by row.
+    """`Mechanism.privatise` of many clients in a few operations, row by row.
 
     Args:
         mechanisms: length S >= 1, one a client, all of one kind.
-        generators: length S, each client's own.
-        like: any tensor of the dtype and device of the sums to come.
+        generators: length S, each client's; on a GPU the first one seeds the device's generator for all rows.
+        like: any tensor of the dtype and device of the releases.
+        numbers: in the sum of one client.
 
     **Privacy** One call of `privatise` is one step of each client whose row it is given.
 
-    >>> import numpy as np
-    >>> import torch
     >>> row = Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=4.0)
-    >>> alone = row.privatise(torch.ones(1, 3), np.random.default_rng(0))
-    >>> rows = MechanismRows([row], [np.random.default_rng(0)], like=torch.empty(0))
-    >>> bool((rows.privatise(torch.ones(1, 1, 3))[0] == alone).all())
+    >>> alone = row.privatise(torch.ones(1, 3).double(), RandomGenerator(bytes(32)))
+    >>> rows = MechanismRows([row], [RandomGenerator(bytes(32))], like=torch.empty(0), numbers=3)
+    >>> bool((rows.privatise(torch.ones(1, 1, 3).double())[0] == alone).all())
     True
     """
 
-    def __init__(self, mechanisms: Sequence[Mechanism], generators: Sequence[RandomGenerator], like: Tensor) -> None:
-        self._unit_noise = mechanisms[0].unit_noise
-        silent = [m.noise_multiplier == 0 for m in mechanisms]  # such a one draws nothing, here as in `privatise`
-        scales = [0.0 if mute else m.clip_norm * m.noise_multiplier for m, mute in zip(mechanisms, silent, strict=True)]
-        self._generators = [None if mute else own for own, mute in zip(generators, silent, strict=True)]
+    def __init__(
+        self, mechanisms: Sequence[Mechanism], generators: Sequence[RandomGenerator], like: Tensor, numbers: int
+    ) -> None:
+        self._like, self._mechanisms, self._generators = like, mechanisms, generators
+        self._laplace = mechanisms[0].clip_order == 1
+        self._silent = any(one.noise_multiplier == 0 for one in mechanisms)
+        if self._silent:
+            return
+        wide = like.dtype if like.device.type == "mps" else torch.float64
+        steps = [one.grid(numbers) for one in mechanisms]
+        pairs = list(zip(mechanisms, steps, strict=True))
+        self._scales = [one.noise_scale(numbers) / step for one, step in pairs]
         # on their device once, not in every step
-        self._scale = like.new_tensor(scales)[:, None, None]
-        self._divisor = like.new_tensor([m.expected_batch_size for m in mechanisms])[:, None, None]
+        self._step, self._scale, self._unit = (
+            torch.tensor(column, dtype=wide, device=like.device)[:, None, None]
+            for column in (steps, self._scales, [step / one.expected_batch_size for one, step in pairs])
+        )
+        self._on_device = generators[0].on(like.device) if like.device.type == "cuda" else None
 
     def privatise(self, clipped_sums: Tensor) -> Tensor:
         """`[k, G, P]` sums of the first k <= S clients to what they release, shape kept; the others draw no noise."""
         active = len(clipped_sums)
-        noise = noise_rows(clipped_sums, self._generators[:active], self._unit_noise)
-        return noise.mul_(self._scale[:active]).add_(clipped_sums).div_(self._divisor[:active])
+        if self._silent:
+            rows = zip(clipped_sums, self._mechanisms, self._generators, strict=False)
+            return torch.stack([one.privatise(own, generator, self._like.dtype) for own, one, generator in rows])
+        placed = on_grid(clipped_sums, self._step[:active].to(clipped_sums.device))
+        if self._on_device is None:
+            for row, generator, scale in zip(placed, self._generators, self._scales, strict=False):
+                row.add_(integer_noise(generator, self._laplace, scale, row))
+        else:
+            placed.add_(device_noise(self._on_device, self._laplace, self._scale[:active], placed))
+        return placed.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)

@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.config import changed, load
+from dpfl_lightning.config import load
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.fit import so_far
 from dpfl_lightning.options import Options
 from dpfl_lightning.reproduction.cells import Cell, circumstances, path_of, read, write
 from dpfl_lightning.reproduction.experiment import Computation, Training
@@ -28,6 +29,7 @@ from dpfl_lightning.tables import duration
 if TYPE_CHECKING:
     from dpfl_lightning.federated.state import RunResult
 
+NOISE_KEY = "0" * 32  # of all cells: they are simulations, and the same command gives the same numbers
 #: of MLflow
 EXPERIMENT = "reproduce"
 
@@ -175,7 +177,9 @@ def command_of(cell: Cell) -> str:
     """What a person types to make its numbers once more."""
     made = how(cell)
     if isinstance(made, Training) and made.recorder is None and made.study is None:
-        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words_of(cell)])
+        options = _options(cell, ())
+        key = [] if options.privacy is None else [f"--privacy.noise_key={options.privacy.noise_key}"]
+        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words_of(cell), *key])
     return shlex.join(["python", "-m", "dpfl_lightning.reproduce", *only(cell), "--again"])
 
 
@@ -203,7 +207,10 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     place = cell.place.as_posix()
     tags = {name: str(value) for name, value in cell._asdict().items() if name != "departures" and value is not None}
     told = ["--tracking.experiment", EXPERIMENT, "--tracking.run_name", place, "--tracking.tags", json.dumps(tags)]
-    return load([*words_of(cell), *told, *free])[0]
+    options = load([*words_of(cell), *told, *free])[0]
+    if options.privacy is None or options.privacy.noise_key is not None:
+        return options
+    return dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=NOISE_KEY))
 
 
 def _made(cell: Cell, work: Work) -> dict[str, Any]:
@@ -278,9 +285,10 @@ def run_folder(cell: Cell, work: Work) -> tuple[Path, bool]:
 
 def _same(cell: Cell, work: Work, folder: Path) -> bool:
     try:
-        return changed(options_of(cell, work), str(folder)) is None
+        so_far(options_of(cell, work, folder))
     except UserError:  # options that this version does not know: another run
         return False
+    return True
 
 
 # ---- how long

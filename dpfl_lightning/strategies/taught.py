@@ -61,7 +61,7 @@ def taught(
     on_test, device = one_client(population), population.x.device
     module = ClientModule(new_net(seed)).to(device)
     engine = SerialEngine()
-    engine.setup(module, on_test, Streams(0), "poisson")  # no noise is drawn
+    engine.setup(module, on_test, Streams(), "poisson")  # no noise is drawn
     accuracies = []
     for number in range(networks):
         begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))

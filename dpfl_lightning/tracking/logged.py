@@ -11,15 +11,14 @@ _LONGEST = 6000  # characters of a parameter
 
 
 def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, at any depth, without a `noise_key` and without the password of a URI.
+    """The options, at any depth, without the password of a URI.
 
-    >>> loggable({"rounds": 3, "privacy": {"noise_key": "00"}, "tracking": {"uri": "http://me:secret@host"}})
-    {'rounds': 3, 'privacy': {}, 'tracking': {'uri': 'http://host'}}
+    >>> loggable({"rounds": 3, "tracking": {"uri": "http://me:secret@host"}})
+    {'rounds': 3, 'tracking': {'uri': 'http://host'}}
     """
-    kept = {name: value for name, value in options.items() if name != "noise_key"}
     return {
         name: loggable(value) if isinstance(value, Mapping) else shown(value) if isinstance(value, str) else value
-        for name, value in kept.items()
+        for name, value in options.items()
     }
 
 

@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.events import NoisedEvent
 from dpfl_lightning.tracking.logged import shown
 from dpfl_lightning.tracking.store import Metric, Store, metrics
 
-# Never the whole folder: `noise_key` lets its reader subtract the noise, and checkpoint and counts are no releases.
+# Never the whole folder: checkpoint, counts and the key of the digests of records are for the clients alone.
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
 
@@ -192,7 +192,7 @@ def _frame(view: View) -> dict[str, str]:
         "adjacency": one.adjacency,
         "sampling": one.sampling,
         "noise": view.run.noise,
-        **({"guarantee": one.words()} if one.unprotected else {}),
+        **({"guarantee": one.words()} if one.unprotected or one.simulated else {}),
         "accountant": one.accountant,
         "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
     }

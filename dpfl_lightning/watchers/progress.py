@@ -70,7 +70,7 @@ class Progress(ServerCallback):
         done, left = report.round - self._first + 1, report.rounds - report.round
         seconds_left = (time.monotonic() - self._begun) / done * left
         score = _score(report.test_accuracy, report.test_loss)
-        epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets)
+        epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
         speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
@@ -248,7 +248,9 @@ def _result_columns(result: RunResult) -> list[ClientColumn]:
     if _private(result):
         budgets = [_or_inf(value) for value in column("epsilon_budget")]
         spent = [shown_epsilon(_or_inf(e), b) for e, b in zip(column("epsilon_spent"), budgets, strict=True)]
-        columns.append(ClientColumn("epsilon spent", spent, "{:.6g}".format))
+        columns.append(
+            ClientColumn("simulated epsilon" if result.simulated else "epsilon spent", spent, "{:.6g}".format)
+        )
         columns.append(ClientColumn("of budget", budgets, "{:.6g}".format))
     columns.append(ClientColumn("batch", column("batch_size")))
     if _private(result):

@@ -259,7 +259,7 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
         population, train_of=[torch.cat(population.train_of)], held_out_of=[population.public], groups=None
     )
     module, engine = ClientModule(build(0)).to(population.x.device), SerialEngine()
-    engine.setup(module, both, Streams(0), "poisson")  # no noise is drawn
+    engine.setup(module, both, Streams(), "poisson")  # no noise is drawn
     found = evaluate(module, both, Delivered(model[None], (0,)), engine)
     return {
         "holdout_accuracy": 100 * (found.clients[0].accuracy or 0.0),
