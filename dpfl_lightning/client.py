@@ -109,7 +109,7 @@ class ClientModule(L.LightningModule):
         if task.anchor is not None:
             step += task.pull * (self.flat - task.anchor)
         for parameter, gradient in zip(self.trainable, self.unflatten(step).values(), strict=True):
-            parameter.grad = gradient.clone()
+            parameter.grad = gradient.to(parameter.dtype, copy=True)
         self.local_optimizer.step()
 
     # -- what engines use

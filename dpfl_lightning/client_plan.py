@@ -21,7 +21,6 @@ from dpfl_lightning.privacy.events import (
     NoisedEvent,
     SelectionEvent,
     Unprotected,
-    repeated,
 )
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
@@ -108,7 +107,7 @@ def client_plans(
     promises = [
         guarantee([*own.events(), *besides], own.delta, accountant, sampling, own.releases) for own in schedules
     ]
-    lines = [([repeated(line.event, line.count)], own.delta) for own in schedules for line in own.planned]
+    lines = [(line.events(), own.delta) for own in schedules for line in own.planned]
     alone = iter(accountant.search(lines).tolist())
     return [
         ClientPlan(own, promise, accountant.name, *size, tuple(next(alone) for _ in own.planned))

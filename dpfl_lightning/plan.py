@@ -175,7 +175,7 @@ def _event_cells(event: Event) -> list[str]:
         return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
     if isinstance(event, SelectionEvent):
         return ["1", f"{1 / event.epsilon if event.epsilon else math.inf:.6g} (Gumbel)", str(event.count)]
-    return ["-", "-", "-"]
+    return ["1", "none", "-"]  # `Unprotected`: of all records, without noise that counts
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:

@@ -25,6 +25,7 @@ from dpfl_lightning.federated.state import ClassGradients
 from dpfl_lightning.launcher import launched
 from dpfl_lightning.privacy.events import SelectionEvent
 from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 
 def make_loop(
@@ -91,9 +92,8 @@ class Selection(ServerCallback):
     def plan_round(self, plan, view):
         if view.round == 2:
             models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-            self.answers = dict(
-                view.ask(SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0))
-            )
+            choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+            self.answers = dict(view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0)))
         return plan
 
     def state_dict(self):

@@ -20,6 +20,7 @@ from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.ledger_file import Header, head_file
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
@@ -64,7 +65,8 @@ class Asks(ServerCallback):
         if view.round == 1:
             return view.plan("first")
         models = view.state.models[0].expand(2, -1)
-        view.ask(SelectModel((0, 2), models, {0: 0.1, 2: 0.1}, loss_bound=2.0))
+        choice = dict.fromkeys((0, 2), ExponentialMechanism(0.1))
+        view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
         return plan
 
     def on_round_end(self, view, report):

@@ -19,6 +19,7 @@ from dpfl_lightning.federated.state import ClassGradients, Delivered
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 
@@ -107,9 +108,8 @@ class TwoPhases(ServerCallback):
             return view.plan("first")
         if view.round == 3:
             models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-            self._answers = view.ask(
-                SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.1), loss_bound=2.0)
-            )
+            choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.1))
+            self._answers = view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
         return plan
 
     def weigh(self, updates, view):

@@ -202,7 +202,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
             {"data": {**SMALL["data"], "partition": {"name": "overlapping"}, "records_per_client": 50}},
             "a record may live",
         ),
-        ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chose"),
+        ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chooses"),
     ],
 )
 def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, caveat, write, tmp_path, capsys):

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.query import Query
+from dpfl_lightning.federated.query import Query, event_of
 from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
@@ -65,7 +65,7 @@ class Budgets:
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
         """The clients that can pay for their answer, charged and synced, and the number of each one's charge."""
-        charges = [self._next(client, round, query.purpose, query.event_of(client)) for client in query.clients]
+        charges = [self._next(client, round, query.purpose, event_of(query, client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self._charge(charges)
 

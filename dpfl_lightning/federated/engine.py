@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from dpfl_lightning.client import FORWARD_CHUNK, ClientModule, LocalTask
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated import answers
 from dpfl_lightning.federated.aggregate import Received
 from dpfl_lightning.federated.gradient_counts import COUNTED, fates
 from dpfl_lightning.federated.query import Answers, Query
@@ -114,7 +115,7 @@ class SerialEngine:
         """One client's noised answer."""
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
-        return query.answer(client, self.module, self.clipped_sum.enter(x), y, generator)
+        return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:

@@ -208,22 +208,31 @@ def _settings(part: nn.Module) -> dict[str, Any]:
     return {key: _value(value) for key, value in sorted(vars(part).items()) if key not in skipped}
 
 
-def _value(value: object, depth: int = 8) -> Any:
-    """A setting, ready for JSON and without places in memory."""
+def _value(value: object, seen: dict[int, int] | None = None) -> Any:
+    """A setting, ready for JSON and without places in memory.
+
+    Args:
+        seen: the objects that were met already: each is told once.
+    """
+    seen = {} if seen is None else seen
     if isinstance(value, Tensor | np.ndarray):
         tensor = torch.as_tensor(value)
         return [str(tensor.dtype), list(tensor.shape), _hex(bytes(memory_of(tensor)))]
-    if isinstance(value, Mapping):
-        return [[str(key), _value(one, depth)] for key, one in value.items()]
-    if isinstance(value, list | tuple | set | frozenset):
-        kept = [_value(one, depth) for one in value]
-        return sorted(kept, key=json.dumps) if isinstance(value, set | frozenset) else kept
-    if value is None or isinstance(value, str | int | float | complex | bool | bytes):
+    if value is None or isinstance(value, str | int | float | complex | bytes):
         return repr(value)
     if isinstance(value, type) or inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
-    inside = _value(vars(value), depth - 1) if depth and hasattr(value, "__dict__") else None
-    return [f"{type(value).__module__}.{type(value).__qualname__}", inside]
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if id(value) in seen:
+        return [name, seen[id(value)]]
+    seen[id(value)] = len(seen)
+    if isinstance(value, Mapping):
+        return [name, [[_value(key, seen), _value(one, seen)] for key, one in value.items()]]
+    if isinstance(value, set | frozenset):
+        return [name, sorted(json.dumps(_value(one, seen)) for one in value)]
+    if isinstance(value, list | tuple):
+        return [name, [_value(one, seen) for one in value]]
+    return [name, _value(vars(value), seen) if hasattr(value, "__dict__") else None]
 
 
 def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:

@@ -504,9 +504,10 @@ class FederatedLoop:
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
         clients, attempts = self.budgets.charge_query(query, round)
-        paid: Query = dataclasses.replace(query, clients=clients)  # type: ignore[type-var]
+        paid = query.only(clients)
         self.traffic.ask(paid, self.state.models)
-        return self._clients_work(lambda: self.engine.ask(paid, round, attempts))
+        released = self._clients_work(lambda: self.engine.ask(paid, round, attempts))
+        return {client: paid.read(client, one) for client, one in released.items()}
 
     def _clients_work(self, work: Callable[[], T]) -> T:
         """What `work` answers; its time is counted as the clients'."""

@@ -1,103 +1,159 @@
-"""Any question to a client other than training: noised at the client, with an event that is charged first."""
+"""Questions to clients other than training. A query declares a mechanism; the framework bounds, sums and noises."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
 from dpfl_lightning.privacy.clipping import VmapClippedSum, evaluating, summing_dtype
-from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.mechanism import Mechanism
-from dpfl_lightning.privacy.noise import RandomGenerator
+from dpfl_lightning.privacy.events import Event, Unprotected
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 
-Answers = Mapping[int, object]  # client -> noised answer
+Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 
 
-class Query(Protocol):
-    """A question with a price: a dataclass."""
+@dataclass(frozen=True)
+class NoMechanism:
+    """An answer of which nothing bounds what one record changes: the client's epsilon becomes infinite.
 
-    @property
-    def purpose(self) -> str:
-        """The line of every asked client's schedule that pays."""
-        ...
+    Args:
+        words: what is shown and why nothing protects it, for the guarantee.
+        noise: is added to the answer nevertheless, to reproduce methods that do so; None adds nothing.
+    """
+
+    words: str
+    noise: Mechanism | None = None
+
+    def event(self, count: int) -> Unprotected:
+        """What the answer releases, however often it is given."""
+        return Unprotected(self.words)
+
+
+AnswerMechanism = Mechanism | ExponentialMechanism | NoMechanism
+_KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """A question to some clients. Subclasses are dataclasses that implement `rows`, or `answer` for `NoMechanism`.
+
+    The methods `rows` and `answer` run at the client, `read` at the server. No method receives a random generator, and
+    the event that is charged follows from the mechanism alone.
+
+    Args:
+        purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
+        mechanism_of: asked client -> mechanism of its answer. `Gaussian` and `Laplace` release the noised sum of the
+            records' rows, divided by `expected_batch_size`; each row is clipped to `clip_norm` in the mechanism's norm,
+            and the sample rate must be 1. `ExponentialMechanism` releases the index of the column with the largest
+            noised sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.
+
+    **Privacy** One `event(1)` of each asked client's mechanism, charged before the question is asked.
+    """
+
+    purpose: str
+    mechanism_of: Mapping[int, AnswerMechanism]
 
     @property
     def clients(self) -> tuple[int, ...]:
         """Who is asked."""
-        ...
+        return tuple(self.mechanism_of)
 
-    def event_of(self, client: int) -> Event:
-        """What the client's answer releases; must be the event that was planned."""
-        ...
+    def only(self, clients: Collection[int]) -> Self:
+        """The same question to these of its clients."""
+        return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> object:
-        """The noised answer of one client for its records `x [n, *X]`, `y [n]`. Runs at the client."""
-        ...
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """A row of statistics for each record, `[b, k]`, of the records `x [b, *X]`, `y [b]`.
+
+        It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another
+        record. The number of columns k must be the same for all records.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a mechanism for client {client}, but no `rows`")
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """The answer `[k]` of a client without a mechanism, from all its records `x [n, *X]`, `y [n]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no mechanism for client {client}, and no `answer`")
+
+    def read(self, client: int, released: Any) -> Any:
+        """What the asker gets for a released answer: post-processing, without access to records.
+
+        Args:
+            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or what `answer` returned.
+        """
+        return released
 
 
-@dataclass(frozen=True)
-class SelectModel:
-    """Which of M models fits a client best: the exponential mechanism on clipped losses.
+def event_of(query: Query, client: int) -> Event:
+    """What the client's answer releases.
 
-    `argmax_m [ -sum_j min(loss_j(theta_m), loss_bound) / loss_bound + Gumbel(0, 1 / epsilon) ]`. One record moves every
-    utility in the same direction by at most 1, so the range is bounded by `epsilon`.
+    Raises:
+        TypeError: the mechanism is none of the framework's; subclasses, which could state another event, are refused.
+        ValueError: its sums are of sampled records, but a query asks all records.
+    """
+    if not isinstance(query, Query):
+        raise TypeError(f"a question to clients must be a `Query`, got {type(query).__name__}")
+    mechanism = query.mechanism_of[client]
+    if type(mechanism) not in _KNOWN:
+        known = ", ".join(kind.__name__ for kind in _KNOWN)
+        raise TypeError(
+            f"{type(query).__name__} must name a mechanism of the framework for client {client} ({known}), "
+            f"got {mechanism!r}"
+        )
+    if isinstance(mechanism, Mechanism) and mechanism.sample_rate != 1:
+        raise ValueError(f"{type(query).__name__} asks all records, but its mechanism samples: {mechanism}")
+    return mechanism.event(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectModel(Query):
+    """Which of M models fits a client best, by clipped losses: the score of a record is `1 - min(loss, bound) / bound`.
 
     Args:
         models: `[M, P]`.
-        epsilon: client -> bounded range of its selection, > 0 and finite.
-        loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible.
+        loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible. A loss that is
+            not a number counts as the bound.
 
-    **Privacy** `SelectionEvent(epsilon)` for each asked client. Where one record is replaced by another a utility moves
-    either way, and the accountant charges twice the range.
+    **Privacy** One selection of the client's `ExponentialMechanism`.
     """
 
-    clients: tuple[int, ...]
     models: Tensor
-    epsilon: Mapping[int, float]
     loss_bound: float
     purpose: str = "select"
 
-    def event_of(self, client: int) -> SelectionEvent:
-        return SelectionEvent(self.epsilon[client])
-
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
-        utilities = -summed_losses(module, self.models, x, y, (0.0, self.loss_bound)) / self.loss_bound
-        noise = generator.gumbel(0.0, 1.0 / self.epsilon[client], len(utilities))
-        return int((utilities + torch.from_numpy(noise)).argmax())
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return 1 - bounded_losses(module, self.models, x, y, self.loss_bound) / self.loss_bound
 
 
-@dataclass(frozen=True)
-class LowestLoss:
+@dataclass(frozen=True, kw_only=True)
+class LowestLoss(Query):
     """Which of M models has the lowest mean loss on a client's records: neither clipped nor noised.
 
     Args:
         models: `[M, P]`; of equal losses the first wins.
-        events: client -> what is said of its answer.
 
-    **Privacy** None: the answer is a plain function of private records. Its event says so in words: a `Caveat` beside
-    an epsilon that does not cover it, `Unprotected` where nothing is covered anyway.
+    **Privacy** None: the answer is a plain function of private records, and epsilon becomes infinite (`NoMechanism`).
     """
 
-    clients: tuple[int, ...]
     models: Tensor
-    events: Mapping[int, Caveat | Unprotected]
     purpose: str = "select"
 
-    def event_of(self, client: int) -> Caveat | Unprotected:
-        return self.events[client]
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return summed_losses(module, self.models, x, y).argmin()
 
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> int:
-        return int(summed_losses(module, self.models, x, y, (-math.inf, math.inf)).argmin())
+    def read(self, client: int, released: Tensor) -> int:
+        return int(released)
 
 
-@dataclass(frozen=True)
-class MeanLoss:
+@dataclass(frozen=True, kw_only=True)
+class MeanLoss(Query):
     """The mean loss of each client's records, clipped and noised.
 
     `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: around the middle one record more, less or
@@ -106,83 +162,73 @@ class MeanLoss:
     Args:
         models: `[M, P]`.
         row_of: client -> row of the model at which it is asked.
-        mechanism_of: client -> full-batch mechanism; its clip norm is half of `loss_bound`.
-        loss_bound: losses are clipped to [0, loss_bound].
+        loss_bound: losses are clipped to [0, loss_bound]; the mechanisms' clip norm is half of it.
 
     **Privacy** One step of the client's mechanism.
     """
 
-    clients: tuple[int, ...]
     models: Tensor
     row_of: Mapping[int, int]
-    mechanism_of: Mapping[int, Mechanism]
     loss_bound: float
     purpose: str = "loss"
 
-    def event_of(self, client: int) -> Event:
-        return self.mechanism_of[client].event(1)
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        model = self.models[self.row_of[client]][None]
+        return bounded_losses(module, model, x, y, self.loss_bound) - self.loss_bound / 2
 
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> float:
-        model, middle = self.models[self.row_of[client]][None], self.loss_bound / 2
-        total = summed_losses(module, model, x, y, (0.0, self.loss_bound)) - middle * len(y)
-        return float(self.mechanism_of[client].privatise(total[:, None], generator)) + middle
+    def read(self, client: int, released: Tensor) -> float:
+        return float(released) + self.loss_bound / 2
 
 
-@dataclass(frozen=True)
-class LossesAroundStep:
+@dataclass(frozen=True, kw_only=True)
+class LossesAroundStep(Query):
     """Each client's mean loss at a model, and after its own clipped full-batch step from there, before noise.
 
-    What the selection paper's clients report: neither loss is clipped, and the step without noise holds all records, so
-    that no bound of what one record moves is known.
+    What the selection paper's clients report: neither loss is clipped, and the step without noise depends on all
+    records, so that no bound of what one record changes is known.
 
     Args:
         model: `[P]`.
-        mechanism_of: client -> of the noise that is added to either loss.
         step_of: client -> clip norm, its order and learning rate of the step.
-        words: what the guarantee says of the answers.
 
-    **Privacy** None that is known, as `words` must say.
+    **Privacy** None that is known: epsilon becomes infinite (`NoMechanism`), although noise is added.
     """
 
-    clients: tuple[int, ...]
     model: Tensor
-    mechanism_of: Mapping[int, Mechanism]
     step_of: Mapping[int, tuple[float, int, float]]
-    words: str
     purpose: str = "loss"
 
-    def event_of(self, client: int) -> Event:
-        return Caveat(self.words)
-
-    def answer(
-        self, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
-    ) -> tuple[float, float]:
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
         clip_norm, order, rate = self.step_of[client]
         clipped_sum = VmapClippedSum(module.sample_loss)
         step = clipped_sum(module.unflatten(self.model), x, y, clip_norm, order=order)[0]
-        models = torch.stack([self.model, self.model - rate * step / len(y)])
-        totals = summed_losses(module, models, x, y, (-math.inf, math.inf))
-        before, after = self.mechanism_of[client].privatise(totals[None], generator)[0].tolist()
+        return summed_losses(module, torch.stack([self.model, self.model - rate * step / len(y)]), x, y)
+
+    def read(self, client: int, released: Tensor) -> tuple[float, float]:
+        before, after = released.tolist()
         return before, after
 
 
-@torch.no_grad()
-def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bounds: tuple[float, float]) -> Tensor:
-    """The sum over records of each model's loss, clipped to `bounds`, `[M]` float64 on the CPU.
+def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Every record's loss at each of the models `[M, P]`, `[b, M]`."""
+    return torch.stack([module.sample_loss(module.unflatten(model), x, y) for model in models], dim=1)
 
-    A loss that is no number counts as the upper bound. A chunk of records at a time: memory does not grow with them.
-    Each loss is of its own record alone: nets that mix records were refused (`check_fits`).
 
-    Args:
-        models: `[M, P]`.
-        x: `[n, *X]`, private, as is y.
-        y: `[n]`.
+def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
+    """The same clipped to [0, bound], float64 where the device has it; a loss that is not a number is the bound."""
+    losses = losses_at(module, models, x, y)
+    return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
+
+
+def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The sum over records `x [n, *X]`, `y [n]` of each model's loss, unbounded, `[M]` float64 on the CPU.
+
+    A loss that is not a number counts as infinite. Records are read chunk by chunk: memory does not grow with them.
     """
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
     with evaluating(module.net):
-        for row, model in enumerate(models):
-            params = module.unflatten(model)
-            for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
-                losses = module.sample_loss(params, inputs, targets).clamp(*bounds)
-                totals[row] += losses.nan_to_num(nan=bounds[1], posinf=bounds[1]).sum(dtype=totals.dtype)
+        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
+            losses = losses_at(module, models, inputs, targets)
+            totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
     return totals.cpu().double()

@@ -175,8 +175,7 @@ class RankedEngine:
         parts: list[tuple | None] = []
         for rows in spread(records, self.ranks.size):
             clients = tuple(query.clients[row] for row in rows)
-            own = dataclasses.replace(query, clients=clients)  # type: ignore[type-var]
-            parts.append((own, round, [attempts[row] for row in rows]) if rows else None)
+            parts.append((query.only(clients), round, [attempts[row] for row in rows]) if rows else None)
         answers: dict[int, object] = {}
         for _, theirs in self._together("_ask", parts):
             answers |= theirs

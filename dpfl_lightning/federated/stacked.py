@@ -155,7 +155,8 @@ class Stack:
         self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, module.num_params)
         self.order = mechanisms[0].clip_order
         padding = [1.0] * (shape[0] - len(tasks))
-        self.clip_norm = like.new_tensor([m.clip_norm for m in mechanisms] + padding)  # [S]
+        clip_norms = [m.clip_norm for m in mechanisms] + padding
+        self.clip_norm = like.new_tensor(clip_norms, dtype=summing_dtype(like))  # [S]
         self.learning_rate = like.new_tensor([task.learning_rate for task in tasks])[:, None]  # [k, 1]
         anchors = [task.anchor for task in tasks if task.anchor is not None]  # all have one, or none has
         self.anchors, self.pull = (torch.stack(anchors) if anchors else None), tasks[0].pull

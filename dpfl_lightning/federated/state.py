@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.data import Facts
 from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.federated.gradient_counts import Diagnostics
-from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.privacy.events import NoisedEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
@@ -338,6 +338,13 @@ class View:
     new_model: Callable[[int], Tensor] = field(repr=False)
     solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
     used: Callable[[int, str], int] = field(repr=False)
+
+    def expected_guarantee(self) -> Guarantee:
+        """The first client's guarantee, with an infinite epsilon if any client is planned `Unprotected` answers."""
+        now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
+        planned = [event.words for event in events if isinstance(event, Unprotected)]
+        words = tuple(dict.fromkeys([*now.unprotected, *planned]))
+        return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
 
     def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
         """The client's calibrated mechanism for a purpose of its schedule."""

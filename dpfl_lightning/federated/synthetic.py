@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import Engine
 from dpfl_lightning.privacy.clipping import evaluating
+from dpfl_lightning.privacy.isolation import in_companies, in_company
 
 
 def synthetic_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -47,7 +50,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
 
     Raises:
         UserError: its `sample_loss` raises, does not give one loss a record, or gives a record another loss in other
-            company; or a loss changes its buffers. Says what came.
+            company, with dropout and without; or a loss changes its buffers. Says what came.
     """
     x, y = synthetic_batch(population, records=2, device=module.device)
     if not y.is_floating_point():
@@ -65,33 +68,50 @@ def check_fits(module: ClientModule, population: Population) -> None:
             f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
             f"{regression}Choose another model, or another shape of data."
         )
-    alone = copy.deepcopy(module)
-    with evaluating(alone.net):
-        _check_alone(alone, *synthetic_batch(population, records=4, device=module.device))
+    _check_alone(copy.deepcopy(module), *synthetic_batch(population, records=4, device=module.device))
 
 
 def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss, or leaves a trace: clipping bounds neither."""
-    buffers = {name: value.clone() for name, value in module.net.named_buffers()}
-    if not draws_random_numbers(module, x, y) and not _same_in_company(module, x, y):
+    with evaluating(module.net):
+        changed = _changed_buffers(module, x, y)
+        isolated = _same_in_company(module, x, y)
+    if not isolated or (module.net.training and not _same_in_company(module, x, y)):
         raise UserError(
             "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
             "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
         )
-    for name, value in module.net.named_buffers():
-        if not torch.equal(value, buffers[name].to(value.dtype)):
-            raise UserError(f"`model` must not remember records, got a buffer `{name}` that a forward pass changes.")
+    if changed:
+        raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
 
 
 @torch.no_grad()
 def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
-    """Whether each record's loss is its own, in float64 where net and device have it."""
+    """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
+
+    Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
+    record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
+    """
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        buffers = {name: value.clone() for name, value in module.net.named_buffers()}
+        try:
+            with _drawing_alike(module.device):
+                return module.sample_loss(module.named_trainable, x, y)
+        finally:  # some layers update buffers in training that have nothing to do with records
+            for name, value in module.net.named_buffers():
+                value.copy_(buffers[name])
 
     def same(x: Tensor, tolerance: float) -> bool:
-        params = module.named_trainable
-        together = module.sample_loss(params, x, y)
-        alone = [module.sample_loss(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
-        return torch.allclose(together, torch.cat(alone), rtol=tolerance, atol=tolerance, equal_nan=True)
+        draws = draws_random_numbers(module, x, y)
+        alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
+
+        def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
+            expected = losses(*in_company(x, y, (1.0,), len(some_x))[:2])[places] if draws else alone
+            found = losses(some_x, some_y)[places]
+            return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+        return all(in_companies(like_alone, x, y))
 
     try:
         module.double()
@@ -102,14 +122,37 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
 
 
 @torch.no_grad()
+def _changed_buffers(module: ClientModule, x: Tensor, y: Tensor) -> list[str]:
+    """The buffers that a forward pass changes, by name."""
+    before = {name: value.clone() for name, value in module.net.named_buffers()}
+    module.sample_loss(module.named_trainable, x, y)
+    return [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
+
+
+@torch.no_grad()
 def draws_random_numbers(module: ClientModule, x: Tensor, y: Tensor) -> bool:
-    """Whether a forward pass asks torch's, numpy's or Python's own generator, which are put back."""
-    torch_state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    try:
+    """Whether a forward pass asks torch's, numpy's or Python's generator, which are put back."""
+    with _drawing_alike(module.device):
+        before = _generator_states(module.device)
         module.sample_loss(module.named_trainable, x, y)
-        same = torch.equal(torch_state, torch.get_rng_state()) and python_state == random.getstate()
-        return not (same and repr(numpy_state) == repr(np.random.get_state()))
-    finally:
-        torch.set_rng_state(torch_state)
-        np.random.set_state(numpy_state)
-        random.setstate(python_state)
+        return _generator_states(module.device) != before
+
+
+def _generator_states(device: torch.device) -> list[object]:
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
+    return [torch.get_rng_state().tolist(), on_device, repr(np.random.get_state()), random.getstate()]
+
+
+@contextmanager
+def _drawing_alike(device: torch.device) -> Iterator[None]:
+    """All generators from the same state; each is put back afterwards."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

@@ -62,7 +62,7 @@ class UnclippedSum:
     def _summed(
         self, params: Params, x: Tensor, y: Tensor, group: Tensor | None, num_groups: int, only: Collection[str] | None
     ) -> Tensor:
-        """`[num_groups, P]`, chunks added in float64 and rounded once."""
+        """`[num_groups, P]`, chunks added in float64."""
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
         wanted = wanted_of(leaves, only)
         x = self._clipped.enter(x)
@@ -79,7 +79,7 @@ class UnclippedSum:
         total = torch.zeros(num_groups, width, dtype=summing_dtype(like))
         for row, found in zip(rows, self._side_by_side(gradient, passes), strict=True):
             total[row] += found
-        return total.to(like.dtype)
+        return total
 
     def _side_by_side(self, work: Callable[[Pass], Tensor], passes: Sequence[Pass]) -> Iterator[Tensor]:
         """`work` of every pass: in as many threads of its own as a client may have within an operator."""

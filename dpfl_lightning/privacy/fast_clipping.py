@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.privacy import sparse_conv
 from dpfl_lightning.privacy.clipping import (
     DEFAULT_CHUNK,
     ClippedSum,
-    GroupTotals,
     Params,
     SampleLoss,
     VmapClippedSum,
@@ -33,22 +32,29 @@ from dpfl_lightning.privacy.clipping import (
     clip_factors,
     cross_entropy_of,
     evaluating,
+    require_proved,
     wanted_of,
 )
+from dpfl_lightning.privacy.float64_sums import summing_dtype
+from dpfl_lightning.privacy.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.layer_rules import (
     RULES,
     ByName,
+    Grads,
     Inputs,
     Rule,
     Unsupported,
     any_module_rule,
     conv2d_backward,
+    conv2d_dx,
     has_own_backward,
 )
 
 CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
 CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
 ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
+CROWD_NUMBERS = 1 << 20  # in the widest layer's inputs of the batch that a check looks at: more take seconds
+FEWEST_IN_A_CROWD = 24
 
 Calls = dict[str, Inputs]  # unit -> its inputs
 Edges = dict[str, GradientEdge]  # unit -> its output's place in the graph
@@ -114,6 +120,8 @@ class FastClippedSum:
         chunk: records a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum by rounding only.
         channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
             CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
+        sparse: names of convolutions whose output gradients hold few numbers other than zero, as `sparse_layers` finds
+            them on random data. No private record has a say in how a pass is computed.
 
     Guarantees:
         Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in
@@ -132,7 +140,7 @@ class FastClippedSum:
     >>> clipped_sum = FastClippedSum(net)
     >>> params = {"weight": torch.zeros(2, 2)}
     >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=math.inf)
-    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]])
+    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
     def __init__(
@@ -141,6 +149,7 @@ class FastClippedSum:
         sample_loss: SampleLoss | None = None,
         chunk: int | None = None,
         channels_last: bool = True,
+        sparse: Collection[str] = (),
     ) -> None:
         require(chunk is None or chunk >= 1, "chunk", "be at least 1 record", chunk)
         names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
@@ -152,7 +161,7 @@ class FastClippedSum:
         self._units = dict(_units(net))
         self._known = {full for unit in self._units.values() for full in unit.names.values()}
         self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
-        self.channels_last = bool(self._pools)
+        self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
 
     def under_vmap(self) -> list[str]:
         """The modules without a rule of their own, in words."""
@@ -176,54 +185,74 @@ class FastClippedSum:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
-        on_cpu = x.device.type == "cpu"
-        x, wanted = self.enter(x), wanted_of(params, only)
-        totals = GroupTotals(wanted, num_groups)
-        for rows in chunks_of(len(x), self.chunk or (CPU_CHUNK if on_cpu else ACCELERATOR_CHUNK)):
-            grads = self._gradients(params, wanted, x[rows], y[rows])
+        chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
+        x, wanted, totals = self.enter(x), wanted_of(params, only), Totals(num_groups)
+        for rows in chunks_of(len(x), chunk):
+            grads = {name: g.measurable(order) for name, g in self._gradients(params, wanted, x[rows], y[rows]).items()}
+            require_proved(len(x), chunk, max((g.terms for g in grads.values()), default=1))
             sizes = torch.linalg.vector_norm(torch.stack([g.norms(order) for g in grads.values()]), ord=order, dim=0)
             if norms is not None:
                 norms.append(sizes)
-            finite = torch.isfinite(sizes)
-            if not on_cpu or not finite.all():  # to ask an accelerator is to wait for it
-                grads = {name: g.only(finite) for name, g in grads.items()}
-            groups = None if group is None else group[rows]
-            totals.add(clip_factors(sizes, clip_norm), groups, partial(_weighted, wanted, grads))
-        return totals.rounded()
+            totals.add(grads, clip_factors(sizes, clip_norm), None if group is None else group[rows])
+        return totals.of(wanted)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
-        return FastClippedSum(net, sample_loss, self.chunk, self.channels_last)
+        return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
 
     def enter(self, x: Tensor) -> Tensor:
         """`x` in the memory format that suits the net, for any forward of it."""
         return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
 
+    def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
+        """What the rules read, by unit: the inputs `[B, ...]` and the gradient of the output `[B, ...]`, if any."""
+        dys: dict[str, Tensor] = {}
+        with torch.no_grad():
+            calls = self._pass(params, x, y, {}, {}, dys)
+        return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
+
+    def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
+        """The convolutions whose output gradients are mostly zeros on these records, which must not be private."""
+        signals = self.signals(params, x, y)
+        convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
+        return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
+
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """How many numbers at most enter a unit for one record."""
-        with self._watched({}, {}) as (calls, _, _):
+        with self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
         return max(a[0].numel() for inputs in calls.values() for a in inputs)
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
         """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out."""
         grads: ByName = {}
-        with torch.enable_grad(), self._watched(wanted, grads) as (calls, edges, anchor):
+        dys: dict[str, Tensor] = {}
+        calls = self._pass(params, x, y, wanted, grads, dys)
+        for name, dy in dys.items():
+            grads |= self._units[name].gradients(wanted, calls[name], dy)
+        return grads
+
+    def _pass(
+        self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
+    ) -> Calls:
+        """One forward and backward: the units' inputs. Output gradients fill `dys`, or what follows from them `grads`.
+
+        Without wanted parameters, all of them fill `dys`.
+        """
+        with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
         begins: list[Any] = [*edges.values(), anchor]
-        *dys, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
-        for name, dy in zip(edges, dys, strict=True):
-            if dy is not None:
-                grads |= self._units[name].gradients(wanted, calls[name], dy)
-        return grads
+        *arrived, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
+        dys.update({name: dy for name, dy in zip(edges, arrived, strict=True) if dy is not None})
+        return calls
 
     @contextmanager
-    def _watched(self, wanted: Params, grads: ByName) -> Iterator[tuple[Calls, Edges, Tensor]]:
+    def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
 
-        A convolution on a CPU gets a backward pass of its own instead of an edge, and it fills `grads`. The graph
-        begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a backward pass of its own instead of an edge, which fills `grads`, or `dys` if
+        no gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -240,7 +269,10 @@ class FastClippedSum:
                     weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
 
                     def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                        by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0])
+                        if not wanted:
+                            dys[name] = dy
+                            return (conv2d_dx(module, weight, plain[0], dy) if needs[0] else None,)
+                        by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0], name in self.sparse)
                         grads.update(unit.in_net(by_name, wanted))
                         return (dx,)
 
@@ -260,13 +292,34 @@ class FastClippedSum:
                 handle.remove()
 
 
-def _weighted(params: Params, grads: ByName, factors: Tensor) -> Tensor:
-    """`sum_j factors[r, j] g_j` over all parameters, `[R, B] -> [R, P]`."""
-    parts = (
-        grads[name].weighted(factors) if name in grads else factors.new_zeros(len(factors), p.numel())
-        for name, p in params.items()
-    )
-    return torch.cat(list(parts), dim=1)
+class Totals:
+    """The sums `[G, P]` as their chunks come in, parameter by parameter."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._sums: dict[str, tuple[Grads, Tensor]] = {}
+
+    def add(self, grads: ByName, factors: Tensor, group: Tensor | None) -> None:
+        """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
+        if self._num_groups == 1:
+            group = None
+        elif group is None:
+            group = torch.zeros_like(factors, dtype=torch.long)
+        for name, own in grads.items():
+            if name not in self._sums:
+                self._sums[name] = own, own.totals(self._num_groups)
+            own.add(self._sums[name][1], factors, group)
+
+    def of(self, params: Params) -> Tensor:
+        """`[G, P]` in the order of `params`; zeros for those without gradients."""
+        parts = []
+        for name, p in params.items():
+            if name in self._sums:
+                grads, total = self._sums[name]
+                parts.append(grads.arranged(total))
+            else:
+                parts.append(p.new_zeros(self._num_groups, p.numel(), dtype=summing_dtype(p)))
+        return torch.cat(parts, dim=1)
 
 
 def _channels_last(x: Tensor) -> Tensor:
@@ -296,9 +349,10 @@ def clipped_sum_for(
 ) -> tuple[ClippedSum, str]:
     """The fastest clipped sum that is right for this model, and in words which one and why.
 
-    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records and
-    parameters near the net's own, to 1e-8 relative in float64 (1e-4 in float32 for a model without float64);
-    the reference else. Dropout layers are off in the check.
+    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records, alone and among
+    others that try to reach them, and parameters near the net's, to 1e-8 relative in float64 (1e-4 in float32 for a
+    model without float64); the reference otherwise, in which no record can reach another. Dropout layers are off in the
+    check.
 
     Args:
         net: the model; its trainable parameters are what `params` will hold.
@@ -330,11 +384,18 @@ def clipped_sum_for(
                 why = why or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
             if apart is None:
+                widest = fast.widest_input(*example)
                 if chunk is None and device.type == "cpu":
-                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // fast.widest_input(*example)))
+                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // widest))
+                crowd = max(FEWEST_IN_A_CROWD, min(CROWD, CROWD_NUMBERS // widest))
+                reached = _reached_in_company(fast, *example, crowd, tolerance)
+                if reached is not None:
+                    why = f"what `{reached}` is given changes with the other records of a batch"
+                    break
                 rest = ", ".join(fast.under_vmap())
                 reason = "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
-                return FastClippedSum(net, sample_loss, chunk, channels_last), reason
+                sparse = fast.sparse_layers(*example) if device.type == "cpu" else []
+                return FastClippedSum(net, sample_loss, chunk, channels_last, sparse), reason
             why = why or f"the gradient of `{apart}` is not what the layers' rules give"
     return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {why}"
 
@@ -408,6 +469,28 @@ def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance
             if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * whole)).all():
                 return name
     return None
+
+
+def _reached_in_company(
+    fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
+) -> str | None:
+    """The first unit whose inputs or output gradient for a record of `x` change with the other records of a pass.
+
+    The rules read nothing else, and read it record by record.
+    """
+    alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
+
+    def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
+        for name, found in fast.signals(params, some_x, some_y).items():
+            for own, true in zip(found, zip(*(one[name] for one in alone), strict=True), strict=True):
+                expected = torch.cat(true).flatten(1).to(params_dtype)
+                apart = (own[places].flatten(1) - expected).norm(dim=1)
+                if not (apart <= tolerance * expected.norm(dim=1)).all():
+                    return name
+        return None
+
+    params_dtype = next(iter(params.values())).dtype  # inputs may be whole numbers
+    return next(filter(None, in_companies(look, x, y, most)), None)
 
 
 def keep_freed_memory() -> bool:

@@ -17,12 +17,11 @@ from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy import sparse_conv
+from dpfl_lightning.privacy.clipping import CANCELLING
+from dpfl_lightning.privacy.float64_sums import add_weighted_rows, kept, one_hot, row_norms, summing_dtype
 
 NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
 LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
-#: by torch's float32 matmul precision: rounding of a sum of products, relative to the sum of their absolute values, at
-#: most; six times what was measured with 24 bits (3e-7), five times the rounding of four factors to 11 and to 8 bits
-_ROUNDING = {"highest": 2e-6, "high": 1e-2, "medium": 1e-1}
 
 
 class Unsupported(Exception):
@@ -35,53 +34,75 @@ class Unsupported(Exception):
 class Grads(Protocol):
     """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
 
+    @property
+    def terms(self) -> int:
+        """Terms of one gradient that are summed together with those of the other records."""
+
+    def measurable(self, order: int) -> Grads:
+        """The same gradients in a form that has norms of this order."""
+
     def norms(self, order: int = 2) -> Tensor:
-        """Norms `|g_j|`, `[B]`: L2, or L1 for `order` 1."""
+        """Norms `|g_j|` in float64, `[B]`: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
 
-    def weighted(self, factors: Tensor) -> Tensor:
-        """`sum_j factors[r, j] g_j`: `[R, B] -> [R, n]`."""
+    def totals(self, num_groups: int) -> Tensor:
+        """Zeros `[G, n]` in float64 for `add` to fill."""
 
-    def only(self, keep: Tensor) -> Grads:
-        """The same with `g_j = 0` where `keep` `[B]` is False, whatever it was (NaN, too)."""
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); nothing where a factor is 0.
 
+        Args:
+            totals: `[G, n]`; the n numbers are in an order of their own.
+            factors: `[B]` float64.
+            group: `[B]` int64.
+        """
 
-def _rounding(like: Tensor) -> float:
-    """How far off, relative to the sum of absolute values, a sum of products of such numbers may be."""
-    if like.dtype == torch.float32:
-        return _ROUNDING[torch.get_float32_matmul_precision()]
-    return 16 * torch.finfo(like.dtype).eps
-
-
-def _only(values: Tensor, keep: Tensor) -> Tensor:
-    return torch.where(keep.view(-1, *[1] * (values.dim() - 1)), values, torch.zeros_like(values))
+    def arranged(self, totals: Tensor) -> Tensor:
+        """`totals` `[G, n]` in the order of the parameter."""
 
 
-def _root(squared: Tensor, uncancelled: Tensor) -> Tensor:
-    """Of a sum of products that may cancel, and be below 0 by rounding: not below the exact one. NaN stays NaN.
+def _zeros(like: Tensor, num_groups: int, width: int) -> Tensor:
+    return like.new_zeros(num_groups, width, dtype=summing_dtype(like))
 
-    Args:
-        squared: `[B]`.
-        uncancelled: `[B]`, a bound of the sum of their absolute values.
+
+def _arranged(totals: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
+    return totals.view(-1, *shape).permute(order).flatten(1) if order else totals
+
+
+def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`values` `[B, ...]` in the dtype of sums and a scale `[B]`, whose product is `values`.
+
+    Squares of float32 numbers need no scale in float64. Numbers that have the dtype of sums already are divided by the
+    largest one of their record, so that their squares neither under- nor overflow.
     """
-    return (squared + _rounding(squared) * uncancelled).clamp(min=0).sqrt()
+    wide = values.to(summing_dtype(values))
+    if values.dtype != wide.dtype:
+        return wide, wide.new_ones(len(wide))
+    largest = wide.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(wide.dtype).tiny)
+    return wide / largest.view(-1, *[1] * (wide.dim() - 1)), largest
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Gradients in full, `[B, ...]`; `order` permutes a sum `[R, ...]` into the parameter's dimensions."""
+    """Gradients in full, `[B, ...]`; `order` permutes a sum `[G, ...]` into the parameter's dimensions."""
 
     grads: Tensor
     order: tuple[int, ...] = ()
+    terms = 1
+
+    def measurable(self, order: int) -> Grads:
+        return self
 
     def norms(self, order: int = 2) -> Tensor:
-        return torch.linalg.vector_norm(self.grads.flatten(1), ord=order, dim=1)
+        return row_norms(self.grads.flatten(1), order)
 
-    def weighted(self, factors: Tensor) -> Tensor:
-        total = factors @ self.grads.flatten(1)
-        return total.view(-1, *self.grads.shape[1:]).permute(self.order).flatten(1) if self.order else total
+    def totals(self, num_groups: int) -> Tensor:
+        return _zeros(self.grads, num_groups, math.prod(self.grads.shape[1:]))
 
-    def only(self, keep: Tensor) -> Grads:
-        return Dense(_only(self.grads, keep), self.order)
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        add_weighted_rows(totals, self.grads.flatten(1), factors, group)
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return _arranged(totals, self.grads.shape[1:], self.order)
 
 
 @dataclass(frozen=True)
@@ -89,12 +110,12 @@ class Outer:
     """`g_j = sum_t l_jt r_jt^T`, never formed; `left` `[B, T, p]`, `right` `[B, T, d]`.
 
     `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
-    has no such form: for T > 1 it takes `g_j` itself.
-    `order` permutes a sum viewed as `[R, *shape]`, as in `Dense`.
+    has no such form: for T > 1 the gradients are formed. `order` permutes a sum viewed as `[G, *shape]`, as in `Dense`.
 
-    **Guarantees** Norms are never too small: where positions cancel, rounding leaves more than they do, and a norm of
-    zero would let it through unclipped. So what rounding may have taken is added: 1e-6 of a norm where all T positions
-    agree, T times that where they are unrelated, and more where they cancel.
+    Where positions cancel, rounding leaves more of a gradient than the exact sum. So the square of a norm is enlarged
+    by what rounding may have taken, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds the
+    rounding of a sum over records (not in float64, which is for checks): 5e-7 of a norm where all T positions agree,
+    T times that where they are unrelated, and more where they cancel.
     """
 
     left: Tensor
@@ -102,53 +123,84 @@ class Outer:
     shape: tuple[int, ...] = ()
     order: tuple[int, ...] = ()
 
+    @property
+    def terms(self) -> int:
+        return self.left.shape[1]
+
+    def measurable(self, order: int) -> Grads:
+        if order == 2 or self.terms == 1:
+            return self
+        formed = torch.bmm(self.left.mT, self.right)
+        return Dense(formed.view(len(formed), *self.shape) if self.order else formed, self.order)
+
     def norms(self, order: int = 2) -> Tensor:
-        if self.left.shape[1] == 1:
-            return Dense(self.left).norms(order) * Dense(self.right).norms(order)
-        lengths = [torch.linalg.vector_norm(one, ord=order, dim=2) for one in (self.left, self.right)]
-        uncancelled = (lengths[0] * lengths[1]).sum(dim=1)
-        if order == 1:
-            return Dense(torch.bmm(self.left.mT, self.right)).norms(1) + _rounding(self.left) * uncancelled
-        squared = ((self.left @ self.left.mT) * (self.right @ self.right.mT)).sum(dim=(1, 2))
-        return _root(squared, uncancelled.square())
+        if self.terms == 1 and self.left.dtype == torch.float32:
+            return row_norms(self.left[:, 0], order) * row_norms(self.right[:, 0], order)
+        (left, left_scale), (right, right_scale) = _scaled(self.left), _scaled(self.right)
+        lengths = torch.linalg.vector_norm(left, ord=order, dim=2) * torch.linalg.vector_norm(right, ord=order, dim=2)
+        uncancelled = lengths.sum(dim=1)
+        if self.terms == 1:
+            return uncancelled * left_scale * right_scale
+        assert order == 2, "gradients with an L1 norm are formed: see `measurable`"
+        squared = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
+        products = self.terms**2 + left.shape[2] + right.shape[2]
+        taken = 2 * products * torch.finfo(left.dtype).eps + (self.left.dtype != left.dtype) * CANCELLING**-2
+        return (squared + taken * uncancelled.square()).clamp(min=0).sqrt() * left_scale * right_scale
 
-    def weighted(self, factors: Tensor) -> Tensor:
-        left = factors[:, :, None, None] * self.left  # [R, B, T, p]
-        total = left.flatten(1, 2).mT @ self.right.flatten(0, 1)  # [R, p, d]
-        return total.view(-1, *self.shape).permute(self.order).flatten(1) if self.order else total.flatten(1)
+    def totals(self, num_groups: int) -> Tensor:
+        return _zeros(self.left, num_groups, self.left.shape[2] * self.right.shape[2])
 
-    def only(self, keep: Tensor) -> Grads:
-        return Outer(_only(self.left, keep), _only(self.right, keep), self.shape, self.order)
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        left, right = (kept(one, factors).to(totals.dtype) for one in (self.left, self.right))
+        left = left * factors[:, None, None]
+        by_group = totals.view(len(totals), left.shape[2], right.shape[2])
+        if group is None:
+            by_group[0].addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+        elif totals.device.type == "cpu":  # one product a record: what it costs does not depend on the groups
+            for j, row in enumerate(group.tolist()):
+                by_group[row].addmm_(left[j].mT, right[j])
+        else:
+            chosen = one_hot(torch.ones_like(factors), group, len(totals))
+            by_group += (chosen[:, :, None, None] * left).flatten(1, 2).mT @ right.flatten(0, 1)
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return _arranged(totals, self.shape, self.order)
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Gradients of a table: `g_j[r] = sum of dy_jt over t with ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
+    """Gradients of a table: `g_j[r]` is the sum of `dy_jt` over t with `ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
 
-    **Guarantees** Norms are never too small, as those of `Outer`.
+    Places that read the same row are merged into the first of them, so that nothing is left that could cancel.
     """
 
     ids: Tensor
     dy: Tensor
     rows: int
+    terms = 1
+
+    @classmethod
+    def merged(cls, ids: Tensor, dy: Tensor, rows: int) -> Lookup:
+        same = ids[:, :, None] == ids[:, None, :]
+        first = ~same.tril(-1).any(dim=2)
+        return cls(ids, torch.where(first[:, :, None], same.to(dy.dtype) @ dy, 0.0), rows)
+
+    def measurable(self, order: int) -> Grads:
+        return self
 
     def norms(self, order: int = 2) -> Tensor:
-        same = self.ids[:, :, None] == self.ids[:, None, :]
-        if order == 1:  # each row of the table once for every place that reads it
-            rows = same.to(self.dy.dtype) @ self.dy
-            found = (rows.abs().sum(dim=2) / same.sum(dim=2)).sum(dim=1)
-            return found + _rounding(self.dy) * self.dy.abs().sum(dim=(1, 2))
-        lengths = torch.linalg.vector_norm(self.dy, dim=2)
-        uncancelled = (lengths[:, :, None] * lengths[:, None, :] * same).sum(dim=(1, 2))
-        return _root(((self.dy @ self.dy.mT) * same).sum(dim=(1, 2)), uncancelled)
+        return row_norms(self.dy.flatten(1), order)
 
-    def weighted(self, factors: Tensor) -> Tensor:
-        dy = (factors[:, :, None, None] * self.dy).flatten(1, 2)
-        total = dy.new_zeros(len(factors), self.rows, dy.shape[-1])
-        return total.index_add_(1, self.ids.flatten(), dy).flatten(1)
+    def totals(self, num_groups: int) -> Tensor:
+        return _zeros(self.dy, num_groups, self.rows * self.dy.shape[2])
 
-    def only(self, keep: Tensor) -> Grads:
-        return Lookup(self.ids, _only(self.dy, keep), self.rows)
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        dy = kept(self.dy, factors).to(totals.dtype) * factors[:, None, None]
+        places = self.ids if group is None else self.ids + self.rows * group[:, None]
+        totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return totals
 
 
 # --- rules
@@ -201,16 +253,24 @@ def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
 
 
 def conv2d_backward(
-    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
 ) -> tuple[ByName, Tensor | None]:
-    """`conv2d_rule` and the gradient of the input together: few numbers in `dy` (max-pooling) make both cheap."""
-    if sparse_conv.suits(layer, x, dy):
+    """`conv2d_rule` and the gradient of the input together.
+
+    Args:
+        sparse: whether `dy` is known to hold few numbers other than zero (max-pooling), which makes both cheap.
+    """
+    if sparse and sparse_conv.suits(layer, x):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
         return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(db)}, dx
+    return conv2d_rule(layer, {}, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
+
+
+def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of the input."""
     form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
-    wanted = [need_dx, False, False]  # of input, weight and bias
-    dx = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0] if need_dx else None
-    return conv2d_rule(layer, {}, (x,), dy), dx
+    wanted = [True, False, False]  # of input, weight and bias
+    return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
@@ -284,7 +344,7 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
     ids, dy = inputs[0].reshape(len(dy), -1), dy.reshape(len(dy), -1, dy.shape[-1])
     if layer.padding_idx is not None:
         dy = dy * (ids != layer.padding_idx)[:, :, None]
-    return {"weight": Lookup(ids, dy, layer.num_embeddings)}
+    return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
 
 
 def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:

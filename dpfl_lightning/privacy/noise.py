@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,11 +55,11 @@ class RandomGenerator:
 
     def integer_normals(self, count: int, scale: float) -> np.ndarray:
         """Normal numbers of mean 0 and standard deviation `scale`, each rounded to an integer, `[count]` int64."""
-        loops, noise = _ziggurat(), np.empty(count, np.int64)
+        (loops, layers), noise = _ziggurat(), np.empty(count, np.int64)
         filled, tail = 0, 0.0
         while filled < count:
             words = self.words(count - filled + (count - filled) // 32 + 16)
-            filled, tail = loops(words, *_LAYERS, scale, noise, filled, tail)
+            filled, tail = loops(words, *layers, scale, noise, filled, tail)
         return noise
 
     def integer_laplace(self, count: int, scale: float) -> np.ndarray:
@@ -179,14 +180,12 @@ def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     return ends, heights, np.floor(2.0**53 * ends[1:] / ends[:-1]) - 1, begin
 
 
-_LAYERS = _layers()
-
-
 @cache
-def _ziggurat():  # type: ignore[no-untyped-def]  # numba's own type
+def _ziggurat() -> tuple[Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
+    """The compiled loops and their tables."""
     from dpfl_lightning.compiled import compiled  # numba: half a second, for those who draw noise
 
-    return compiled(_fill)
+    return compiled(_fill), _layers()
 
 
 def _fill(words, ends, heights, inside, begin, scale, noise, filled, tail):  # type: ignore[no-untyped-def]

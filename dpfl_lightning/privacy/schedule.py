@@ -16,7 +16,15 @@ from scipy.optimize import elementwise
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accountant import Accountant, rounded_up
 from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
+from dpfl_lightning.privacy.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    Unprotected,
+    repeated,
+)
 
 _TOLERANCE = 1e-6  # relative, of the solved noise
 _DIGITS = 7  # of the solved noise
@@ -32,13 +40,25 @@ class Planned:
 
     Args:
         purpose: what the ledger calls them ("train", "first_round", ...); unique in a schedule.
-        event: ONE release, for example a round of 38 steps; its noise_multiplier None is "to be solved".
+        event: ONE release, for example a round of 38 steps; its noise_multiplier None is "to be solved". What nothing
+            protects is `Unprotected`.
         count: how many, >= 0.
+
+    Raises:
+        TypeError: the event is a `Caveat`, which is no release and pays for none.
     """
 
     purpose: str
     event: Event
     count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.event, Caveat):
+            raise TypeError(f"a release of {self.purpose!r} must have noise or be `Unprotected`, got {self.event}")
+
+    def events(self) -> list[Event]:
+        """What all of them release; nothing if there are none."""
+        return [repeated(self.event, self.count)] if self.count else []
 
     @property
     def unsolved(self) -> bool:
@@ -72,12 +92,18 @@ class ClientSchedule:
 
     def events(self) -> list[Event]:
         """What the whole run releases."""
-        return [repeated(line.event, line.count) for line in self.planned]
+        return [event for line in self.planned for event in line.events()]
 
     @property
     def releases(self) -> tuple[int, ...]:
         """How many releases each of `events` stands for."""
-        return tuple(line.count for line in self.planned)
+        return tuple(line.count for line in self.planned if line.count)
+
+    @property
+    def protected(self) -> ClientSchedule:
+        """The schedule without `Unprotected` releases: what noise is solved for, since none could pay for those."""
+        lines = tuple(line for line in self.planned if not isinstance(line.event, Unprotected))
+        return replace(self, planned=lines)
 
     @property
     def main(self) -> NoisedEvent:
@@ -150,6 +176,10 @@ def calibrate(
     composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
     cache is composed again, too, and solved anew if it does not fit; that it is the smallest rests on its entry.
 
+    `Unprotected` releases are left out, and nothing else is: no noise makes the epsilon of such a schedule finite. The
+    other releases get the noise with which they alone fit the target, so that methods which release something without
+    noise can be reproduced. What the whole schedule costs is `accountant.epsilon(schedule.events(), delta)`: infinite.
+
     **Privacy** Arithmetic on public facts.
 
     Raises:
@@ -163,8 +193,9 @@ def calibrate(
     """
     for schedule in schedules:
         _check(schedule)
-    different = [s for s in dict.fromkeys(schedules) if any(line.unsolved for line in s.planned)]
-    solved: dict[ClientSchedule, ClientSchedule] = {}
+    protected = [schedule.protected for schedule in schedules]
+    different = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
+    solved: dict[ClientSchedule, float] = {}
     for start in range(0, len(different), accountant.together):
         chunk = different[start : start + accountant.together]
 
@@ -179,9 +210,10 @@ def calibrate(
         if cache is not None and any(new.values()):
             cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
         for schedule, noise in (known | new).items():
-            solved[schedule] = schedule.with_noise(noise)
+            solved[schedule] = noise
             tell(len(solved))
-    return [solved.get(schedule, schedule) for schedule in schedules]
+    pairs = zip(schedules, protected, strict=True)
+    return [schedule.with_noise(solved[own]) if own in solved else schedule for schedule, own in pairs]
 
 
 def cut_to_budgets(
@@ -191,7 +223,8 @@ def cut_to_budgets(
 ) -> list[ClientSchedule]:
     """The schedules with no more of the most frequent noised sum than the budget pays beside all others.
 
-    For noises that are given; where one is free, `calibrate` makes the whole schedule fit.
+    For noises that are given; where one is free, `calibrate` makes the whole schedule fit. As there, `Unprotected`
+    releases are left out.
 
     Args:
         schedules: one for each client; those with a free noise or an infinite target come back as they are.
@@ -215,7 +248,7 @@ def cut_to_budgets(
     ]
     mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
     beside = [
-        replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main))
+        replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main)).protected
         for i, main in zip(fixed, mains, strict=True)
     ]
     offers = [

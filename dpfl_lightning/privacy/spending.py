@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
 
 from dpfl_lightning.privacy.accountant import Accountant
-from dpfl_lightning.privacy.events import repeated
+from dpfl_lightning.privacy.events import Unprotected, repeated
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
 
 class SpentEpsilon:
     """What a client has spent after so many releases of each purpose.
 
-    Live values for progress and curves, nowhere above what the whole schedule costs; the ledger is composed again for
-    the final ones.
+    Live values for progress and curves, nowhere above what the whole schedule costs, and infinite from the first
+    `Unprotected` release on; the ledger is composed again for the final ones.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -26,7 +27,10 @@ class SpentEpsilon:
     def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
         """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
         counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
-        if not any(counts.values()):
+        if any(isinstance(line.event, Unprotected) and counts[line.purpose] for line in schedule.planned):
+            return math.inf
+        schedule = schedule.protected  # what is not protected has not been released yet
+        if not any(counts[line.purpose] for line in schedule.planned):
             return 0.0
         main = max(schedule.planned, key=lambda line: line.count)
         before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from dpfl_lightning.privacy.clipping import Params, SampleLoss, clip_factors, record_gradients
+from dpfl_lightning.privacy.float64_sums import summing_dtype
 
 
 class StackedSums(Protocol):
@@ -19,16 +20,15 @@ class StackedSums(Protocol):
         x: records `[S, B, *X]`; padding rows hold anything, also NaN.
         y: labels `[S, B]`.
         mask: `[S, B]` bool, False for padding.
-        clip_norm: `[S]` in the dtype of the parameters, > 0, may be infinite.
+        clip_norm: `[S]` in float64, > 0, may be infinite.
         order: of the norm, 2 or 1.
 
     Returns:
-        `[S, P]`: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the gradients
-        before clipping, `[S, B]`, -1 for padding.
+        `[S, P]` in float64: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the
+        gradients before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
-        One record changes its own client's row only, by at most the client's clip norm (up to rounding).
-        Padding, and a record whose gradient or the norm of it is not finite, contribute exactly zero.
+        Those of `ClippedSum`, for each client's row. Padding contributes exactly zero.
 
     Privacy:
         Sums and norms are private: they must pass a mechanism before anyone else reads them.
@@ -56,8 +56,8 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     >>> mask = torch.tensor([[True, True], [True, False]])
     >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
     >>> clipped[:, 0], norms
-    (tensor([3.4641, 6.0000]), tensor([[10.3923, 10.3923],
-            [10.3923, -1.0000]]))
+    (tensor([3.4641, 6.0000], dtype=torch.float64), tensor([[10.3923, 10.3923],
+            [10.3923, -1.0000]], dtype=torch.float64))
     """
     gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
 
@@ -71,12 +71,13 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
-        parts = torch.stack([torch.linalg.vector_norm(g, ord=order, dim=2) for g in grads])
+        wide = summing_dtype(grads[0])
+        parts = torch.stack([torch.linalg.vector_norm(g.to(wide), ord=order, dim=2) for g in grads])
         norms = torch.linalg.vector_norm(parts, ord=order, dim=0)
         counts = (mask & torch.isfinite(norms))[..., None]
-        factors = clip_factors(norms, clip_norm[:, None])[:, None]  # [S, 1, B]
+        factors = clip_factors(norms, clip_norm[:, None].to(wide))[:, None]  # [S, 1, B]
         # 0 x NaN is NaN: what does not count is replaced, not multiplied away
-        clipped = torch.cat([factors @ torch.where(counts, g, 0.0) for g in grads], dim=2)[:, 0]
+        clipped = torch.cat([factors @ torch.where(counts, g, 0.0).to(wide) for g in grads], dim=2)[:, 0]
         return clipped, torch.where(mask, norms, -1.0)
 
     return sums

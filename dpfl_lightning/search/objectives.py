@@ -343,9 +343,9 @@ def _planned(loop: FederatedLoop) -> Cost:
 
 
 def _caveats(promise: Guarantee) -> tuple[str, ...]:
-    """What stands beside its epsilon: the caveats, and before them that shuffled batches prove none."""
+    """What stands beside its epsilon: that shuffled batches prove none, what has no noise at all, and the caveats."""
     unproven = (promise.sampling,) if promise.sampling == SAMPLINGS["shuffle"] else ()
-    return (*unproven, *promise.caveats)
+    return (*unproven, *promise.unprotected, *promise.caveats)
 
 
 class _Reporting(ServerCallback):

@@ -79,7 +79,7 @@ class Clustered(TellsGroups):
     on as under the base rule, and what was planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
-    `selection: paper_argmin` is not covered by epsilon, and every guarantee of such a run says so.
+    `selection: paper_argmin` has no noise and makes every epsilon infinite.
 
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
 
@@ -147,7 +147,6 @@ class Clustered(TellsGroups):
             )
         by_loss = SELECTIONS[0] if self._by_similarity else selection
         self._choice = LossChoice(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
-        self.caveats = () if self._alone or self._by_similarity else self._choice.caveats
         # of round 1, once it is over; rows of absent clients: equal memberships, and NaN in the picture
         self.responsibilities: Tensor | None = None  # [N, M]
         self.embedding = torch.empty(0, 2)  # [N, 2]

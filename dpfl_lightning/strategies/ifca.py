@@ -33,8 +33,8 @@ class Ifca(TellsGroups):
         selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
         loss_bound: of choices with noise, > 0; null is 2 log(classes).
 
-    **Privacy** Choices are planned, noised, charged and solved together with the training, but `paper_argmin`, which no
-    epsilon covers, and every guarantee says so.
+    **Privacy** Choices are planned, noised, charged and solved together with the training. Those of `paper_argmin` have
+    no noise and make every epsilon infinite.
 
     Raises:
         UserError: an unknown name, or a number out of range.
@@ -57,7 +57,6 @@ class Ifca(TellsGroups):
         require(init in _INITS, f"{key}.init", f"be one of {', '.join(_INITS)}", init, nearest(init, _INITS))
         self._num_clusters, self._init = num_clusters, init
         self._choice = LossChoice(selection, selection_epsilon, selection_rounds, loss_bound, key)
-        self.caveats = self._choice.caveats if num_clusters > 1 else ()
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         first = 1 if self._init == "distinct" else 2  # there is nothing to choose between equal models

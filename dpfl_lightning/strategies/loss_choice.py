@@ -9,12 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.federated.query import LowestLoss, SelectModel
+from dpfl_lightning.federated.query import LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.state import RoundPlan, RunSchedule, View
-from dpfl_lightning.privacy.events import Caveat, Event, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.events import Event, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 
-NOT_COVERED = "epsilon covers model updates only; which model each client chose is not covered"
+#: what a guarantee says of `paper_argmin`
+PLAIN_CHOICES = "which model each client chooses is released without noise"
 
 SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
 _PURPOSE = "select"
@@ -29,7 +31,8 @@ class LossChoice:
         selection: how, and how often.
             exponential_frozen: the exponential mechanism in the first `rounds` rounds, then the last answer is kept;
             exponential: the exponential mechanism in every round;
-            paper_argmin: the plain argmin in every round, which no epsilon covers, and every guarantee says so.
+            paper_argmin: the plain argmin in every round, without noise: epsilon is infinite. Training gets the noise
+                that its budget asks for, as in the papers.
         epsilon: of the exponential mechanism: bounded range of one selection, > 0; None is 0.03 of each client's
             budget.
         rounds: of exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
@@ -41,7 +44,8 @@ class LossChoice:
     together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
     a resumed run must charge a round again, that is one choice fewer.
 
-    **Privacy** A `SelectionEvent` for each choice. Clients that train without noise choose without.
+    **Privacy** A `SelectionEvent` for each choice; `Unprotected` with `paper_argmin`, and for clients that train
+    without noise.
 
     Raises:
         UserError: an unknown name, a number out of range or that the selection has no use for, or a client with noise
@@ -49,9 +53,6 @@ class LossChoice:
 
     Reference: Liu, Hu, Wu, Smith (2022) for private choices (there of accuracies, with a budget of their own; here of
     clipped losses, composed with training); Ghosh et al. (2020) for the plain ones.
-
-    >>> LossChoice("paper_argmin").caveats
-    ('epsilon covers model updates only; which model each client chose is not covered',)
     """
 
     def __init__(
@@ -79,11 +80,6 @@ class LossChoice:
         self._loss_bound = loss_bound
         self._left: list[int] = []  # selections, by client
         self._last: dict[int, int] = {}  # client -> its last answer
-
-    @property
-    def caveats(self) -> tuple[str, ...]:
-        """What every guarantee of the run must say."""
-        return (NOT_COVERED,) if self.selection == "paper_argmin" else ()
 
     @property
     def done(self) -> bool:
@@ -133,7 +129,7 @@ class LossChoice:
         if noise == 0 or (noise is None and unbounded):
             return _BARE
         if self.selection == "paper_argmin":
-            return Caveat(NOT_COVERED)
+            return Unprotected(PLAIN_CHOICES)
         must = "be a number where a client has noise but no budget"
         advice = f"Client {client} has none (privacy.epsilon); usual is {_SHARE} of one."
         require(self._epsilon is not None or not unbounded, f"{self._key}.selection_epsilon", must, None, advice)
@@ -141,13 +137,14 @@ class LossChoice:
 
     def _ask(self, clients: list[int], view: View, models: Tensor) -> dict[int, int]:
         events = {client: view.schedule.planned(client, _PURPOSE).event for client in clients}
-        noised = {client: event.epsilon for client, event in events.items() if isinstance(event, SelectionEvent)}
-        plain = {client: event for client, event in events.items() if isinstance(event, Caveat | Unprotected)}
-        answers: dict[int, Any] = {}
+        noised = {c: ExponentialMechanism(e.epsilon) for c, e in events.items() if isinstance(e, SelectionEvent)}
+        plain = {client: NoMechanism(e.words) for client, e in events.items() if isinstance(e, Unprotected)}
+        answers: dict[int, int] = {}
         if noised:
-            answers |= view.ask(SelectModel(tuple(noised), models, noised, self._bound_of(view), _PURPOSE))
+            bound = self._bound_of(view)
+            answers |= view.ask(SelectModel(purpose=_PURPOSE, mechanism_of=noised, models=models, loss_bound=bound))
         if plain:
-            answers |= view.ask(LowestLoss(tuple(plain), models, plain, _PURPOSE))
+            answers |= view.ask(LowestLoss(purpose=_PURPOSE, mechanism_of=plain, models=models))
         return answers
 
     def _bound_of(self, view: View) -> float:

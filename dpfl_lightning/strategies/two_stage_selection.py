@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss
+from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss, NoMechanism
 from dpfl_lightning.federated.state import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
-from dpfl_lightning.privacy.events import Caveat, NoisedEvent
+from dpfl_lightning.privacy.events import NoisedEvent, Unprotected
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 from dpfl_lightning.strategies.allocation import allocate_int
@@ -45,8 +45,8 @@ FILTER = (
     "budget, and any smaller epsilon is a reading"
 )
 UNSOUND = (
-    "epsilon covers model updates only; reported losses, unclipped and at clients' own models before noise, are not "
-    "covered"
+    "clients report losses that are not clipped, one of them at a model before noise: no bound is known of what one "
+    "record changes"
 )
 _LOSS, _LATER = "loss", "later_train"
 _ESTIMATES = ("shrunken", "least_difference")
@@ -71,7 +71,8 @@ class TwoStageSelection(QuotaSelection):
             least_difference (the paper's: smallest difference between a client's losses before and after its update,
             asked at its noised update, at the price of a second report).
         allow_unsound: with least_difference, losses as the paper's clients report them: not clipped, and at the
-            client's own model before noise. No epsilon covers them, as every guarantee then says. For comparison only.
+            client's own model before noise. Noise is added, but no bound of one record's influence is known, and
+            every epsilon is infinite. For comparison only.
 
     **Guarantees** Whole quotas in both stages; nobody exceeds its budget, whatever losses say.
 
@@ -87,7 +88,7 @@ class TwoStageSelection(QuotaSelection):
     """
 
     key = "strategies.two_stage_selection"
-    caveats: tuple[str, ...] = (FILTER,)
+    caveats = (FILTER,)
 
     def __init__(
         self,
@@ -118,7 +119,6 @@ class TwoStageSelection(QuotaSelection):
         require(paper or not allow_unsound, f"{self.key}.allow_unsound", must, allow_unsound)
         self._estimates, self._unsound = estimates, allow_unsound
         self._losses_a_round = 2 if paper else 1
-        self.caveats = (FILTER, UNSOUND) if allow_unsound else (FILTER,)
         self._reports: list[tuple[int, int, float, float]] = []  # (round, client, loss before, loss after or NaN)
         self._first: Counts | None = None  # participations of the first stage, once the second has begun
         self._constants: dict[str, float] = {}  # of the paper, where they were fitted
@@ -168,7 +168,7 @@ class TwoStageSelection(QuotaSelection):
         reports = Planned(_LOSS, once, self._losses_a_round * line.count)
         if self._unsound:
             self._report_noise.append(reports.event)
-            reports = Planned(_LOSS, Caveat(UNSOUND), line.count)
+            reports = Planned(_LOSS, Unprotected(UNSOUND), line.count)
         others = (other for other in own.planned if other is not line)
         return dataclasses.replace(own, planned=(updates, reports, *others))
 
@@ -187,14 +187,14 @@ class TwoStageSelection(QuotaSelection):
         return [(view.round, client, loss, math.nan) for client, loss in answers.items()]
 
     def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
-        mechanisms = {client: self._loss_mechanism(client, view.schedule, view) for client in plan.clients}
+        mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}
         step_of = {
             client: (own.clip_norm, own.clip_order, rate)
             for client, own, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
         }
         (row,) = set(plan.model_of)
-        query = LossesAroundStep(plan.clients, view.state.models[row], mechanisms, step_of, UNSOUND, _LOSS)
-        answers: dict[int, Any] = dict(view.ask(query))
+        model = view.state.models[row]
+        answers = view.ask(LossesAroundStep(purpose=_LOSS, mechanism_of=mechanisms, model=model, step_of=step_of))
         return [(view.round, client, before, after) for client, (before, after) in answers.items()]
 
     def sees(self, plan: RoundPlan, view: View) -> bool:
@@ -215,8 +215,9 @@ class TwoStageSelection(QuotaSelection):
 
     def _ask(self, models: Tensor, row_of: Mapping[int, int], view: View) -> dict[int, float]:
         mechanisms = {client: self._loss_mechanism(client, view.schedule, view) for client in row_of}
-        answers = view.ask(MeanLoss(tuple(row_of), models, row_of, mechanisms, self._bound_now, _LOSS))
-        return {client: float(answer) for client, answer in answers.items()}  # type: ignore[arg-type]
+        bound = self._bound_now
+        query = MeanLoss(purpose=_LOSS, mechanism_of=mechanisms, models=models, row_of=row_of, loss_bound=bound)
+        return dict(view.ask(query))
 
     def _loss_mechanism(self, client: int, schedule: RunSchedule, view: View) -> Mechanism:
         event = self._report_noise[client] if self._unsound else schedule.noised(client, _LOSS)

@@ -184,7 +184,7 @@ def _frame(view: View) -> dict[str, str]:
     events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
     if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
         return {**frame, "guarantee": "no privacy"}
-    one = view.guarantees()[0]
+    one = view.expected_guarantee()
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})
     return {
         **frame,

@@ -264,14 +264,14 @@ def _frame(view: View) -> str:
     """What every epsilon of the run means, in one line."""
     if not _noised(view):
         return f"Guarantee: {_NO_PRIVACY}"
-    one = view.guarantees()[0]
+    one = view.expected_guarantee()
     if one.unprotected:
         return f"Guarantee: {one.words()}"
     deltas = sorted({schedule.delta for schedule in view.schedule.clients})
     delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
     unit = f"Guarantee: {one.unit} level, {one.adjacency}"
     source = f"noise {view.run.noise}"
-    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.unprotected, *one.caveats])
+    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.caveats])
 
 
 def _noised(view: View) -> bool:

@@ -17,10 +17,12 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.fingerprints import module_fingerprint, repeats
+from dpfl_lightning.federated.query import Query
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.events import SelectionEvent
+from dpfl_lightning.privacy.events import GaussianEvent
 from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.schedule import Planned
 
 RESERVE = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY, reserve_rounds=1)
@@ -178,19 +180,15 @@ def test_nets_that_mix_or_remember_records_are_refused(net, words, make_loop):
         make_loop(module=ClientModule(net))
 
 
-@dataclass(frozen=True)
-class Weighed:
+@dataclass(frozen=True, kw_only=True)
+class Weighed(Query):
     """A question that holds its tensors in a mapping."""
 
-    clients: tuple[int, ...]
     weights: dict[str, torch.Tensor]
     purpose: str = "weigh"
 
-    def event_of(self, client):
-        return SelectionEvent(0.5)
-
-    def answer(self, client, module, x, y, generator):
-        return float(generator.gumbel(0.0, 1.0, 1)[0])
+    def rows(self, client, module, x, y):
+        return torch.zeros(1, 1)
 
 
 class AsksTwice(ServerCallback):
@@ -198,14 +196,15 @@ class AsksTwice(ServerCallback):
         self._answers = []
 
     def plan_run(self, schedule, view):
-        line = Planned("weigh", SelectionEvent(0.5), 2 * view.run.rounds)
+        line = Planned("weigh", GaussianEvent(1.0, 5.0), 2 * view.run.rounds)
         return schedule.replan(lambda _, own: replace(own, planned=(*own.planned, line)))
 
     def plan_round(self, plan, view):
         for middle in (0.0, 1.0, 0.0):
             weights = torch.zeros(3000)
             weights[1500] = middle
-            self._answers.append(view.ask(Weighed(plan.clients, {"all": weights}))[0])
+            noise = dict.fromkeys(plan.clients, Gaussian(1.0, 5.0, 1.0, 1.0))
+            self._answers.append(float(view.ask(Weighed(mechanism_of=noise, weights={"all": weights}))[0]))
         return plan
 
 

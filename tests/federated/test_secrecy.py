@@ -24,6 +24,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.events import SelectionEvent
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 SECURE = PrivacyOptions(**BUDGETS, secure=True)
@@ -101,7 +102,8 @@ class Asking(ServerCallback):
 
     def plan_round(self, plan, view):
         models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-        answers = view.ask(SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0))
+        choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+        answers = view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
         assert sorted(answers) == [0, 1, 2, 3]
         return plan
 
@@ -205,7 +207,8 @@ def test_a_question_asked_twice_in_secure_mode_is_two_releases(make_loop):
         def plan_round(self, plan, view):
             models = torch.stack([view.state.models[0]] * 2)
             for clients in ([0, 1, 2, 3], [0, 1, 2, 3], []):
-                query = SelectModel(plan.clients, models, dict.fromkeys(plan.clients, 0.5), loss_bound=2.0)
+                choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+                query = SelectModel(mechanism_of=choice, models=models, loss_bound=2.0)
                 assert sorted(view.ask(query)) == clients
             return plan
 

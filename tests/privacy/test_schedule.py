@@ -123,7 +123,6 @@ def test_selections_are_part_of_the_plan():
         Planned("first_round", GaussianEvent(1.0, None), 1),
         Planned("select", SelectionEvent(0.15), 20),
         Planned("train", GaussianEvent(32 / 6600, None, 207), 199),
-        Planned("note", Caveat("words"), 1),
     )
     assert solve(ClientSchedule(5.0, 1e-4, lines)) == pytest.approx(1.359, rel=5e-4)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -17,17 +16,18 @@ from scipy.stats import chisquare
 
 from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated import answers
 from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import LowestLoss, SelectModel, summed_losses
+from dpfl_lightning.federated.query import LowestLoss, NoMechanism, SelectModel, summed_losses
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.federated.state import RunSchedule
 from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
-from dpfl_lightning.strategies.loss_choice import NOT_COVERED, LossChoice
+from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES, LossChoice
 from dpfl_lightning.strategies.size_weighted import SizeWeighted
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
@@ -39,7 +39,6 @@ class Choosing(ServerCallback):
     def __init__(self, first=2, absent=None, same=(), **options):
         self._choice = LossChoice(**options, key="strategies.choosing")
         self._first, self._absent, self._same, self._seen = first, absent or {}, same, {}
-        self.caveats = self._choice.caveats
 
     def plan_run(self, schedule, view):
         return self._choice.plan_run(schedule, view, schedule.rounds - self._first + 1)
@@ -73,10 +72,15 @@ def a_module():
     return ClientModule(torch.nn.Linear(1, 2))
 
 
+def scores(module, models, x, y, bound):
+    """What the mechanism of `SelectModel` adds its noise to, `[M]`."""
+    query = SelectModel(mechanism_of={0: ExponentialMechanism(1.0)}, models=models, loss_bound=bound)
+    return answers._bounded_sum(query, 0, module, x, y, answers._scores)
+
+
 def probabilities(module, models, x, y, epsilon, bound):
-    """Exact law of the Gumbel argmax: the softmax of epsilon times the utilities."""
-    utilities = -summed_losses(module, models, x, y, (0.0, bound)) / bound
-    return torch.softmax(epsilon * utilities, dim=0)
+    """Exact law of the Gumbel argmax: the softmax of epsilon times the summed scores."""
+    return torch.softmax(epsilon * scores(module, models, x, y, bound), dim=0)
 
 
 @settings(deadline=None, max_examples=60)
@@ -104,37 +108,33 @@ def test_answers_follow_that_law():
     """6,000 answers of seed 0 against the exact law, chi-square at a false-alarm rate of 0.1 %."""
     module, generator = a_module(), torch.Generator().manual_seed(1)
     models, x, y = torch.randn(3, 4, generator=generator), torch.randn(4, 1, generator=generator), torch.arange(4) % 2
-    query, draws = SelectModel((0,), models, {0: 1.5}, loss_bound=1.0), np.random.default_rng(0)
-    answers = [query.answer(0, module, x, y, draws) for _ in range(6000)]
+    query = SelectModel(mechanism_of={0: ExponentialMechanism(1.5)}, models=models, loss_bound=1.0)
+    draws = np.random.default_rng(0)
+    chosen = [answers.answer(query, 0, module, x, y, draws) for _ in range(6000)]
     expected = 6000 * probabilities(module, models, x, y, 1.5, 1.0).numpy()
-    assert expected.min() > 300 and chisquare(np.bincount(answers, minlength=3), expected).pvalue > 1e-3
+    assert expected.min() > 300 and chisquare(np.bincount(chosen, minlength=3), expected).pvalue > 1e-3
 
 
-def test_losses_are_summed_in_chunks_whatever_the_model_says():
-    sizes = []
-
-    class Watched(ClientModule):
-        def sample_loss(self, params, x, y):
-            sizes.append(len(x))
-            return super().sample_loss(params, x, y)
-
-    module, records = Watched(small_net()), 2 * FORWARD_CHUNK + 7
+def test_scores_are_summed_over_all_records_whatever_the_model_says():
+    module, records = ClientModule(small_net()), 2 * FORWARD_CHUNK + 7
     x, y = torch.randn(records, 6, generator=torch.Generator().manual_seed(0)), torch.arange(records) % 3
     x[3] = math.nan
     models = torch.stack([module.flat, 2 * module.flat])
-    found = summed_losses(module, models, x, y, (0.0, 2.0))
-    assert max(sizes) == FORWARD_CHUNK
     with torch.no_grad():
         losses = [module.sample_loss(module.unflatten(model), x, y).nan_to_num(2.0).clamp(0, 2) for model in models]
-    torch.testing.assert_close(found, torch.stack([one.double().sum() for one in losses]))
+        exact = torch.stack([(1 - one.double() / 2).sum() for one in losses])
+        plain = [module.sample_loss(module.unflatten(model), x[4:], y[4:]).double().sum() for model in models]
+        torch.testing.assert_close(summed_losses(module, models, x[4:], y[4:]), torch.stack(plain))
+    torch.testing.assert_close(scores(module, models, x, y, 2.0), exact, rtol=1e-6, atol=0.0)
 
 
 def test_the_lowest_loss_and_the_first_of_equals():
     module = a_module()
-    x, y, none = torch.zeros(5, 1), torch.ones(5, dtype=torch.long), Unprotected("")
+    x, y, none = torch.zeros(5, 1), torch.ones(5, dtype=torch.long), {0: NoMechanism("plain")}
     bad, good = torch.tensor([0.0, 0.0, 9.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 90.0])
     for models, best in (([bad, good, good], 1), ([good, bad], 0), ([bad, bad], 0), ([bad * math.nan, bad], 1)):
-        assert LowestLoss((0,), torch.stack(models), {0: none}).answer(0, module, x, y, None) == best
+        query = LowestLoss(mechanism_of=none, models=torch.stack(models))
+        assert query.read(0, answers.answer(query, 0, module, x, y, None)) == best
 
 
 def test_every_engine_gives_the_same_answers(make_loop):
@@ -312,28 +312,28 @@ def test_a_run_cut_between_its_choices_goes_on(options, make_loop):
     assert torch.equal(again.state.models, unbroken.state.models)
 
 
-# ---- what is not covered
+# ---- what nothing protects
 
 
-def test_the_papers_argmin_is_free_and_every_report_says_what_is_not_covered(make_loop, capsys):
-    own = Choosing(selection="paper_argmin")
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=4)
+def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_its_budget(make_loop):
+    """Every place that shows an epsilon is in tests/federated/test_queries.py."""
+    loop = make_loop(callbacks=[SizeWeighted(), Choosing(selection="paper_argmin")], rounds=4)
     result = loop.run()
     assert paid(loop) == [2, 3, 4]
     alone = make_loop(callbacks=[SizeWeighted()], rounds=4).run()
     for client, without in zip(result.clients, alone.clients, strict=True):
         assert client["noise_multiplier"] == without["noise_multiplier"]
-        assert client["epsilon_spent"] == without["epsilon_spent"]
-    assert all(NOT_COVERED in one.caveats and NOT_COVERED in one.not_covered for one in loop.budgets.guarantees())
+        assert client["epsilon_spent"] is None and without["epsilon_spent"] is not None
     charges = read_ledger(loop.folder.ledger_file)
-    assert {one.event for one in charges if one.purpose == "select"} == {Caveat(NOT_COVERED)}
-    for name in ("result.json", "guarantees.json", "guarantee.html", "ledger.jsonl"):
-        assert NOT_COVERED in (loop.output_dir / name).read_text(), name
-    assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
-    text = capsys.readouterr().out
-    assert NOT_COVERED in text
-    releases = json.loads(text.splitlines()[-1])["clients"][0]["releases"]
-    assert releases == {"train": 4, "select": 3}
+    assert {one.event for one in charges if one.purpose == "select"} == {Unprotected(PLAIN_CHOICES)}
+
+
+def test_an_unprotected_choice_that_was_never_made_costs_nothing(make_loop):
+    """Between equal models nobody is asked: the plan's epsilon is infinite, the run's is that of its training."""
+    loop = make_loop(callbacks=[SizeWeighted(), Choosing(selection="paper_argmin", same=(2, 3))], rounds=3)
+    result = loop.run()
+    assert not paid(loop)
+    assert all(0.9 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
 
 
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loop):

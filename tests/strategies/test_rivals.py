@@ -22,7 +22,7 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.strategies.kmeans_clusters import coordinates, kmeans
-from dpfl_lightning.strategies.loss_choice import NOT_COVERED
+from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES
 
 GROUPS = (0, 1, 0, 1)
 RIVALS = {
@@ -177,23 +177,23 @@ def test_one_cluster_is_the_base_rule(make_loop):
     plain.run()
     for selection in ("exponential", "paper_argmin"):
         more = {"num_clusters": 1, "selection": selection, "selection_rounds": None}
-        loop, _, _ = run(make_loop, "ifca", more=more)
+        loop, result, _ = run(make_loop, "ifca", more=more)
         assert torch.equal(loop.state.models, plain.state.models)
-        assert not selections(loop) and not loop.caveats
+        assert not selections(loop) and all(one["epsilon_spent"] is not None for one in result.clients)
 
 
-def test_the_plan_says_what_choices_cost_and_what_is_not_covered(capsys, request, monkeypatch):
+def test_the_plan_says_what_choices_cost_and_what_nothing_protects(capsys, request, monkeypatch):
     monkeypatch.chdir(request.config.rootpath)
     assert plan_command(["--config", "conf/ifca.yaml"]) == 0
     text = capsys.readouterr().out
-    assert "40 train, 4 select" in text and NOT_COVERED not in text
+    assert "40 train, 4 select" in text and PLAIN_CHOICES not in text
     paper = "{size_weighted: null, ifca: {num_clusters: 3, selection: paper_argmin}}"
     assert plan_command(["--config", "conf/ifca.yaml", "--strategies", paper, "--json"]) == 0
     text = capsys.readouterr().out
-    assert "40 train, 40 select" in text and f"Caveat: {NOT_COVERED}." in text
+    assert "40 train, 40 select" in text and f"No differential privacy per record: {PLAIN_CHOICES}." in text
     client = json.loads(text.splitlines()[-1])["clients"][0]
-    assert NOT_COVERED in client["guarantee"]
-    assert [line["epsilon_alone"] for line in client["planned"]][1] == 0.0
+    assert PLAIN_CHOICES in client["guarantee"] and client["epsilon"] is None and client["noise_multiplier"] > 0
+    assert [line["epsilon_alone"] for line in client["planned"]][1] is None
 
 
 @pytest.mark.parametrize("selection", ["exponential", "paper_argmin"])

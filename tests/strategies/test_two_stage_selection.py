@@ -13,12 +13,14 @@ from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated import answers
 from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss
+from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss, NoMechanism, event_of
 from dpfl_lightning.federated.run_folder import RunFolder
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import gaussian_mu
+from dpfl_lightning.privacy.events import Unprotected
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.strategies.allocation import allocate_int
@@ -137,23 +139,31 @@ def test_the_papers_constants_give_some_ratio_and_the_run_goes_on(make_loop):
 
 
 def test_the_papers_reports_are_allowed_in_words_only(make_loop):
-    """Updates keep to budgets; that losses are not covered stands in every guarantee, and in the ledger."""
+    """Epsilon is infinite for who reported; updates have the noise of their budgets."""
     with pytest.raises(UserError, match=r"allow_unsound` must be false with shrunken estimates"):
         two_stages(allow_unsound=True)
     own = two_stages(estimates="least_difference", allow_unsound=True, ratio=None)
     loop = federation(make_loop, own)
     start = loop.module.flat
     result = loop.run()
-    assert all(row["epsilon_spent"] <= budget for row, budget in zip(result.clients, EPSILON, strict=True))
-    assert all(UNSOUND in one.caveats for one in loop.budgets.guarantees())
+    charges = list(read_ledger(loop.folder.ledger_file))
+    reported = {charge.client for charge in charges if charge.purpose == "loss"}
+    assert {charge.event for charge in charges if charge.purpose == "loss"} == {Unprotected(UNSOUND)} and reported
+    for client, (row, budget) in enumerate(zip(result.clients, EPSILON, strict=True)):
+        assert (row["epsilon_spent"] is None) == (client in reported)
+        updates = [one.event for one in charges if one.client == client and one.purpose != "loss"]
+        assert loop.accountant.epsilon(updates, loop.schedule.clients[client].delta) <= budget
+    promises = loop.budgets.guarantees()
+    assert all((one.unprotected == (UNSOUND,)) == (client in reported) for client, one in enumerate(promises))
     purposes = Counter(charge.purpose for charge in read_ledger(loop.folder.ledger_file))
     assert purposes["loss"] == COHORT * WARMUP and purposes["later_train"] == COHORT * (ROUNDS - WARMUP)
     assert len(own._reports) == COHORT * WARMUP and all(np.isfinite(one).all() for one in own._reports)
     # exact, without noise: the loss before and after a clipped full-batch step
     client, mechanism = 2, Gaussian(1.0, 0.0, 1.0, float(loop.population.num_records[2]))
     x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
-    query = LossesAroundStep((client,), start, {client: mechanism}, {client: (math.inf, 2, 0.3)}, "not covered")
-    before, after = query.answer(client, loop.module, x, y, None)
+    silent = {client: NoMechanism("unbounded", mechanism)}
+    query = LossesAroundStep(mechanism_of=silent, model=start, step_of={client: (math.inf, 2, 0.3)})
+    before, after = query.read(client, answers.answer(query, client, loop.module, x, y, None))
     net = small_net()
     loss = torch.nn.functional.cross_entropy(net(x), y)
     assert before == pytest.approx(loss.item(), rel=1e-5)
@@ -280,8 +290,8 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
     silent = kind(bound / 2, 0.0, 1.0, float(count))
 
     def answer(x, y, mechanism=silent):
-        query = MeanLoss((0,), model, {0: 0}, {0: mechanism}, bound)
-        return query.answer(0, module, torch.tensor(x)[:, None], torch.tensor(y), None)
+        query = MeanLoss(mechanism_of={0: mechanism}, models=model, row_of={0: 0}, loss_bound=bound)
+        return query.read(0, answers.answer(query, 0, module, torch.tensor(x)[:, None], torch.tensor(y), None))
 
     x, y = [1.0] * 9, [0, 1] * 4 + [0]
     middle = answer(x, y)
@@ -296,11 +306,11 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
 def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     module = ClientModule(torch.nn.Linear(1, 2))
     mechanism = Gaussian(0.5, 4.0, 1.0, 10.0)
-    query = MeanLoss((3,), module.flat[None], {3: 0}, {3: mechanism}, 1.0)
+    query = MeanLoss(mechanism_of={3: mechanism}, models=module.flat[None], row_of={3: 0}, loss_bound=1.0)
     draw, x, y = np.random.default_rng(0), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
-    answers = [query.answer(3, module, x, y, draw) for _ in range(2000)]
-    assert np.std(answers) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
-    assert query.event_of(3) == mechanism.event(1)
+    reports = [query.read(3, answers.answer(query, 3, module, x, y, draw)) for _ in range(2000)]
+    assert np.std(reports) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
+    assert event_of(query, 3) == mechanism.event(1)
 
 
 def test_a_loss_at_a_model_before_noise_moves_by_more_than_is_claimed_of_it():

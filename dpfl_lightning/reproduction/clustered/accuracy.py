@@ -48,8 +48,9 @@ FAIRNESS = {
 
 _SELECTION = (
     "f-CDPFL and our default choose models by private selections in a tenth of the rounds, which budgets pay for "
-    "together with training; RC-DPFL as the paper has it chooses without noise, and its guarantee says that this is "
-    "not covered (clustered.ablations has both for both)."
+    "together with training. RC-DPFL as the paper has it chooses without noise: the epsilon of a column is then the "
+    "budget that the noise of its training was solved for, its real epsilon is infinite, and nobody is protected "
+    "(clustered.ablations has both for both)."
 )
 _RATES = (
     "The papers tell no learning rates for MNIST and Fashion-MNIST: each method has its best of one grid on public "

@@ -99,7 +99,8 @@ ABLATIONS = Experiment(
     scales=_SMALL,
     minutes=_MINUTES,
     notes=(
-        "What chooses without noise has a guarantee that does not cover its choices.",
+        "What chooses without noise has an infinite epsilon and protects nobody: the epsilon of a column is then the "
+        "budget that the noise of its training was solved for.",
         "Rows of one method differ in the named part only; all have the learning rate of that method in the tables.",
     ),
 )

@@ -1,0 +1,444 @@
+"""Answers of clients: the framework bounds, sums and noises them, or epsilon is infinite wherever it is shown."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import io
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import FIXED_KEY, blobs, small_net
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dpfl_lightning import strategies
+from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.client_plan import client_plans
+from dpfl_lightning.federated import answers
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.query import NoMechanism, Query, event_of
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.plan import main as plan_command
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.spending import SpentEpsilon
+from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES
+from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.two_stage_selection import UNSOUND
+from dpfl_lightning.tracking.run import _round_values
+from dpfl_lightning.watchers.progress import Progress
+
+MODULE = ClientModule(small_net())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Columns(Query):
+    """Rows are columns of the records, whatever they hold."""
+
+    purpose: str = "columns"
+
+    def rows(self, client, module, x, y):
+        return x
+
+
+def silent(kind=Gaussian, clip_norm=1.0):
+    """A mechanism that adds nothing and divides by 1."""
+    return kind(clip_norm, 0.0, 1.0, 1.0)
+
+
+def released(query, x, y=None, generator=None):
+    """What leaves client 0."""
+    y = torch.zeros(len(x), dtype=torch.long) if y is None else y
+    return answers.answer(query, 0, MODULE, x, y, generator)
+
+
+# ---- the bounds
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(
+        st.lists(st.floats(width=32) | st.sampled_from([1e30, -1e38, 1e-45, math.nan]), min_size=3, max_size=3),
+        min_size=2,
+        max_size=6,
+    ),
+    kind=st.sampled_from([Gaussian, Laplace]),
+    clip_norm=st.sampled_from([1e-6, 0.5, 1e3]),
+)
+def test_one_record_moves_a_sum_by_at_most_the_clip_norm(rows, kind, clip_norm):
+    query = Columns(mechanism_of={0: silent(kind, clip_norm)})
+    x = torch.tensor(rows)
+    whole, without = released(query, x), released(query, x[1:])
+    moved = float(torch.linalg.vector_norm(whole - without, ord=kind.clip_order))
+    assert bool(whole.isfinite().all()) and moved <= clip_norm * (1 + 1e-12) + 1e-15 * len(rows) * clip_norm
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    rows=st.lists(
+        st.lists(st.floats(width=32) | st.sampled_from([0.3, 0.7, math.nan]), min_size=3, max_size=3),
+        min_size=2,
+        max_size=6,
+    )
+)
+def test_one_record_gives_each_candidate_between_nothing_and_one(rows):
+    query, x = Columns(mechanism_of={0: ExponentialMechanism(1.0)}), torch.tensor(rows)
+    y = torch.zeros(len(x), dtype=torch.long)
+    sums = [answers._bounded_sum(query, 0, MODULE, own, y[: len(own)], answers._scores) for own in (x, x[1:])]
+    moved = sums[0] - sums[1]
+    assert bool((moved >= -1e-12).all()) and bool((moved <= 1 + 1e-12).all())
+
+
+def test_rows_within_the_bound_are_summed_exactly_and_others_scaled():
+    x = torch.tensor([[3.0, 4.0], [0.3, 0.4], [math.nan, 0.0], [math.inf, 0.0], [6e29, 8e29]])
+    query = Columns(mechanism_of={0: silent(clip_norm=1.0)})
+    torch.testing.assert_close(released(query, x), torch.tensor([0.6 + 0.3 + 0.6, 0.8 + 0.4 + 0.8]).double())
+    in_l1 = Columns(mechanism_of={0: silent(Laplace, clip_norm=0.7)})
+    torch.testing.assert_close(released(in_l1, x[:2]), torch.tensor([0.3 + 0.3, 0.4 + 0.4]).double())
+
+
+def test_noise_and_divisor_are_the_mechanisms():
+    x, draw = torch.zeros(5, 2), np.random.default_rng(0)
+    query = Columns(mechanism_of={0: Gaussian(0.5, 4.0, 1.0, 10.0)})
+    values = torch.stack([released(query, x, generator=draw) for _ in range(2000)])
+    assert float(values.std()) == pytest.approx(0.5 * 4.0 / 10, rel=0.05)  # 4,000 draws of seed 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixing(Query):
+    """Rows that would carry other records, if there were any to see."""
+
+    purpose: str = "columns"
+
+    def rows(self, client, module, x, y):
+        return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
+
+
+def test_a_row_sees_its_record_alone():
+    x = torch.randn(2 * FORWARD_CHUNK + 3, 2, generator=torch.Generator().manual_seed(0))
+    found = released(Mixing(mechanism_of={0: silent(clip_norm=1e9)}), x)
+    torch.testing.assert_close(found, torch.cat([torch.zeros(2), x.sum(dim=0)]).double(), rtol=1e-5, atol=1e-5)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shaped(Query):
+    """Rows of any make."""
+
+    make: object
+    purpose: str = "columns"
+
+    def rows(self, client, module, x, y):
+        return self.make(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "got"),
+    [
+        (lambda x: x[0], r"got shape \(2,\)"),
+        (lambda x: x.sum(), r"got shape \(\)"),
+        (lambda x: x[:, :, None], r"got shape \(1, 2, 1\)"),
+        (lambda x: torch.cat([x, x]), r"got shape \(2, 2\)"),
+        (lambda x: x.to(torch.complex64), r"got shape \(1, 2\)"),
+        (lambda x: (x, x), "got tuple"),
+        (lambda x: None, "got NoneType"),
+    ],
+)
+@pytest.mark.parametrize("mechanism", [silent(), ExponentialMechanism(1.0)], ids=["sum", "selection"])
+def test_anything_but_one_row_a_record_is_refused(make, got, mechanism):
+    with pytest.raises(ValueError, match=rf"Shaped\.rows must return one row of real numbers for each record.* {got}"):
+        released(Shaped(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
+
+
+def test_rows_of_several_lengths_are_refused():
+    lengths = iter([2, 1])
+    query = Shaped(mechanism_of={0: silent()}, make=lambda x, calls=lengths: x[:, : next(calls)])
+    with pytest.raises(ValueError, match=r"rows of one length, got 2 and 1"):
+        released(query, torch.ones(FORWARD_CHUNK + 1, 2))
+
+
+# ---- what is charged
+
+
+class Looser(Gaussian):
+    """States less than it releases."""
+
+    def event(self, steps):
+        return GaussianEvent(1.0, 1e6, steps)
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "error"),
+    [
+        (Caveat("sizes are public"), TypeError),
+        (Unprotected("anything"), TypeError),
+        (GaussianEvent(1.0, 5.0), TypeError),
+        (Looser(1.0, 0.1, 1.0, 1.0), TypeError),
+        (None, TypeError),
+        (Gaussian(1.0, 1.0, 0.5, 1.0), ValueError),
+    ],
+)
+def test_events_follow_from_mechanisms_of_the_framework_alone(mechanism, error):
+    with pytest.raises(error):
+        event_of(Columns(mechanism_of={0: mechanism}), 0)
+
+
+def test_events_of_the_frameworks_mechanisms():
+    known = {
+        Gaussian(1.0, 2.0, 1.0, 9.0): GaussianEvent(1.0, 2.0),
+        Laplace(1.0, 2.0, 1.0, 9.0): LaplaceEvent(2.0),
+        ExponentialMechanism(0.3): SelectionEvent(0.3),
+        NoMechanism("shown"): Unprotected("shown"),
+        NoMechanism("shown", Gaussian(1.0, 2.0, 1.0, 9.0)): Unprotected("shown"),
+    }
+    assert [event_of(Columns(mechanism_of={3: one}), 3) for one in known] == list(known.values())
+
+
+def test_no_caveat_can_be_planned_as_a_release():
+    with pytest.raises(TypeError, match="must have noise or be `Unprotected`, got Caveat"):
+        Planned("columns", Caveat("sizes are public"), 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steals(Query):
+    """Tries to get the records themselves."""
+
+    purpose: str = "steal"
+
+    def rows(self, client, module, x, y):
+        return torch.cat([x, y[:, None]], dim=1)
+
+    def answer(self, client, module, x, y):
+        return torch.cat([x, y[:, None]], dim=1)
+
+
+@dataclass(frozen=True)
+class OldStyle:
+    """A question that answers by itself, and says what that costs."""
+
+    clients: tuple[int, ...]
+    purpose: str = "steal"
+
+    def event_of(self, client):
+        return Caveat("sizes are public")
+
+    def answer(self, client, module, x, y, generator=None):
+        return x, y
+
+
+class Asks(ServerCallback):
+    """Asks one question in round 2, having planned `event` for it."""
+
+    def __init__(self, event, question):
+        self._event, self._question, self._answers, self._spent = event, question, None, []
+
+    def plan_run(self, schedule, view):
+        line = Planned("steal", self._event, 1)
+        return schedule.replan(lambda _, own: dataclasses.replace(own, planned=(*own.planned, line)))
+
+    def plan_round(self, plan, view):
+        if view.round == 2:
+            self._answers = view.ask(self._question(plan.clients))
+        return plan
+
+    def on_round_end(self, view, report):
+        self._spent.append(report.epsilon_spent)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_who_asks_for_the_records_gets_a_clipped_and_noised_sum(engine, make_loop):
+    noise = Gaussian(0.5, 6.0, 1.0, 1.0)
+    asks = Asks(noise.event(1), lambda clients: Steals(mechanism_of=dict.fromkeys(clients, noise)))
+    loop = make_loop(callbacks=[SizeWeighted(), asks], engine=ENGINES[engine]())
+    result = loop.run()
+    for client in range(4):
+        got = asks._answers[client]
+        x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
+        rows = torch.cat([x, y[:, None]], dim=1).double()
+        exact = (rows * (0.5 / rows.norm(dim=1, keepdim=True)).clamp(max=1.0)).sum(dim=0)
+        assert got.shape == (7,) and bool((got - exact).abs().gt(1e-3).all()), "every number is noised"
+        assert float((got - exact).norm()) < 6 * 0.5 * 6.0 * math.sqrt(7)  # six standard deviations
+    assert all(0 < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
+
+
+def test_who_shows_the_records_has_no_privacy_from_then_on(make_loop):
+    asks = Asks(Unprotected("records"), lambda one: Steals(mechanism_of=dict.fromkeys(one, NoMechanism("records"))))
+    result = make_loop(callbacks=[SizeWeighted(), asks]).run()
+    assert asks._answers[0].shape[1] == 7
+    assert max(asks._spent[0]) < 10.0 and all(math.isinf(min(spent)) for spent in asks._spent[1:])
+    assert all(one["epsilon_spent"] is None for one in result.clients) and "records" in result.guarantee
+
+
+def test_a_question_that_states_its_own_price_is_refused_before_anything_is_charged(make_loop):
+    asks = Asks(SelectionEvent(0.1), OldStyle)
+    loop = make_loop(callbacks=[SizeWeighted(), asks])
+    with pytest.raises(TypeError, match="a question to clients must be a `Query`, got OldStyle"):
+        loop.run()
+    assert asks._answers is None and loop.budgets.ledger.used(0, "steal") == 0
+
+
+def test_another_mechanism_than_the_planned_one_is_refused(make_loop):
+    noise = Gaussian(0.5, 0.01, 1.0, 1.0)
+    asks = Asks(GaussianEvent(1.0, 6.0), lambda clients: Steals(mechanism_of=dict.fromkeys(clients, noise)))
+    with pytest.raises(RuntimeError, match="but its schedule plans GaussianEvent"):
+        make_loop(callbacks=[SizeWeighted(), asks]).run()
+
+
+# ---- planned and spent
+
+
+def test_training_gets_the_noise_with_which_it_alone_fits_the_budget():
+    judge, train = get_accountant("rdp"), Planned("train", GaussianEvent(0.1, None, 10), 8)
+    chosen = Planned("select", SelectionEvent(0.05), 2)
+    for others in ((train,), (train, chosen)):
+        bare = ClientSchedule(2.0, 1e-3, (*others, Planned("show", Unprotected("all"), 8)))
+        with_it, without = calibrate([bare, dataclasses.replace(bare, planned=others)], judge)
+        assert with_it.noise_multiplier("train") == without.noise_multiplier("train")
+        assert judge.epsilon(without.events(), 1e-3) <= 2.0
+        assert math.isinf(judge.epsilon(with_it.events(), 1e-3))
+
+
+def test_live_epsilon_is_infinite_from_the_first_unprotected_answer_on():
+    train, show = Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("show", Unprotected("all"), 5)
+    spent, judge = SpentEpsilon(get_accountant("rdp")), get_accountant("rdp")
+    for schedule in (ClientSchedule(8.0, 1e-3, (train, show)), ClientSchedule(8.0, 1e-3, (show, train))):
+        assert spent(schedule, {"train": 0, "show": 0}.get) == 0.0
+        before = spent(schedule, {"train": 2, "show": 0}.get)
+        assert before == pytest.approx(judge.epsilon([GaussianEvent(0.1, 1.5, 20)], 1e-3), rel=1e-3)
+        assert math.isinf(spent(schedule, {"train": 2, "show": 1}.get))
+        assert math.isinf(spent(schedule, {"train": 0, "show": 1}.get))
+
+
+def test_an_unprotected_line_that_is_never_released_costs_nothing():
+    schedule = ClientSchedule(
+        8.0, 1e-3, (Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("a", Unprotected("b"), 0))
+    )
+    (plan,) = client_plans([schedule], get_accountant("rdp"), [(100, 10)])
+    assert math.isfinite(plan.guarantee.epsilon) and plan.epsilon_alone[1] == 0.0
+
+
+# ---- every answer of every strategy
+
+MORE = {
+    "distillation": {"min_participants": 4, "evaluation_epochs": 5},
+    "ifca": {"num_clusters": 2, "selection_rounds": 1},
+    "clustered": {"num_clusters": 2, "switch_round": 1},
+    "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
+}
+#: strategy and options -> what its guarantee says where nothing protects its answers
+VARIANTS = [
+    *((name, {}, "") for name in sorted(strategies.STRATEGIES)),
+    ("ifca", {"selection": "exponential", "selection_rounds": None}, ""),
+    ("ifca", {"selection": "paper_argmin", "selection_rounds": None}, PLAIN_CHOICES),
+    ("clustered", {"selection": "exponential"}, ""),
+    ("clustered", {"selection": "paper_argmin"}, PLAIN_CHOICES),
+    ("clustered", {"selection": "server_similarity"}, ""),
+    ("two_stage_selection", {"estimates": "least_difference"}, ""),
+    ("two_stage_selection", {"estimates": "least_difference", "allow_unsound": True}, UNSOUND),
+]
+
+
+class Live(ServerCallback):
+    def __init__(self):
+        self._reports, self._promise = [], None
+
+    def on_run_start(self, view):
+        self._promise = view.expected_guarantee()
+
+    def on_round_end(self, view, report):
+        self._reports.append(report)
+
+
+@pytest.fixture
+def walked(make_loop, capsys):
+    """`walked(name, options)`: a finished run, its asked queries, and every epsilon that it showed anywhere."""
+
+    def walk(name, options):
+        (own,) = strategies.build({name: {**MORE.get(name, {}), **options}})
+        live, paper = Live(), Console(file=io.StringIO(), width=200)
+        base = [own] if own.role == "base" else [SizeWeighted(), own]
+        full = name == "two_stage_selection"
+        loop = make_loop(
+            dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
+            callbacks=[*base, live, Progress(paper)],
+            rounds=4,
+            clients=ClientOptions(count=4, batch_size=None if full else 16, learning_rate=0.3),
+            privacy=PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY),
+        )
+        asked, ask = [], loop.engine.ask
+        loop.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
+        schedule = loop.plan_schedule().clients
+        planned = client_plans(schedule, loop.accountant, [(100, 10)] * 4)
+        result = loop.run()
+        capsys.readouterr()
+        assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
+        report = capsys.readouterr().out
+        return loop, result, asked, live, paper.file.getvalue(), planned, report
+
+    return walk
+
+
+@pytest.mark.parametrize(("name", "options", "words"), VARIANTS, ids=lambda one: str(one)[:40])
+def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, options, words, walked):
+    loop, result, asked, live, printed, planned, report = walked(name, options)
+    bare = set()
+    for query, given_ in asked:
+        for client, mechanism in query.mechanism_of.items():
+            if isinstance(mechanism, NoMechanism):
+                bare.add(client)
+            elif isinstance(mechanism, ExponentialMechanism):
+                assert isinstance(given_[client], int)
+            else:
+                assert mechanism.noise_multiplier > 0 and type(mechanism) in (Gaussian, Laplace)
+    assert bool(bare) == bool(words)
+    assert bool(asked) or name not in ("ifca", "two_stage_selection")
+
+    def is_bare(values):
+        return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
+
+    folder = loop.output_dir
+    results = json.loads((folder / "result.json").read_text())
+    promises = json.loads((folder / "guarantees.json").read_text())["clients"]
+    page, ledger = (folder / "guarantee.html").read_text(), json.loads(report.splitlines()[-1])
+    assert is_bare([one["epsilon_spent"] for one in results["clients"]]) == bare
+    assert is_bare([one["epsilon"] for one in promises]) == bare
+    assert is_bare([one["epsilon"] for one in ledger["clients"]]) == bare
+    assert is_bare([one.epsilon for one in loop.budgets.guarantees()]) == bare
+    assert is_bare(live._reports[-1].epsilon_spent) == bare
+    curves = _round_values(live._reports[-1], None)
+    assert math.isinf(curves["overall/epsilon_max"]) == bool(bare)
+    assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
+    assert ('class="bad"' in page) == bool(bare)
+    if words:
+        assert all(one.noise_multiplier > 0 for one in planned if any(one.schedule.releases)), "training is noised"
+        weakest = max((one.guarantee for one in planned), key=lambda one: one.epsilon)
+        places = [result.guarantee, page, report, printed, weakest.words(), live._promise.words()]
+        assert all(words in place for place in [*places, (folder / "ledger.jsonl").read_text()])
+        assert "max epsilon inf" in printed or "no privacy" in printed
+        assert math.isinf(live._promise.epsilon)
+
+
+def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
+    """Every class that strategies ask with is one of those that the runs above ask with."""
+    folder, asking = Path(strategies.__file__).parent, {}
+    for file in folder.rglob("*.py"):
+        tree = ast.parse(file.read_text())
+        calls = [one for one in ast.walk(tree) if isinstance(one, ast.Call)]
+        if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
+            asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
+    mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
+    assert mine == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
+    assert {name: used & mine for name, used in asking.items()} == {
+        "loss_choice": {"SelectModel", "LowestLoss"},
+        "two_stage_selection": {"MeanLoss", "LossesAroundStep"},
+    }
