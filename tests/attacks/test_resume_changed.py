@@ -173,9 +173,9 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "a wider net": (lambda: {"module": wide()}, ("module", "model")),
     "a frozen parameter": (lambda: {"module": frozen()}, ("module", "model")),
     "a personal parameter": (lambda: {"module": personal()}, ("module",)),
-    "another base rule": (lambda: {"callbacks": [Uniform()]}, ("strateg",)),
-    "a pull": (lambda: {"callbacks": [FedProx(0.5)]}, ("strateg",)),
-    "a selection": (lambda: {"callbacks": [UniformSelection(clients_per_round=2)]}, ("strateg",)),
+    "another base rule": (lambda: {"callbacks": [Uniform()]}, ("callbacks", "strateg")),
+    "a pull": (lambda: {"callbacks": [FedProx(0.5)]}, ("callbacks", "strateg")),
+    "a selection": (lambda: {"callbacks": [UniformSelection(clients_per_round=2)]}, ("callbacks", "strateg")),
 }
 #: what changes no release, or only makes the run shorter
 ALLOWED: dict[str, Callable[[], dict[str, Any]]] = {
