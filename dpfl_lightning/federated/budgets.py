@@ -149,6 +149,10 @@ class Budgets:
         """Releases the client has paid for."""
         return len(self.ledger.events(client))
 
+    def was_charged(self, round: int) -> bool:
+        """Whether any client has paid for a release of that round."""
+        return any(self.ledger.charges(client, round) for client in range(len(self.schedule.clients)))
+
     def releases_of_all(self) -> int:
         """Releases that all clients have paid for."""
         return sum(self.releases(client) for client in range(len(self.schedule.clients)))

@@ -163,7 +163,8 @@ def object_digest(value: object) -> str:
 
 def memory_of(value: Tensor) -> memoryview:
     """A tensor's bytes, wherever it lies."""
-    return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = value.detach().to("cpu").contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
 
 
 _VERBS = ("plan_run", "initialise", "replan", "plan_round", "weigh", "combine", "step", "refine", "deliver", "stop")
