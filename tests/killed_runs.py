@@ -105,8 +105,10 @@ def forking() -> ForkServerContext:
     return processes
 
 
-def killed(parent: Path, kills: int, rounds: int, key: str | None) -> Killed:
-    """The run, SIGKILLed so often at random moments, then left alone."""
+def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int | None = None) -> Killed:
+    """The run, SIGKILLed so often at random moments, then left alone; by default with a reserve for every kill."""
+    reserve = kills if reserve is None else reserve
+    parent.mkdir(exist_ok=True)
     processes, folder, moments = forking(), parent / "run", random.Random(time.time_ns())
     for start in range(kills + 1):
         if folder.exists() and not (folder / "checkpoint.pt").exists():
@@ -114,7 +116,7 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None) -> Killed:
             assert len(lines) <= 1, "charged, and nothing to go on with"
             shutil.rmtree(folder)
         ours, theirs = processes.Pipe()
-        process = processes.Process(target=one_start, args=(folder, start, rounds, kills, key, theirs))
+        process = processes.Process(target=one_start, args=(folder, start, rounds, reserve, key, theirs))
         process.start()
         assert ours.recv() == "ready"
         if start < kills:

@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, noise_apart
+from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
 from conftest import FIXED_KEY, PowerCut, blobs, small_net
 from torch.nn import functional as F
 
@@ -120,10 +120,8 @@ class Asks(Releases):
 
     def plan_round(self, plan, view):
         own = {client: view.mechanism(client, "loss") for client in plan.clients}
-        rows = dict.fromkeys(plan.clients, 0)
         for kind in self._kinds:
-            question = kind(plan.clients, view.state.models, rows, own, loss_bound=2.0)
-            self.answers.append(dict(view.ask(question)))
+            self.answers.append(dict(view.ask(mean_loss(kind, view, own))))
         return plan
 
 

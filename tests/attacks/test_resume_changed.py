@@ -154,7 +154,7 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "less noise in the same budget": (lambda: {"privacy": {"noise_multiplier": 0.5}}, ("noise",)),
     "a larger delta": (lambda: {"privacy": {"delta": 0.01}}, ("delta",)),
     "another clip norm": (lambda: {"privacy": {"clip_norm": 10.0}}, ("clip_norm",)),
-    "another accountant": (lambda: {"privacy": {"accountant": "prv"}}, ("accountant",)),
+    "another accountant": (lambda: {"privacy": {"accountant": "paper_ma"}}, ("accountant",)),
     "another adjacency": (lambda: {"privacy": {"adjacency": "replace_one"}}, ("adjacency",)),
     "shuffled batches": (lambda: {"privacy": {"sampling": "shuffle"}}, ("sampling",)),
     "a reserve": (lambda: {"privacy": {"reserve_rounds": 3}}, ("reserve_rounds",)),
