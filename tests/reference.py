@@ -86,23 +86,6 @@ def gaussian_delta(epsilon: float, mu: float) -> float:
     return cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * cdf(-mu / 2 - epsilon / mu)
 
 
-class TableNoise:
-    """A stand-in for a generator whose noise comes from a fixed table, so engines can be compared."""
-
-    def __init__(self, size: int = 100_000, seed: int = 0) -> None:
-        self.table = np.random.default_rng(seed).standard_normal(size)
-        self.position = 0
-
-    def standard_normal(self, shape, dtype=np.float64):
-        count = int(np.prod(shape))
-        rows = (self.position + np.arange(count)) % len(self.table)
-        self.position += count
-        return self.table[rows].reshape(shape).astype(dtype)
-
-    def laplace(self, loc, scale, size):
-        return loc + scale * self.standard_normal((size,))
-
-
 def layerwise_cosine(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
     """The condensation paper's distance of two gradients, parameter by parameter and output node by output node."""
     total = torch.zeros((), dtype=ours[0].dtype)

@@ -89,7 +89,7 @@ def statuses(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("engine", ["fast", pytest.param("trainer", marks=pytest.mark.slow)])
 def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
-    words = ["--config", str(ROOT / "conf" / "digits.yaml"), "--engine.name", engine, "--checkpoint_seconds", "0"]
+    words = ["--config", str(ROOT / "conf" / "digits.yaml"), "--engine.name", engine]
     words = ["dpfl_lightning.fit", *words, "--rounds", "500", "--output_dir", "run"]
     process = begun(words, tmp_path, "run/checkpoint.pt")
     time.sleep(1)

@@ -163,8 +163,9 @@ def object_digest(value: object) -> str:
 
 def memory_of(value: Tensor) -> memoryview:
     """A tensor's bytes, wherever it lies."""
-    flat = value.detach().to("cpu").contiguous().view(-1)
-    return flat.view(torch.uint8).numpy().data if len(flat) else memoryview(b"")
+    if value.numel() == 0:  # torch refuses to view some empty tensors
+        return memoryview(b"")
+    return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 _VERBS = ("plan_run", "initialise", "replan", "plan_round", "weigh", "combine", "step", "refine", "deliver", "stop")
@@ -213,10 +214,11 @@ def _value(value: object, seen: dict[int, int] | None = None) -> Any:
     """A setting, ready for JSON and without places in memory.
 
     Args:
-        seen: the objects that were met already: each is told once.
+        seen: the objects that were met already: each is told once. Not tuples, of which Python may keep equal ones
+            once or twice.
     """
     seen = {} if seen is None else seen
-    if isinstance(value, Tensor | np.ndarray):
+    if isinstance(value, Tensor | np.ndarray | np.generic):
         tensor = torch.as_tensor(value)
         return [str(tensor.dtype), list(tensor.shape), _hex(bytes(memory_of(tensor)))]
     if value is None or isinstance(value, str | int | float | complex | bytes):
@@ -224,6 +226,8 @@ def _value(value: object, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, type) or inspect.isroutine(value):
         return f"{value.__module__}.{value.__qualname__}"
     name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, tuple):
+        return [name, [_value(one, seen) for one in value]]
     if id(value) in seen:
         return [name, seen[id(value)]]
     seen[id(value)] = len(seen)
@@ -231,7 +235,7 @@ def _value(value: object, seen: dict[int, int] | None = None) -> Any:
         return [name, [[_value(key, seen), _value(one, seen)] for key, one in value.items()]]
     if isinstance(value, set | frozenset):
         return [name, sorted(json.dumps(_value(one, seen)) for one in value)]
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [name, [_value(one, seen) for one in value]]
     return [name, _value(vars(value), seen) if hasattr(value, "__dict__") else None]
 

@@ -72,7 +72,8 @@ class Mechanism:
     def grid(self, numbers: int) -> float:
         """The grid step g for a sum of so many numbers: a power of two, at most 2^-18 of the noise's scale.
 
-        It adds at most 1/400 to the sensitivity, unless the noise is more than 10^7 times the clip norm.
+        It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of so many ones is above
+        2.7 * 10^9: then the grid is coarser, so that 64 bits hold the noise, and the noise covers what that adds.
         """
         scale = self.noise_multiplier * self.clip_norm
         finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))

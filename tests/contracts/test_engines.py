@@ -23,25 +23,21 @@ from dpfl_lightning.federated.fast import FastEngine
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.federated.state import ClassGradients, ServerState
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 from dpfl_lightning.strategies.fedprox import FedProx
 
 
-class TableStreams(Streams):
-    """Real sampling streams, noise from a fixed table."""
-
-    def generator(self, purpose, round, client, attempt=0):
-        if purpose == "noise":
-            return reference.TableNoise(seed=1000 * round + client)
-        return super().generator(purpose, round, client, attempt)
+#: the same for every engine
+STREAMS = Streams(bytes(32))
 
 
 def released(engine_name: str, make_loop, job=None, module=None, population=None, **options) -> torch.Tensor:
     engine = ENGINES[engine_name]()
     loop = make_loop(engine=engine, module=module or ClientModule(small_net()), population=population, **options)
     loop.plan_schedule()
-    engine.setup(loop.module, loop.population, TableStreams(7), "poisson")
+    engine.setup(loop.module, loop.population, TableSTREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * loop.population.num_clients)
     view = loop.view(state)
     plan = view.plan(job=job)
@@ -102,18 +98,24 @@ def test_engine_adds_laplace_noise_to_sums_clipped_in_l1_as_the_reference(engine
     )
 
 
+def noise(mechanism: Mechanism, client: int, numbers: int) -> torch.Tensor:
+    """The client's noise in the first round, float32."""
+    generator, step = STREAMS.generator("noise", 1, client), mechanism.grid(numbers)
+    draw = generator.integer_laplace if mechanism.clip_order == 1 else generator.integer_normals
+    return torch.from_numpy(step * draw(numbers, mechanism.noise_scale(numbers) / step)).float()
+
+
 def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
-    """One full batch a client: what the slow form gives, with the same table of noise."""
+    """One full batch a client: what the slow form gives, with the same noise."""
     options = {**LAPLACE, "clients": dataclasses.replace(LAPLACE["clients"], local_epochs=1)}
     ours, loop = released("serial", make_loop, **options), make_loop(**options)
     loop.plan_schedule()
     net, count = small_net(), loop.module.num_params
     for client, own in enumerate(loop.settings):
-        scale = 2.0 * loop.schedule.clients[client].noise_multiplier("train")
+        multiplier = loop.schedule.clients[client].noise_multiplier("train")
         x, y = loop.population.records(client, torch.arange(own.num_records))
         clipped = reference.clipped_sum(net, dict(net.named_parameters()), x, y, 2.0, order=1)
-        noise = torch.from_numpy(reference.TableNoise(seed=1000 + client).laplace(0.0, scale, count)).float()
-        expected = -0.3 * (clipped + noise) / own.num_records
+        expected = -0.3 * (clipped + noise(Laplace(2.0, multiplier, 1.0, 1.0), client, count)) / own.num_records
         torch.testing.assert_close(ours[client], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -153,7 +155,7 @@ CLASS_JOBS = {
 @pytest.mark.parametrize("records", [20, 150], ids=["together", "alone"])
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job, make_loop):
-    """Record by record through plain autograd, with the noise of the table and the draws of the streams."""
+    """Record by record through plain autograd, with the noise and the draws of the same streams."""
     population, clients = images(records), ClientOptions(count=4, batch_size=records if job.most_records else 15)
     privacy = PrivacyOptions(
         noise_multiplier=0.0 if job.counts else 0.7, clip_norm=0.8, delta=1e-3, noise_key=FIXED_KEY
@@ -163,7 +165,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
     net = image_module().net
     params = {name: p.detach() for name, p in net.named_parameters()}
     wanted = [name for name in params if job.parameters is None or name in job.parameters]
-    streams = TableStreams(7)
+    streams = TableStreams(bytes(32))
     for client, own in enumerate(ours):
         sampling = streams.generator("sampling", 1, client)
         x, y = population.records(client, torch.arange(records))
@@ -182,8 +184,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
             clip_norm = 0.4 if job.most_records else 0.8
             sums[label] += gradient * min(1.0, clip_norm / float(gradient.norm()))
         if not job.counts:
-            noise = streams.generator("noise", 1, client).standard_normal(tuple(sums.shape), dtype=np.float32)
-            sums += 0.8 * 0.7 * torch.from_numpy(noise)
+            sums += noise(Gaussian(0.8, 0.7, 1.0, 1.0), client, sums.numel()).view_as(sums)
         divisor = records if job.most_records else 15
         if job.counts:
             numbers = [labels.bincount(minlength=3), y.bincount(minlength=3)]
@@ -206,7 +207,7 @@ def test_class_gradients_have_the_noise_that_is_announced(make_loop):
     loud = PrivacyOptions(noise_multiplier=500.0, delta=1e-3, noise_key=FIXED_KEY)
     loop = make_loop(privacy=loud, clients=ClientOptions(count=4, batch_size=16, learning_rate=0.01))
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, Streams(7), "poisson")
+    loop.engine.setup(loop.module, loop.population, STREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     updates = loop.engine.train(loop.view(state).plan(job=ClassGradients(3)), state, [0] * 4)
     for delta, noise_std in zip(updates.released, updates.noise_std, strict=True):
@@ -239,7 +240,7 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
 def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), clients=ClientOptions(count=4, batch_size=1), rounds=1)
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, EmptyDraws(7), "poisson")
+    loop.engine.setup(loop.module, loop.population, EmptyDraws(bytes(32)), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     plan = loop.view(state).plan()
     plan = dataclasses.replace(plan, steps=(1,) * 4)
@@ -250,17 +251,14 @@ def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
 
 
 class EmptyDraws(Streams):
-    def generator(self, purpose, round, client, attempt=0):
-        generator = super().generator(purpose, round, client, attempt)
+    def generator(self, purpose, round, client, number=0):
+        generator = super().generator(purpose, round, client, number)
         return Nobody() if purpose == "sampling" else generator
 
 
 class Nobody:
-    def binomial(self, n, p):
-        return 0
-
-    def choice(self, n, size, replace, shuffle):
-        return np.zeros(0, dtype=np.int64)
+    def coins(self, count, heads):
+        return np.zeros(count, dtype=bool)
 
 
 @pytest.mark.parametrize("engine", ["fast", "stacked"])
@@ -322,7 +320,7 @@ def test_order_of_clients_does_not_matter(engine, make_loop):
 def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
     loop = make_loop(engine=ENGINES[engine]())
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, Streams(7), "poisson")
+    loop.engine.setup(loop.module, loop.population, STREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     plan = loop.view(state).plan(job=job)
     say = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)

@@ -15,7 +15,7 @@ from dpfl_lightning.data.groups import grouped, names, renamed, stored, turned
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.engine import SerialEngine
 from dpfl_lightning.federated.evaluation import evaluate
-from dpfl_lightning.federated.fingerprints import data_fingerprint
+from dpfl_lightning.federated.identity import data_digests
 from dpfl_lightning.federated.state import Delivered
 from dpfl_lightning.privacy.noise import Streams
 
@@ -162,7 +162,7 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     population = Population.partitioned(data, num_clients=7, groups=LABEL_SHIFT)
     assert population.test_records() is None
     module, engine = ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(4, CLASSES))), SerialEngine()
-    engine.setup(module, population, Streams(0), "poisson")
+    engine.setup(module, population, Streams(), "poisson")
     models = torch.zeros(CLASSES, 5 * CLASSES)
     models[:, -CLASSES:] = torch.eye(CLASSES)  # model k says class k, whatever comes
     right = evaluate(module, population, Delivered(models, GROUP_OF), engine)
@@ -184,11 +184,15 @@ def test_to_moves_everything():
     assert moved.groups == GROUP_OF and moved.num_records == population.num_records
 
 
+def digest(population):
+    return tuple(data_digests(population, b"key"))
+
+
 def test_other_groups_are_other_data():
     """A resumed run is compared with the one that was begun by this digest."""
     kinds = [None, *((name, sizes) for name in names() for sizes in ({"count": 2}, {"count": 3}, SIZES))]
-    assert len({data_fingerprint(made(kind)) for kind in kinds}) == len(kinds)
-    assert data_fingerprint(made(ROTATION)) == data_fingerprint(made(ROTATION))
+    assert len({digest(made(kind)) for kind in kinds}) == len(kinds)
+    assert digest(made(ROTATION)) == digest(made(ROTATION))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from dpfl_lightning.privacy.noise import Streams
 
 def evaluate(module, population, delivered, engine_type=SerialEngine):
     engine = engine_type()
-    engine.setup(module, population, Streams(0), "poisson")
+    engine.setup(module, population, Streams(), "poisson")
     return evaluation.evaluate(module, population, delivered, engine)
 
 

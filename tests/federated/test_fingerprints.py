@@ -115,7 +115,7 @@ def test_nets_that_draw_do_not_and_generators_are_left_alone(net):
 
 def charged_twice(make_loop, first, then, privacy=RESERVE):
     """Whether the round that was broken off is charged again when the run goes on with `then`."""
-    broken = make_loop(module=ClientModule(first), privacy=privacy, checkpoint_seconds=0.0)
+    broken = make_loop(module=ClientModule(first), privacy=privacy)
     cut_at(broken, 2)
     with pytest.raises(PowerCut):
         broken.run()

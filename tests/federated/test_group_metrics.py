@@ -140,9 +140,9 @@ def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
 def test_what_was_sent_survives_a_resumed_run(make_loop, tmp_path):
     whole = make_loop(rounds=3).run()
     place = tmp_path / "cut"
-    loop = make_loop(rounds=3, output_dir=place, checkpoint_seconds=0.0)
+    loop = make_loop(rounds=3, output_dir=place)
     cut_at(loop, 3)
     with pytest.raises(PowerCut):
         loop.run()
-    resumed = make_loop(rounds=3, output_dir=place, checkpoint_seconds=0.0).run(resume=True)
+    resumed = make_loop(rounds=3, output_dir=place).run(resume=True)
     assert resumed.told["floats_down"] == whole.told["floats_down"]

@@ -39,7 +39,7 @@ def plan_of(steps=1, models=2, **more) -> RoundPlan:
 
 def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     population = dataclasses.replace(POPULATION, x=POPULATION.x.to(dtype))
-    engine.setup(ClientModule(small_net().to(dtype)), population, Streams(7), "poisson")
+    engine.setup(ClientModule(small_net().to(dtype)), population, Streams(bytes(32)), "poisson")
     flat = engine.module.flat
     state = ServerState(torch.stack([flat, 2 * flat]), (0,) * CLIENTS)
     return torch.stack(

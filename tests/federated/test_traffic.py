@@ -58,7 +58,7 @@ def test_the_network_changes_nothing_of_the_run(make_loop):
 
 def test_simulated_time_and_clients_time_go_on_in_a_resumed_run(make_loop, tmp_path):
     whole = make_loop(rounds=3, network=SLOW).run()
-    place = {"output_dir": tmp_path / "cut", "checkpoint_seconds": 0.0, "network": SLOW}
+    place = {"output_dir": tmp_path / "cut", "network": SLOW}
     loop = make_loop(rounds=3, **place)
     cut_at(loop, 3)
     with pytest.raises(PowerCut):

@@ -35,12 +35,12 @@ def test_resumed_equals_unbroken(privacy, make_loop):
 
     unbroken = run()
     unbroken.run()
-    broken = run(checkpoint_seconds=0.0)
+    broken = run()
     for round in (2, 5):
         cut_at(broken, round)
         with pytest.raises(PowerCut):
             broken.run(resume=round > 2)
-        broken = run(output_dir=broken.output_dir, checkpoint_seconds=0.0)
+        broken = run(output_dir=broken.output_dir)
     broken.run(resume=True)
     ours, theirs = (loop.callbacks[0].state_dict() for loop in (broken, unbroken))
     assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])

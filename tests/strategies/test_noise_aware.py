@@ -250,13 +250,13 @@ def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
 @pytest.mark.parametrize("every", [1, 2, 0])
 def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     unbroken, _, _ = run(make_loop, reestimate_every=every)
-    broken = make_loop(callbacks=[NoiseAware(reestimate_every=every)], rounds=5, checkpoint_seconds=0.0)
+    broken = make_loop(callbacks=[NoiseAware(reestimate_every=every)], rounds=5)
     for round in (1, 3, 4):
         cut_at(broken, round)
         with pytest.raises(PowerCut):
             broken.run(resume=round > 1)
         again = [NoiseAware(reestimate_every=every), seen := Seen()]
-        broken = make_loop(callbacks=again, rounds=5, output_dir=broken.output_dir, checkpoint_seconds=0.0)
+        broken = make_loop(callbacks=again, rounds=5, output_dir=broken.output_dir)
     result = broken.run(resume=True)
     assert torch.equal(broken.state.models, unbroken.state.models)
     assert kept(seen) == {1: [True, True], 2: [False, True], 0: [False, False]}[every]

@@ -290,7 +290,7 @@ def test_a_lost_update_has_used_its_slot(make_loop):
 @pytest.mark.parametrize("cut", [1, 4])
 def test_a_resumed_run_has_the_same_cohorts_and_bits(cut, make_loop, tmp_path):
     def loop(name):
-        return federation(make_loop, BiasedSelection(COHORT), output_dir=tmp_path / name, checkpoint_seconds=0.0)
+        return federation(make_loop, BiasedSelection(COHORT), output_dir=tmp_path / name)
 
     whole = loop("whole")
     whole.run()

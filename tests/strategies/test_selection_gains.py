@@ -53,7 +53,6 @@ def accuracy(make_loop, own, low, high, seed, rounds=100):
             callbacks=strategies.build({**own, "learning_rate_decay": {"half_after": 50}}),
             seed=seed,
             evaluate_every=rounds,
-            checkpoint_seconds=1e9,
         )
         return 100 * loop.run().test_accuracy
 
