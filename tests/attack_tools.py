@@ -5,8 +5,9 @@ The statistics here are written anew, independent of `dpfl_lightning.privacy.aud
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +18,11 @@ from scipy.stats import beta
 
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.query import MeanLoss
+from dpfl_lightning.federated.state import View
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Mechanism
 
 
 class Releases(ServerCallback):
@@ -74,6 +78,18 @@ class CutBetweenRounds(ServerCallback):
     def on_round_end(self, view, report):
         if report.round == self._round:
             raise PowerCut
+
+
+def mean_loss(kind: type[MeanLoss], view: View, mechanism_of: Mapping[int, Mechanism]) -> MeanLoss:
+    """A question for the clients' mean losses at their models, bounded by 2; it runs in older versions, too."""
+    values = {
+        "clients": tuple(mechanism_of),
+        "mechanism_of": mechanism_of,
+        "models": view.state.models,
+        "row_of": dict.fromkeys(mechanism_of, 0),
+        "loss_bound": 2.0,
+    }
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
 
 
 # ---- noise

@@ -32,17 +32,18 @@ class Onlooker(ServerCallback):
     """Keeps each update and each round's end in a file of its own, at once."""
 
     needs = "deltas"
+    start = 0  # number of the process; of the class, for it is no setting of the run
 
-    def __init__(self, folder: Path, start: int) -> None:
-        self._folder, self._start = folder, start
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def weigh(self, updates, view):
-        path = self._folder / f"{self._start:03d}_{view.round:04d}.pt"
+        path = self._folder / f"{self.start:03d}_{view.round:04d}.pt"
         torch.save(updates.released.clone(), path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     def on_round_end(self, view, report):
-        (self._folder / f"{self._start:03d}_{report.round:04d}.told").touch()
+        (self._folder / f"{self.start:03d}_{report.round:04d}.told").touch()
 
 
 def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, callbacks=()) -> FederatedLoop:
@@ -62,9 +63,10 @@ def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, callbacks=
 def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | None, begun: Connection) -> None:
     """Begin the run, or go on with it, until it is done or killed."""
     torch.set_num_threads(1)
+    Onlooker.start = start
     seen = folder.parent / "seen"
     seen.mkdir(exist_ok=True)
-    loop = loop_of(folder, rounds, reserve, key, [Onlooker(seen, start)])
+    loop = loop_of(folder, rounds, reserve, key, [Onlooker(seen)])
     begun.send("ready")
     loop.run(resume=folder.exists())
 
@@ -103,8 +105,10 @@ def forking() -> ForkServerContext:
     return processes
 
 
-def killed(parent: Path, kills: int, rounds: int, key: str | None) -> Killed:
-    """The run, SIGKILLed so often at random moments, then left alone."""
+def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int | None = None) -> Killed:
+    """The run, SIGKILLed so often at random moments, then left alone; by default with a reserve for every kill."""
+    reserve = kills if reserve is None else reserve
+    parent.mkdir(exist_ok=True)
     processes, folder, moments = forking(), parent / "run", random.Random(time.time_ns())
     for start in range(kills + 1):
         if folder.exists() and not (folder / "checkpoint.pt").exists():
@@ -112,7 +116,7 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None) -> Killed:
             assert len(lines) <= 1, "charged, and nothing to go on with"
             shutil.rmtree(folder)
         ours, theirs = processes.Pipe()
-        process = processes.Process(target=one_start, args=(folder, start, rounds, kills, key, theirs))
+        process = processes.Process(target=one_start, args=(folder, start, rounds, reserve, key, theirs))
         process.start()
         assert ours.recv() == "ready"
         if start < kills:

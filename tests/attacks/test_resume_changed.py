@@ -154,7 +154,7 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "less noise in the same budget": (lambda: {"privacy": {"noise_multiplier": 0.5}}, ("noise",)),
     "a larger delta": (lambda: {"privacy": {"delta": 0.01}}, ("delta",)),
     "another clip norm": (lambda: {"privacy": {"clip_norm": 10.0}}, ("clip_norm",)),
-    "another accountant": (lambda: {"privacy": {"accountant": "prv"}}, ("accountant",)),
+    "another accountant": (lambda: {"privacy": {"accountant": "paper_ma"}}, ("accountant",)),
     "another adjacency": (lambda: {"privacy": {"adjacency": "replace_one"}}, ("adjacency",)),
     "shuffled batches": (lambda: {"privacy": {"sampling": "shuffle"}}, ("sampling",)),
     "a reserve": (lambda: {"privacy": {"reserve_rounds": 3}}, ("reserve_rounds",)),
@@ -173,9 +173,9 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "a wider net": (lambda: {"module": wide()}, ("module", "model")),
     "a frozen parameter": (lambda: {"module": frozen()}, ("module", "model")),
     "a personal parameter": (lambda: {"module": personal()}, ("module",)),
-    "another base rule": (lambda: {"callbacks": [Uniform()]}, ("strateg",)),
-    "a pull": (lambda: {"callbacks": [FedProx(0.5)]}, ("strateg",)),
-    "a selection": (lambda: {"callbacks": [UniformSelection(clients_per_round=2)]}, ("strateg",)),
+    "another base rule": (lambda: {"callbacks": [Uniform()]}, ("callbacks", "strateg")),
+    "a pull": (lambda: {"callbacks": [FedProx(0.5)]}, ("callbacks", "strateg")),
+    "a selection": (lambda: {"callbacks": [UniformSelection(clients_per_round=2)]}, ("callbacks", "strateg")),
 }
 #: what changes no release, or only makes the run shorter
 ALLOWED: dict[str, Callable[[], dict[str, Any]]] = {
