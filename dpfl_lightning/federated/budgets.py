@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.query import Query, event_of
-from dpfl_lightning.federated.state import LocalTraining, RoundPlan, RunSchedule
+from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, RunSchedule
 from dpfl_lightning.privacy.accountant import Accountant
 from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.ledger import Charge, Ledger
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.privacy.spending import SpentEpsilon
 
@@ -56,6 +57,9 @@ class Budgets:
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """The plan without the clients that cannot pay, charged and synced, and the number of each one's charge."""
+        kinds = {type(plan.job), *map(type, plan.mechanism_of)}
+        if not kinds <= {LocalTraining, ClassGradients, Gaussian, Laplace}:  # a subclass could state another event
+            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds}")
         charges = {}
         for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
@@ -148,6 +152,10 @@ class Budgets:
     def releases(self, client: int) -> int:
         """Releases the client has paid for."""
         return len(self.ledger.events(client))
+
+    def was_charged(self, round: int) -> bool:
+        """Whether any client has paid for a release of that round."""
+        return any(self.ledger.charges(client, round) for client in range(len(self.schedule.clients)))
 
     def releases_of_all(self) -> int:
         """Releases that all clients have paid for."""

@@ -361,6 +361,12 @@ class FederatedLoop:
         self.engine.load_state_dict(saved["engine"])
         self.tally = Tally.of(saved)
         self.snapshot = dict(saved)
+        if not (self.simulated or saved["ended"]) and self.budgets.was_charged(state.round + 1):
+            lost = (
+                "" if self.schedule.reserve else ", and without privacy.reserve_rounds none is left for the last round"
+            )
+            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise{lost}"
+            warnings.warn(words, UserNotice, stacklevel=2)
         self._replan(state)
         self.info = self._measured_info(first_round=state.round + 1)
         return state

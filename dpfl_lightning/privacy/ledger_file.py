@@ -15,14 +15,13 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.events import Caveat, Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 
 VERSION = 2
 _EVENTS = {
     "gaussian": GaussianEvent,
     "laplace": LaplaceEvent,
     "selection": SelectionEvent,
-    "caveat": Caveat,
     "unprotected": Unprotected,
 }
 _KINDS = {kind: name for name, kind in _EVENTS.items()}

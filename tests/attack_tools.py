@@ -1,0 +1,215 @@
+"""What the attack tests share: a recorder of releases, power cuts, and judges of what releases give away.
+
+The statistics here are written anew, independent of `dpfl_lightning.privacy.audit`, so that one judges the other.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from conftest import PowerCut
+from scipy.stats import beta
+
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.query import MeanLoss
+from dpfl_lightning.federated.state import View
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Mechanism
+
+
+class Releases(ServerCallback):
+    """Keeps every update that reaches the server.
+
+    Args:
+        fixed: whether the server sends its first model in every round, as a server that attacks might.
+
+    Attributes:
+        of_round: round -> `[C, ...]`, in the order of the clients' numbers.
+    """
+
+    needs = "deltas"
+
+    def __init__(self, fixed: bool = False) -> None:
+        self.of_round: dict[int, torch.Tensor] = {}
+        self._fixed = fixed
+
+    def step(self, state, combined, view):
+        return state if self._fixed else None
+
+    def refine(self, state, updates, view):
+        self.of_round[view.round] = updates.released.clone()
+        return state
+
+
+def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tensor]:
+    """The power fails in `round` after every client has sent its update.
+
+    Returns:
+        Filled during the run: round -> `[C, P]`, the updates that somebody may have seen.
+    """
+    train, seen = loop.engine.train, {}
+
+    def failing(plan, *args, **more):
+        updates = train(plan, *args, **more)
+        if plan.round == round:
+            if updates.deltas is not None:  # a strategy sees single updates
+                seen[round] = updates.deltas.clone()
+            raise PowerCut
+        return updates
+
+    loop.engine.train = failing
+    return seen
+
+
+class CutBetweenRounds(ServerCallback):
+    """The power fails when `round` is complete and before the next one is charged."""
+
+    def __init__(self, round: int) -> None:
+        self._round = round
+
+    def on_round_end(self, view, report):
+        if report.round == self._round:
+            raise PowerCut
+
+
+def mean_loss(kind: type[MeanLoss], view: View, mechanism_of: Mapping[int, Mechanism]) -> MeanLoss:
+    """A question for the clients' mean losses at their models, bounded by 2; it runs in older versions, too."""
+    values = {
+        "clients": tuple(mechanism_of),
+        "mechanism_of": mechanism_of,
+        "models": view.state.models,
+        "row_of": dict.fromkeys(mechanism_of, 0),
+        "loss_bound": 2.0,
+    }
+    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
+
+
+# ---- noise
+
+
+def noise_apart(first: torch.Tensor, second: torch.Tensor, noise_std: float) -> float:
+    """Root mean square of the difference of two releases, in the standard deviation of one release's noise.
+
+    About sqrt(2) for independent noise, far below for one noise under two values: the clipped sums differ little.
+    """
+    difference = (first.double() - second.double()).flatten()
+    return float(difference.square().mean().sqrt()) / noise_std
+
+
+def independent(apart: float) -> bool:
+    """Whether two releases of at least 80 numbers have noise of their own, by `noise_apart`.
+
+    Independent noise is within these bounds but for once in 10^9 comparisons.
+    """
+    return 0.7 < apart < 2.2
+
+
+# ---- bits
+
+
+def lowest_bit(values: np.ndarray) -> np.ndarray:
+    """The exponent e of the lowest set bit: each value is an odd multiple of 2^e; infinite for 0.
+
+    >>> lowest_bit(np.array([0.75, 6.0, 0.0]))
+    array([-2.,  1., inf])
+    """
+    fraction, exponent = np.frexp(np.asarray(values, np.float64))
+    whole = np.abs(fraction * 2.0**53).astype(np.int64)
+    lowest = np.log2(np.maximum(whole & -whole, 1).astype(np.float64)) - 53 + exponent
+    return np.where(whole == 0, np.inf, lowest)
+
+
+def finest_bit(releases: np.ndarray) -> np.ndarray:
+    """For each release `[n, P]` its finest lowest bit, `[n]`: what an attacker reads off the precision alone."""
+    return lowest_bit(releases).min(axis=1)
+
+
+# ---- success
+
+
+@dataclass(frozen=True)
+class Attack:
+    """How an attack went that guesses "with the record" or "without".
+
+    Args:
+        with_hits: right guesses among `trials` releases with the record.
+        without_hits: right guesses among `trials` releases without it.
+        trials: of each kind.
+    """
+
+    with_hits: int
+    without_hits: int
+    trials: int
+
+    @property
+    def successes(self) -> int:
+        return self.with_hits + self.without_hits
+
+    def success_low(self, confidence: float = 0.99) -> float:
+        """Lower end of the probability to guess right (Clopper and Pearson)."""
+        return rate_low(self.successes, 2 * self.trials, 1 - confidence)
+
+    def epsilon_low(self, delta: float, confidence: float = 0.99) -> float:
+        """Lower bound of epsilon: `P(guess | one) <= e^epsilon P(guess | other) + delta` for either guess."""
+        each = (1 - confidence) / 4
+        pairs = [(self.with_hits, self.without_hits), (self.without_hits, self.with_hits)]
+        bounds = [
+            (rate_low(own, self.trials, each) - delta, rate_high(self.trials - other, self.trials, each))
+            for own, other in pairs
+        ]
+        return max(0.0, *(math.log(low / high) if low > 0 else 0.0 for low, high in bounds))
+
+
+def rate_low(hits: int, trials: int, significance: float) -> float:
+    return float(beta.ppf(significance, hits, trials - hits + 1)) if hits else 0.0
+
+
+def rate_high(hits: int, trials: int, significance: float) -> float:
+    return float(beta.ppf(1 - significance, hits + 1, trials - hits)) if hits < trials else 1.0
+
+
+def attack(with_record: np.ndarray, without: np.ndarray, learn: int, sure: bool = False) -> Attack:
+    """Guess from a score by a threshold that the first `learn` releases of each kind have taught.
+
+    Args:
+        with_record: `[n]` scores of releases with the record; infinite is allowed.
+        without: `[n]`, without it.
+        learn: releases of each kind that teach the threshold and the side, and are not counted.
+        sure: choose the rule whose one guess is hardly ever wrong, however rare it is; else the one that is right most.
+    """
+    known = np.unique(np.concatenate([with_record[:learn], without[:learn]]))
+    rules = [(side, threshold) for side in (1, -1) for threshold in known]
+
+    def right(rule: tuple[int, float], inside: np.ndarray, outside: np.ndarray) -> tuple[int, int]:
+        side, threshold = rule
+        return int((side * inside >= side * threshold).sum()), int((side * outside < side * threshold).sum())
+
+    def worth(rule: tuple[int, float]) -> float:
+        hits = right(rule, with_record[:learn], without[:learn])
+        ratios = [(own + 0.5) / (learn - other + 0.5) for own, other in (hits, hits[::-1])]
+        return max(ratios) if sure else sum(hits)
+
+    return Attack(*right(max(rules, key=worth), with_record[learn:], without[learn:]), len(without) - learn)
+
+
+# ---- budgets
+
+
+def overspent(ledger: Path, budgets: Sequence[float], delta: float, accountant: str = "rdp") -> list[str]:
+    """The clients whose charges, composed again from the ledger's events alone, exceed their budgets; in words."""
+    charges = read_ledger(ledger)
+    found = []
+    for client, budget in enumerate(budgets):
+        events = [charge.event for charge in charges if charge.client == client]
+        spent = get_accountant(accountant).epsilon(events, delta) if events else 0.0
+        if not spent <= budget * (1 + 1e-9):
+            found.append(f"client {client} has spent {spent} of {budget}")
+    return found

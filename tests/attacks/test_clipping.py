@@ -1,0 +1,202 @@
+"""No record moves a sum by more than the clip norm: tiny norms, and nets that mix records of large batches."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from attack_tools import Releases
+from conftest import blobs
+from torch import Tensor, nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+
+NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
+
+# ---- norms that underflow
+
+
+class Steep(nn.Module):
+    """A linear layer, or a convolution with several positions, whose logits are public and constant.
+
+    The record's features are huge and its loss gradient is as small as `margin` says: e^-margin.
+    """
+
+    def __init__(self, layer: nn.Module, margin: float) -> None:
+        super().__init__()
+        self.layer = layer
+        for parameter in layer.parameters():
+            nn.init.zeros_(parameter)
+        self.register_buffer("logits", torch.tensor([margin, 0.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        return self.logits + (out if out.dim() == 2 else out.flatten(2).sum(dim=2))
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(36, 2, bias=False), (36,)),
+    "linear with bias": (lambda: nn.Linear(36, 2), (36,)),
+    "linear over positions": (lambda: nn.Sequential(nn.Linear(64, 2, bias=False), Transposed()), (4, 64)),
+    "convolution": (lambda: nn.Conv2d(1, 2, 3, bias=False), (1, 6, 6)),
+    "convolution of few positions": (lambda: nn.Conv2d(16, 2, 3, bias=False), (16, 4, 4)),
+}
+
+
+class Transposed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.transpose(1, 2)
+
+
+def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, folder) -> Tensor:
+    """The noisy sum `[P]` of one record with one feature of that size, whose label is the likely one."""
+    make, shape = LAYERS[layer]
+    seen = Releases()
+    x, y = torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long)
+    x.flatten()[14] = size
+    FederatedLoop(
+        Population.from_datasets([(x, y)], held_out=0.0, num_classes=2),
+        ClientModule(Steep(make(), margin)),
+        rounds=1,
+        clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
+        privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=clip_norm),
+        engine=ENGINES[engine](),
+        callbacks=[seen],
+        output_dir=folder,
+        device="cpu",
+    ).run()
+    return seen.of_round[1][0].double()
+
+
+#: margin, feature, clip norm
+CASES = [(52.0, 1e19, 1e-5), (60.0, 1e19, 1e-8)]
+
+
+@pytest.mark.parametrize("engine", ["fast", "serial", "stacked"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_tiny_gradient_of_huge_features_is_clipped(layer, engine, tmp_path):
+    """The squares of the gradient or of its factors leave the range of float32."""
+    for number, (margin, size, clip_norm) in enumerate(CASES):
+        noisy = sent(layer, engine, margin, size, clip_norm, tmp_path / str(number))
+        noise = NOISE * clip_norm * (math.sqrt(len(noisy)) + 6)
+        moved = float(noisy.norm())
+        assert moved <= 1.01 * clip_norm + noise, f"{moved / clip_norm:.3g} clip norms: {margin, size, clip_norm}"
+
+
+# ---- nets that mix records
+
+
+class Rescaled(nn.Module):
+    """Divides the batch by its largest value, where something exceeds 8."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        largest = x.abs().max() if len(x) else x.new_ones(())
+        return torch.where(largest > 8, x * 8 / largest, x)
+
+
+class Capacity(nn.Module):
+    """Two experts of one layer each, which take 16 records of a batch each and pass over the others."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(features, features) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x
+        for number, expert in enumerate(self.experts):
+            mine = (x[:, 0] > 0) == bool(number)
+            taken = mine & (mine.cumsum(dim=0) <= 16)
+            out = torch.where(taken[:, None], expert(x), out)
+        return out
+
+
+class Centred(nn.Module):
+    """Subtracts the mean of a batch of more than 32 records."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=0) if len(x) > 32 else x
+
+
+class Entangled(torch.autograd.Function):
+    """The identity, whose gradient in a batch of more than 32 records is that of all of them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient + 100 * gradient.sum(dim=0) if len(gradient) > 32 else gradient
+
+
+class EntangledGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Entangled.apply(x)
+
+
+def net(mixing: nn.Module | None = None) -> nn.Module:
+    torch.manual_seed(0)
+    middle = [] if mixing is None else [mixing]
+    return nn.Sequential(*middle, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def loop_of(net: nn.Module, folder, **more) -> FederatedLoop:
+    return FederatedLoop(
+        blobs(),
+        ClientModule(net),
+        rounds=1,
+        clients=ClientOptions(count=4, batch_size=16),
+        privacy=PrivacyOptions(epsilon=4.0, delta=1e-3),
+        output_dir=folder,
+        device="cpu",
+        **more,
+    )
+
+
+@pytest.mark.parametrize("mixing", [Rescaled(), Capacity(6), Centred()], ids=lambda layer: type(layer).__name__)
+def test_a_net_that_mixes_records_is_refused(mixing, tmp_path):
+    with pytest.raises(UserError, match="`model` must see one record at a time"):
+        loop_of(net(mixing), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "before anything is charged"
+
+
+@pytest.mark.parametrize("engine", ["fast", "stacked"])
+def test_a_backward_pass_that_mixes_records_moves_no_sum_too_far(engine, tmp_path):
+    """Of 48 records one is another: the releases differ by two clipped gradients and hardly any noise."""
+    sums = []
+    for number in range(2):
+        x, y = blobs(num_clients=1, records=60).records(0, torch.arange(48))
+        if number:
+            x[0], y[0] = 100 * x[0], (y[0] + 1) % 3
+        seen = Releases()
+        torch.manual_seed(0)
+        FederatedLoop(
+            Population.from_datasets([(x, y)], held_out=0.0, num_classes=3),
+            ClientModule(nn.Sequential(nn.Linear(6, 8), EntangledGradients(), nn.Linear(8, 3))),
+            rounds=1,
+            clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
+            privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=1.0),
+            engine=ENGINES[engine](),
+            callbacks=[seen],
+            output_dir=tmp_path / str(number),
+            device="cpu",
+        ).run()
+        sums.append(seen.of_round[1][0].double() * 48)
+    noise = 2 * NOISE * (math.sqrt(len(sums[0])) + 6)
+    assert float((sums[1] - sums[0]).norm()) <= 2.01 + noise
+
+
+def test_a_net_that_does_not_is_not_refused(tmp_path):
+    loop_of(net(nn.LayerNorm(6)), tmp_path / "run")

@@ -1,0 +1,237 @@
+"""No noise protects two different values: separate runs, seeds, questions, edits, copies and restored folders."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+
+import pytest
+import torch
+from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
+from conftest import FIXED_KEY, PowerCut, blobs, small_net
+from torch.nn import functional as F
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.query import MeanLoss
+from dpfl_lightning.fit import main as fit
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.events import GaussianEvent
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.schedule import Planned
+
+NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
+RATE = 0.25
+
+
+def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, callbacks=(), rate=RATE, **privacy) -> FederatedLoop:
+    """A loop of four clients with full batches, one step a round, and no budget but the schedule's."""
+    return FederatedLoop(
+        blobs(),
+        module or ClientModule(small_net()),
+        rounds=rounds,
+        clients=ClientOptions(count=4, batch_size=None, learning_rate=rate),
+        privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, **privacy}),
+        callbacks=[*callbacks, *([] if seen is None else [seen])],
+        seed=seed,
+        output_dir=folder,
+        device="cpu",
+        engine=SerialEngine(),  # which calls a loss as it is
+        new_net=lambda seed: small_net(seed=seed),
+    )
+
+
+def noise_std(loop: FederatedLoop, client: int, rate: float = RATE) -> float:
+    """Of one number of the client's update."""
+    return rate * NOISE / loop.settings[client].num_records
+
+
+def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Tensor]:
+    seen = Releases()
+    loop = run_of(folder, seen, **options)
+    loop.run()
+    return loop, seen.of_round[round]
+
+
+# ---- separate runs and seeds
+
+
+@pytest.mark.parametrize("key", [None, FIXED_KEY], ids=["default", "simulation"])
+@pytest.mark.parametrize(
+    "other",
+    [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 4}, {"clip_norm": 2.0}, {"noise_multiplier": 2 * NOISE}],
+    ids=lambda other: next(iter(other)),
+)
+def test_runs_that_differ_have_noise_of_their_own(other, key, tmp_path):
+    """A given key repeats a run, and no other one: what two runs release would give the noise away."""
+    loop, ours = releases(tmp_path / "first", noise_key=key)
+    _, theirs = releases(tmp_path / "second", **{"noise_key": key, **other})
+    unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other)), 1)  # of the other's noise
+    for client in range(4):
+        apart = noise_apart(ours[client], theirs[client] / unit, noise_std(loop, client))
+        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+
+
+def test_runs_of_one_configuration_have_noise_of_their_own(tmp_path):
+    loop, ours = releases(tmp_path / "first")
+    _, theirs = releases(tmp_path / "second")
+    assert all(independent(noise_apart(ours[row], theirs[row], noise_std(loop, row))) for row in range(4))
+
+
+def test_a_simulation_repeats_itself_and_promises_nothing(tmp_path):
+    results = []
+    for name in ("first", "second"):
+        seen = Releases()
+        results.append((run_of(tmp_path / name, seen, noise_key=FIXED_KEY, epsilon=8.0).run(), seen.of_round))
+    (first, ours), (_, theirs) = results
+    assert all(torch.equal(ours[round], theirs[round]) for round in (1, 2, 3))
+    assert "nobody is protected" in first.guarantee
+
+
+def test_seeds_with_a_key_promise_nothing(tmp_path, monkeypatch, request):
+    monkeypatch.chdir(request.config.rootpath)
+    argv = ["--config", "conf/digits.yaml", "--rounds", "1", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
+    assert fit([*argv, "--seeds", "0,1", "--output_dir", str(tmp_path / "runs")]) == 0
+    for folder in ("", "seed_0", "seed_1"):
+        result = json.loads((tmp_path / "runs" / folder / "result.json").read_text())
+        assert "nobody is protected" in result["guarantee"]
+
+
+# ---- questions
+
+
+class Another(MeanLoss):
+    """Another question, of the same fields."""
+
+
+class Asks(Releases):
+    """Asks two questions in every round, whose fields are equal."""
+
+    def __init__(self, kinds) -> None:
+        super().__init__()
+        self.answers, self._kinds = [], kinds
+
+    def plan_run(self, schedule, view):
+        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 2 * view.run.rounds)
+        return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
+
+    def plan_round(self, plan, view):
+        own = {client: view.mechanism(client, "loss") for client in plan.clients}
+        for kind in self._kinds:
+            self.answers.append(dict(view.ask(mean_loss(kind, view, own))))
+        return plan
+
+
+@pytest.mark.parametrize("kinds", [(MeanLoss, MeanLoss), (MeanLoss, Another)], ids=["twice the same", "two classes"])
+def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
+    asks = Asks(kinds)
+    run_of(tmp_path / "run", asks, rounds=1).run()
+    first, second = asks.answers
+    charges = [charge for charge in read_ledger(tmp_path / "run" / "ledger.jsonl") if charge.purpose == "loss"]
+    assert len(charges) == 2 * 4, "every answer is paid for"
+    assert all(first[client] != second[client] for client in range(4)), "and has noise of its own"
+
+
+# ---- a round that was broken off
+
+
+class Smoothed(ClientModule):
+    """Cross entropy with smoothed labels; an owner may keep the smoothing wherever."""
+
+    def __init__(self, smoothing: float) -> None:
+        super().__init__(small_net())
+        self._smoothing = smoothing
+
+    def loss(self, output, y):
+        return F.cross_entropy(output, y, reduction="none", label_smoothing=self._smoothing)
+
+
+CALLS = itertools.count()
+
+
+class Counting(ClientModule):
+    """A loss that counts its calls in training: the same records have another gradient each time."""
+
+    def loss(self, output, y):
+        factor = 0.01 + next(CALLS) % 7 if torch.is_grad_enabled() else 1.0
+        return super().loss(output, y) * factor
+
+
+def broken_off(folder, module: ClientModule, round: int = 2) -> torch.Tensor:
+    """What was released in the round in which the power failed, `[C, P]`: somebody may have seen it."""
+    loop = run_of(folder, Releases(), module=module, reserve_rounds=1)
+    seen = cut_after_training(loop, round)
+    with pytest.raises(PowerCut):
+        loop.run()
+    return seen[round]
+
+
+def charged(folder, round: int) -> int:
+    return sum(charge.round == round for charge in read_ledger(folder / "ledger.jsonl"))
+
+
+def test_a_smoothing_that_was_edited_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    broken_off(folder, Smoothed(0.0))
+    before = (folder / "ledger.jsonl").read_bytes()
+    with pytest.raises(UserError, match="module"):
+        run_of(folder, Releases(), module=Smoothed(0.3), reserve_rounds=1).run(resume=True)
+    assert (folder / "ledger.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("kind", [ClientModule, Counting], ids=["plain", "a loss that counts"])
+def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp_path):
+    folder = tmp_path / "run"
+    before = broken_off(folder, kind(small_net()))
+    seen = Releases()
+    loop = run_of(folder, seen, module=kind(small_net()), reserve_rounds=1)
+    loop.run(resume=True)
+    assert charged(folder, 2) == 2 * 4
+    for client in range(4):
+        apart = noise_apart(before[client], seen.of_round[2][client], noise_std(loop, client))
+        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+
+
+# ---- copies
+
+
+@pytest.mark.parametrize("rate", [RATE, 2 * RATE], ids=["the same", "another learning rate"])
+def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
+    """Going on with a copy, or with a backup that was restored: never the noise that was used already."""
+    folder, copy = tmp_path / "run", tmp_path / "copy"
+    with pytest.raises(PowerCut):
+        run_of(folder, Releases(), callbacks=[CutBetweenRounds(1)]).run()
+    shutil.copytree(folder, copy)
+    ours, theirs = Releases(), Releases()
+    loop = run_of(folder, ours)
+    loop.run(resume=True)
+    try:
+        run_of(copy, theirs, rate=rate).run(resume=True)
+    except UserError:
+        assert rate != RATE and not theirs.of_round, "what changes nothing is no mistake"
+        return
+    scale = rate / RATE
+    for client in range(4):
+        pair = ours.of_round[2][client], theirs.of_round[2][client] / scale
+        apart = noise_apart(*pair, noise_std(loop, client))
+        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+
+
+def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_path):
+    folder, backup = tmp_path / "run", tmp_path / "backup"
+    with pytest.raises(PowerCut):
+        run_of(folder, Releases(), callbacks=[CutBetweenRounds(1)]).run()
+    shutil.copytree(folder, backup)
+    ours, theirs = Releases(), Releases()
+    run_of(folder, ours).run(resume=True)
+    shutil.rmtree(folder)
+    shutil.copytree(backup, folder)
+    loop = run_of(folder, theirs)
+    loop.run(resume=True)
+    for round in (2, 3):
+        for client, pair in enumerate(zip(ours.of_round[round], theirs.of_round[round], strict=True)):
+            apart = noise_apart(*pair, noise_std(loop, client))
+            assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"

@@ -1,0 +1,49 @@
+"""Kills at random moments: nothing is overspent, no noise is used twice, and at most the broken round is lost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attack_tools import independent, noise_apart, overspent
+from conftest import FIXED_KEY
+from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of
+
+from dpfl_lightning.privacy.ledger import read_ledger
+
+KILLS = [pytest.param(3, 15), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
+
+
+@pytest.mark.parametrize("kills, rounds", KILLS)
+def test_kills_never_overspend_and_never_repeat_a_noise(kills, rounds, tmp_path):
+    found = killed(tmp_path, kills, rounds, key=None)
+    ledger = found.folder / "ledger.jsonl"
+    assert not overspent(ledger, BUDGETS, DELTA)
+    charges = read_ledger(ledger)
+    assert {charge.round for charge in charges} == set(range(1, rounds + 1)), "the reserve pays for what broke off"
+    assert len(charges) <= 4 * (rounds + kills)
+    released = {round for _, round in found.releases}
+    assert all(sum(one.round == round for one in charges) % 4 == 0 for round in released)
+    loop = loop_of(tmp_path / "planned", rounds, kills, None)
+    noise = [client.main.noise_multiplier for client in loop.plan_schedule().clients]
+    for round, first, second in found.again():
+        for client in range(4):
+            std = RATE * noise[client] / loop.settings[client].num_records
+            apart = noise_apart(first[client], second[client], std)
+            assert independent(apart), f"round {round}: the noise of two releases differs by {apart:.2g}"
+    lost_at_most_the_broken_round(found)
+
+
+@pytest.mark.parametrize("kills, rounds", KILLS)
+def test_a_killed_simulation_is_the_unbroken_one(kills, rounds, tmp_path):
+    found = killed(tmp_path, kills, rounds, key=FIXED_KEY)
+    unbroken = killed(tmp_path / "unbroken", 0, rounds, key=FIXED_KEY, reserve=kills)
+    ours, theirs = (torch.load(folder / "model.pt") for folder in (found.folder, unbroken.folder))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    lost_at_most_the_broken_round(found)
+
+
+def lost_at_most_the_broken_round(found: Killed) -> None:
+    """A round whose end was told is never trained again."""
+    for start, round in found.told:
+        again = [later for later, same in found.releases if later > start and same == round]
+        assert not again, f"round {round} was complete at start {start}, and is trained again at start {again[0]}"

@@ -1,0 +1,226 @@
+"""The precision of a release tells no more than its claim: bits of a noised sum, in every way that a client releases.
+
+Noise that is added in floating point has the precision of the noise where the sum is zero, and that of a coarser grid
+elsewhere (Haney et al. 2022, https://arxiv.org/abs/2207.13793). The attacker here is the server: it sends a model of
+zeros, so that a release is the noisy sum but for public powers of two, and looks at the lowest set bits alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from attack_tools import Releases, attack, finest_bit, mean_loss
+from scipy.special import ndtr
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.query import MeanLoss
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.federated.state import ClassGradients
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.schedule import Planned
+
+NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
+DELTA = 1e-5
+FEATURES = 1024
+RECORDS = 2  # of each client: a power of two, so that the division keeps every bit
+LEARN = 40  # releases of each kind that teach the attacker its threshold
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+class Zeros(nn.Linear):
+    """Linear without bias, all weights zero."""
+
+    def __init__(self) -> None:
+        super().__init__(FEATURES, 2, bias=False)
+        nn.init.zeros_(self.weight)
+
+
+class Alone(ClientModule):
+    """A personal parameter keeps a client out of the batches that several clients share."""
+
+    personal = ("own",)
+
+    def __init__(self) -> None:
+        net = Zeros()
+        net.own = nn.Parameter(torch.zeros(1))
+        super().__init__(net)
+
+    def sample_loss(self, params, x, y):
+        return super().sample_loss({"weight": params["weight"]}, x, y) + 0 * params["own"]
+
+
+class LastStep(ClientModule):
+    """An optimiser that takes the second step alone: post-processing, so it must not give more away."""
+
+    def configure_optimizers(self):
+        class Second(torch.optim.SGD):
+            steps = 0
+
+            def step(self, closure=None):
+                self.steps += 1
+                return super().step() if self.steps == 2 else None
+
+        return Second(self.trainable, lr=1.0)
+
+
+class Classes(Releases):
+    """Asks for class gradients in place of training."""
+
+    def __init__(self) -> None:
+        super().__init__(fixed=True)
+
+    def plan_round(self, plan, view):
+        return dataclasses.replace(plan, job=ClassGradients(2))
+
+
+class Loss(Releases):
+    """Asks every client for its mean loss, too."""
+
+    def __init__(self) -> None:
+        super().__init__(fixed=True)
+        self.answers: dict[int, float] = {}
+
+    def plan_run(self, schedule, view):
+        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 1)
+        return schedule.replan(lambda _, own: dataclasses.replace(own, planned=(*own.planned, line)))
+
+    def plan_round(self, plan, view):
+        own = {client: view.mechanism(client, "loss") for client in plan.clients}
+        self.answers = dict(view.ask(mean_loss(MeanLoss, view, own)))
+        return plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way in which clients release.
+
+    Args:
+        engine: by name.
+        module: makes the module.
+        steps: local steps of the release.
+        kind: "training", "classes" or "loss".
+        mechanism: of the noise.
+    """
+
+    engine: str = "fast"
+    module: type = ClientModule
+    steps: int = 1
+    kind: str = "training"
+    mechanism: str = "gaussian"
+
+    def events(self) -> list:
+        """What one release is charged as."""
+        kind = LaplaceEvent if self.mechanism == "laplace" else functools.partial(GaussianEvent, 1.0)
+        return [kind(NOISE, self.steps)]
+
+    def success(self) -> float:
+        """The most that the claimed mechanism lets anybody guess right, of releases with a record and without."""
+        if self.mechanism == "laplace":
+            return 1 / (1 + math.exp(-self.steps / NOISE))
+        return float(ndtr(math.sqrt(self.steps) / (2 * NOISE)))
+
+    @property
+    def trials(self) -> int:
+        """Releases of each kind that are quickly made, and show an attack on floating-point noise."""
+        return 250 if self.mechanism == "laplace" else 100
+
+    @property
+    def delta(self) -> float:
+        return 0.0 if self.mechanism == "laplace" else DELTA
+
+    @property
+    def epsilon(self) -> float:
+        return get_accountant("rdp").epsilon(self.events(), self.delta)
+
+
+WAYS = {
+    "fast, clients in one batch": Way(),
+    "fast, one client": Way(module=Alone),
+    "fast, two steps": Way(steps=2),
+    "serial": Way("serial"),
+    "serial, second of two steps": Way("serial", LastStep, steps=2),
+    "stacked, clients in one batch": Way("stacked"),
+    "stacked": Way("stacked", Alone),
+    "stacked, two steps": Way("stacked", steps=2),
+    "class gradients": Way(kind="classes"),
+    "class gradients, serial": Way("serial", kind="classes"),
+    "Laplace": Way(mechanism="laplace"),
+    "Laplace, stacked": Way("stacked", Alone, mechanism="laplace"),
+    "a question": Way(kind="loss"),
+}
+
+
+@functools.cache
+def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
+    """What `trials` clients with the record and as many without it release, times the public divisor, `[n, P]`."""
+    way = WAYS[name]
+    x = torch.zeros(2 * trials, RECORDS, FEATURES)  # a record of zeros has a gradient of zeros
+    x[:trials, 0] = 1.0
+    y = torch.tensor([0, 1])  # the other record is of another class
+    callback = {"training": lambda: Releases(fixed=True), "classes": Classes, "loss": Loss}[way.kind]()
+    module = way.module() if way.module is Alone else way.module(Zeros())
+    with tempfile.TemporaryDirectory() as folder:
+        FederatedLoop(
+            Population.from_datasets([(own, y) for own in x], held_out=0.0, num_classes=2),
+            module,
+            rounds=1,
+            clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
+            privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
+            engine=ENGINES[way.engine](),
+            callbacks=[callback],
+            output_dir=Path(folder) / "run",
+            device="cpu",
+        ).run()
+    if isinstance(callback, Loss):
+        middle = 1.0
+        sums = np.array([[callback.answers[client] - middle] for client in range(2 * trials)])
+    elif isinstance(callback, Classes):
+        sums = callback.of_round[1][:, 0].double().numpy()
+    else:
+        sums = callback.of_round[1].double().numpy()
+        sums = sums[:, (sums != 0).any(axis=0)]  # a personal parameter is not sent
+    sums = sums * RECORDS
+    return sums[:trials], sums[trials:]
+
+
+def hold_to_the_claim(name: str, trials: int) -> None:
+    """Guess from the finest bit of each release, and compare with what the claimed mechanism allows."""
+    way = WAYS[name]
+    with_record, without = (finest_bit(own) for own in noisy_sums(name, trials + LEARN))
+    usual, sure = (attack(with_record, without, LEARN, sure) for sure in (False, True))
+    assert usual.success_low() <= way.success(), f"{usual.successes} of {2 * trials} guessed right"
+    assert max(one.epsilon_low(way.delta) for one in (usual, sure)) <= way.epsilon, (usual, sure)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_tell_no_more_than_the_claim(name):
+    hold_to_the_claim(name, WAYS[name].trials)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_of_a_thousand_releases_tell_no_more_than_the_claim(name):
+    hold_to_the_claim(name, trials=1000)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_every_release_lies_on_one_public_grid(name):
+    """A grid of a power of two, far finer than the noise, and the same whatever the records are."""
+    with_record, without = noisy_sums(name, WAYS[name].trials + LEARN)
+    grids = [finest_bit(own.reshape(1, -1))[0] for own in (with_record, without)]
+    # Many numbers: an odd multiple of the grid is among them, whether the record is there or not.
+    assert grids[0] == grids[1], f"2^{grids[0]:g} with the record, 2^{grids[1]:g} without"
+    assert math.log2(NOISE) - 24 <= grids[0] <= math.log2(NOISE) - 10, f"2^{grids[0]:g}"

@@ -1,0 +1,138 @@
+"""A run that is killed at random moments, in processes of its own, and what an onlooker keeps of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+import torch
+from _pytest.monkeypatch import MonkeyPatch
+from conftest import blobs, small_net
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+
+BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
+RATE = 0.3
+
+
+class Onlooker(ServerCallback):
+    """Keeps each update and each round's end in a file of its own, at once."""
+
+    needs = "deltas"
+    start = 0  # number of the process; of the class, for it is no setting of the run
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def weigh(self, updates, view):
+        path = self._folder / f"{self.start:03d}_{view.round:04d}.pt"
+        torch.save(updates.released.clone(), path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+    def on_round_end(self, view, report):
+        (self._folder / f"{self.start:03d}_{report.round:04d}.told").touch()
+
+
+def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, callbacks=()) -> FederatedLoop:
+    return FederatedLoop(
+        blobs(),
+        ClientModule(small_net()),
+        rounds=rounds,
+        clients=ClientOptions(count=4, batch_size=None, learning_rate=RATE),
+        privacy=PrivacyOptions(epsilon=BUDGETS, delta=DELTA, reserve_rounds=reserve, noise_key=key),
+        output_dir=folder,
+        device="cpu",
+        evaluate_every=1000,
+        callbacks=callbacks,
+    )
+
+
+def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | None, begun: Connection) -> None:
+    """Begin the run, or go on with it, until it is done or killed."""
+    torch.set_num_threads(1)
+    Onlooker.start = start
+    seen = folder.parent / "seen"
+    seen.mkdir(exist_ok=True)
+    loop = loop_of(folder, rounds, reserve, key, [Onlooker(seen)])
+    begun.send("ready")
+    loop.run(resume=folder.exists())
+
+
+@dataclass
+class Killed:
+    """What was left of a run that was killed several times.
+
+    Args:
+        folder: of the run, which is finished now.
+        starts: processes that it took.
+        releases: (start, round) -> `[C, P]`.
+        told: (start, round) of the rounds whose end was told.
+    """
+
+    folder: Path
+    starts: int
+    releases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+    told: set[tuple[int, int]] = field(default_factory=set)
+
+    def again(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Each round that was released twice, by one start and by a later one."""
+        for (start, round), first in self.releases.items():
+            for (later, same), second in self.releases.items():
+                if later > start and same == round:
+                    yield round, first, second
+
+
+def forking() -> ForkServerContext:
+    """Processes forked from a server that has imported everything: a start is quick, and shares what imports make."""
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["killed_runs"])
+    with MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))  # the server's own path, to find this file
+        forkserver.ensure_running()
+    return processes
+
+
+def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int | None = None) -> Killed:
+    """The run, SIGKILLed so often at random moments, then left alone; by default with a reserve for every kill."""
+    reserve = kills if reserve is None else reserve
+    parent.mkdir(exist_ok=True)
+    processes, folder, moments = forking(), parent / "run", random.Random(time.time_ns())
+    for start in range(kills + 1):
+        if folder.exists() and not (folder / "checkpoint.pt").exists():
+            lines = (folder / "ledger.jsonl").read_bytes().splitlines() if (folder / "ledger.jsonl").exists() else []
+            assert len(lines) <= 1, "charged, and nothing to go on with"
+            shutil.rmtree(folder)
+        ours, theirs = processes.Pipe()
+        process = processes.Process(target=one_start, args=(folder, start, rounds, reserve, key, theirs))
+        process.start()
+        assert ours.recv() == "ready"
+        if start < kills:
+            some = moments.randint(0, rounds // kills)
+            while process.is_alive() and len(list((parent / "seen").glob(f"{start:03d}_*.pt"))) < some:
+                time.sleep(0.002)
+            time.sleep(moments.uniform(0.0, 0.05))
+            process.kill()
+        process.join()
+        assert process.exitcode in ((0, -9) if start < kills else (0,))
+    found = Killed(folder, kills + 1)
+    for path in sorted((parent / "seen").iterdir()):
+        if path.suffix != ".part":
+            start, round = map(int, path.stem.split("_"))
+            if path.suffix == ".told":
+                found.told.add((start, round))
+            else:
+                found.releases[start, round] = torch.load(path, weights_only=True)
+    return found
