@@ -133,9 +133,3 @@ def test_an_overspent_budget_is_seen(tmp_path):
     page = a_page(a_view(tmp_path, num_clients=1), [promise(1.5)])  # its budget is 1
     assert 'class="over"' in page and "150.0%" in page
     assert 'class="over"' not in a_page(a_view(tmp_path, num_clients=1), [promise(0.5)])
-
-
-def test_a_page_shows_no_secret(make_loop):
-    loop = make_loop(privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY))
-    loop.run()
-    assert FIXED_KEY not in (loop.output_dir / "guarantee.html").read_text()
