@@ -69,6 +69,7 @@ def test_each_round_shows_what_the_clients_counted(engine, make_loop):
     assert all(one.clip_fraction[3] is None and one.not_finite[3] == 0 for one in shown)
 
 
+@pytest.mark.usefixtures("one_noise")
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_the_training_is_the_same_bit_for_bit(engine, make_loop):
     shown, quiet = (
