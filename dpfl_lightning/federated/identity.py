@@ -54,7 +54,7 @@ def configuration(
             "seed": seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
-            "callbacks": strategies,
+            **({} if "strategies" in options else {"strategies": ", ".join(one.partition(" ")[2] for one in strategies)}),
         }
     )
 
@@ -146,7 +146,7 @@ def module_digest(module: ClientModule) -> str:
     """Digest of the owner's module but for the parameters that are trained: layers, their settings, frozen parameters
     and buffers, and the source of their classes and of all that the owner's files refer to.
     """
-    words: list[Any] = []
+    words: list[Any] = [list(module.personal)]
     classes: list[type] = []
     for name, part in module.named_modules():
         classes += type(part).__mro__

@@ -125,7 +125,8 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
 def _changed_buffers(module: ClientModule, x: Tensor, y: Tensor) -> list[str]:
     """The buffers that a forward pass changes, by name."""
     before = {name: value.clone() for name, value in module.net.named_buffers()}
-    module.sample_loss(module.named_trainable, x, y)
+    with _drawing_alike(module.device):
+        module.sample_loss(module.named_trainable, x, y)
     return [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
 
 

@@ -80,21 +80,27 @@ def test_what_is_not_a_number_stays_with_its_record():
         ("outputs", lambda layer, x, dy: (nn.Conv2d(16, 12, 5, padding=2), x, dy[:, :12])),
         ("small windows", lambda layer, x, dy: (nn.Conv2d(3, 16, 1), x[:, :3], dy)),
         ("nobody", lambda layer, x, dy: (layer, x[:0], dy[:0])),
-        ("many numbers", lambda layer, x, dy: (layer, x, torch.ones_like(dy))),
     ],
 )
 def test_other_cases_take_the_dense_way(why, change):
     layer, x, dy = case((5, 5, 16), 2, 16, (8, 8), (1, 1), (2, 2), 0.2)
-    assert sparse_conv.suits(layer, x, dy)
+    assert sparse_conv.suits(layer, x)
     layer, x, dy = change(layer, x, dy)
-    assert not sparse_conv.suits(layer, x, dy), why
+    assert not sparse_conv.suits(layer, x), why
     if len(x) == 0:
         return
-    grads, dx = layer_rules.conv2d_backward(layer, layer.weight.detach(), x, dy, need_dx=True)
+    by_name, dx = layer_rules.conv2d_backward(layer, layer.weight.detach(), x, dy, need_dx=True, sparse=True)
     true_dw, true_dx = true_gradients(layer, x, dy)
-    each = torch.eye(len(x), dtype=x.dtype)
-    torch.testing.assert_close(grads["weight"].weighted(each).double(), true_dw.flatten(1), rtol=1e-5, atol=1e-3)
+    grads = by_name["weight"]
+    totals = grads.totals(len(x))
+    grads.add(totals, torch.ones(len(x), dtype=torch.float64), torch.arange(len(x)))
+    torch.testing.assert_close(grads.arranged(totals), true_dw.flatten(1), rtol=1e-5, atol=1e-3)
     torch.testing.assert_close(dx.double(), true_dx, rtol=1e-5, atol=1e-4)
+
+
+def test_few_numbers_are_what_max_pooling_leaves():
+    _, _, dy = case((5, 5, 16), 2, 16, (8, 8), (1, 1), (2, 2), 0.2)
+    assert sparse_conv.mostly_zeros(dy) and not sparse_conv.mostly_zeros(torch.ones_like(dy))
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):

@@ -1,0 +1,152 @@
+"""Nets that mix records are refused even where only many records, or strange ones, show it."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.synthetic import _check_alone
+from dpfl_lightning.privacy.clipping import VmapClippedSum
+from dpfl_lightning.privacy.fast_clipping import clipped_sum_for
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(self.mixed(x))
+
+    def mixed(self, x):
+        return x
+
+
+class Rescaling(Small):
+    """Divides the batch when something in it is large."""
+
+    def mixed(self, x):
+        return torch.where(x.abs().max() > 8, x / 8, x)
+
+
+class Routing(Small):
+    """An expert takes the first 32 records that choose it; the others are left out."""
+
+    def mixed(self, x):
+        chosen = x[:, 0] > 0
+        return torch.where((chosen.cumsum(0) <= 32)[:, None], x, torch.zeros_like(x))
+
+
+class Spreading(Small):
+    """What is not a number reaches the others, and nothing else does."""
+
+    def mixed(self, x):
+        return x + 0 * x.sum()
+
+
+class MixingInTraining(Small):
+    def mixed(self, x):
+        return x - x.mean(dim=0) if self.training else x
+
+
+class MixingBehindDropout(Small):
+    def mixed(self, x):
+        return nn.functional.dropout(x, 0.5, training=True) / (1 + x.abs().max())
+
+
+class MixingByAnotherGenerator(Small):
+    def mixed(self, x):
+        return x / (1 + x.abs().max() * random.random())
+
+
+class Dropping(Small):
+    """Draws random numbers in training and in evaluation, and mixes nothing."""
+
+    def mixed(self, x):
+        return nn.functional.dropout(x, 0.5, training=True)
+
+
+class Refusing(Small):
+    """Some records end in an error, which no check should take for a mixture."""
+
+    def mixed(self, x):
+        if not x.isfinite().all():
+            raise ValueError("records must be finite")
+        return x
+
+
+class LeakyBackward(torch.autograd.Function):
+    """The identity; but the gradient of every record holds something of the others when there are many."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy + dy.mean(dim=0) if len(dy) > 10 else dy
+
+
+class Leaky(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(LeakyBackward.apply(self.first(x)))
+
+
+def check(net: nn.Module) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    _check_alone(copy.deepcopy(ClientModule(net)), x, torch.arange(4) % 3)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [Rescaling(), Routing(), Spreading(), MixingInTraining(), MixingBehindDropout(), MixingByAnotherGenerator()],
+    ids=lambda net: type(net).__name__,
+)
+def test_nets_that_mix_records_are_refused(net):
+    with pytest.raises(UserError, match="must see one record at a time, got losses that change"):
+        check(net)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        Small(),
+        Dropping(),
+        Refusing(),
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.GroupNorm(2, 8), nn.Linear(8, 3)),
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
+    ],
+    ids=lambda net: type(net).__name__,
+)
+def test_other_nets_are_let_through(net):
+    before, drawn = torch.get_rng_state(), random.getstate()
+    check(net)
+    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == drawn
+
+
+def test_whole_numbers_stay_rows_of_their_table():
+    net = nn.Sequential(nn.Embedding(2, 3), nn.Flatten(), nn.Linear(12, 3))
+    _check_alone(ClientModule(net), torch.randint(2, (4, 4)), torch.arange(4) % 3)
+
+
+def test_a_backward_that_mixes_is_left_to_the_reference():
+    net = Leaky()
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
+    assert isinstance(clipped_sum, VmapClippedSum)
+    assert reason == "vmap: what `first` is given changes with the other records of a batch"

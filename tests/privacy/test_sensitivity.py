@@ -1,0 +1,192 @@
+"""What one record adds never exceeds the clip norm, in float32 and on hostile values, by every rule and engine."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.clipping import SUM_ROUNDING, VmapClippedSum, clip_factors, cross_entropy_of, require_proved
+from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for
+from dpfl_lightning.privacy.float64_sums import add_weighted_rows, row_norms
+from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
+
+CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
+MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
+BROKEN = (math.nan, math.inf)
+RECORDS = 32
+
+
+class Mean(nn.Module):
+    """The mean over positions, and their differences, which cancel in the gradient of what comes before."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(dim=1, keepdim=True)
+
+
+def pooled() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 16, 3), nn.MaxPool2d(2), nn.Conv2d(16, 16, 3), nn.Flatten())
+
+
+#: net and shape of a record; each rule, and each way of it
+NETS = {
+    "linear": (nn.Linear(5, 3), (5,)),
+    "linear without bias": (nn.Linear(5, 3, bias=False), (5,)),
+    "positions, never formed": (nn.Linear(20, 30), (3, 20)),
+    "positions, formed": (nn.Linear(3, 2), (12, 3)),
+    "positions that cancel": (nn.Sequential(nn.Linear(20, 30), Mean()), (4, 20)),
+    "convolution over patches": (nn.Conv2d(2, 3, 2), (2, 7, 6)),
+    "convolution with groups": (nn.Conv2d(4, 4, 2, groups=2), (4, 5, 4)),
+    "convolution of many channels": (nn.Conv2d(8, 3, 2), (8, 9, 9)),
+    "convolution, never formed": (nn.Conv2d(8, 24, 3), (8, 4, 4)),
+    "pooled convolutions": (pooled(), (2, 12, 12)),
+    "group norm": (nn.GroupNorm(2, 4), (4, 3)),
+    "layer norm": (nn.LayerNorm(6), (2, 6)),
+    "embedding": (nn.Embedding(7, 3), (5,)),
+    "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
+}
+
+
+def loss_of(net: nn.Module):
+    """The label of a record multiplies its loss: it sets how large the gradient of the output is."""
+
+    def sample_loss(params, x, y):
+        out = functional_call(net, params, (x,)).flatten(1)
+        return (out * torch.linspace(-1, 1, out.shape[1])).sum(dim=1) * y
+
+    return sample_loss
+
+
+def hostile(net: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Records and labels of all magnitudes, in half of the records mixed; the first record is broken."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def magnitudes(*size: int) -> Tensor:
+        return torch.tensor(MAGNITUDES)[torch.randint(len(MAGNITUDES), size, generator=generator)]
+
+    if isinstance(net, nn.Embedding):
+        x = torch.randint(net.num_embeddings, (RECORDS, *shape), generator=generator)
+    else:
+        each = magnitudes(RECORDS, *[1] * len(shape)).expand(RECORDS, *shape).clone()
+        each[RECORDS // 2 :] = magnitudes(RECORDS - RECORDS // 2, *shape)
+        x = (torch.randn(RECORDS, *shape, generator=generator) * each).clamp(-3e38, 3e38)
+        x[0] = BROKEN[seed % 2]
+    y = magnitudes(RECORDS)
+    y[1] = BROKEN[seed % 2]
+    params = {name: torch.randn(p.shape, generator=generator) for name, p in net.named_parameters()}
+    return params, x, y
+
+
+def sums_of(engine: str, net: nn.Module, loss):
+    return VmapClippedSum(loss, chunk=9) if engine == "vmap" else FastClippedSum(net, loss, chunk=9, sparse=["0", "2"])
+
+
+@pytest.mark.parametrize("engine", ["fast", "vmap"])
+@pytest.mark.parametrize("order", [2, 1])
+@pytest.mark.parametrize("name", NETS)
+def test_no_record_adds_more_than_the_clip_norm(name, order, engine):
+    net, shape = NETS[name]
+    clipped_sum, each, added_something = sums_of(engine, net, loss_of(net)), torch.arange(RECORDS), 0
+    for seed in range(2):
+        params, x, y = hostile(net, shape, seed)
+        for clip_norm in CLIP_NORMS:
+            rows = clipped_sum(params, x, y, clip_norm, each, RECORDS, order=order).double()
+            sizes = rows.norm(p=order, dim=1)
+            assert (sizes <= clip_norm * (1 + 1e-9)).all()
+            assert torch.equal(rows[1], torch.zeros_like(rows[1])), "a record without a finite gradient adds nothing"
+            added_something += int((sizes > 0.99 * clip_norm).sum())
+            # the sum is near the exact sum of what the records add, in groups and without
+            owners = each % 3
+            by_owner = clipped_sum(params, x, y, clip_norm, owners, 3, order=order).double()
+            together = clipped_sum(params, x, y, clip_norm, order=order).double()
+            exact = torch.stack([rows[owners == owner].sum(dim=0) for owner in range(3)])
+            assert (by_owner - exact).norm(p=order) <= SUM_ROUNDING * clip_norm
+            assert (together[0] - exact.sum(dim=0)).norm(p=order) <= SUM_ROUNDING * clip_norm
+            # a record more moves the sum by the clip norm, and by rounding
+            fewer = clipped_sum(params, x[:-1], y[:-1], clip_norm, order=order).double()
+            assert (together - fewer).norm(p=order) <= clip_norm * (1 + 1e-9 + 2 * SUM_ROUNDING)
+    assert added_something > 20, "records were clipped at all"
+
+
+@pytest.mark.parametrize("order", [2, 1])
+@pytest.mark.parametrize("name", ["linear", "positions that cancel", "layer norm"])
+def test_no_record_adds_more_than_its_clients_clip_norm_in_a_stack(name, order):
+    net, shape = NETS[name]
+    sums = stacked_clipped_sums(loss_of(net))
+    params, x, y = hostile(net, shape, seed=0)
+    params = {name: p.expand(RECORDS, *p.shape) for name, p in params.items()}
+    for clip_norm in CLIP_NORMS:
+        norms = torch.full((RECORDS,), clip_norm, dtype=torch.float64)
+        rows, _ = sums(params, x[:, None], y[:, None], torch.ones(RECORDS, 1, dtype=torch.bool), norms, order)
+        assert (rows.double().norm(p=order, dim=1) <= clip_norm * (1 + 1e-9)).all()
+
+
+def test_tiny_gradients_of_large_features_are_measured():
+    """The norm is a product of a length that is too small for a float32 square and of one that is too large."""
+    net = nn.Linear(100, 10)
+    params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    x, y = torch.full((1, 100), 1e19), torch.tensor([1e-25])
+    norms: list[Tensor] = []
+    FastClippedSum(net, loss_of(net))(params, x, y, 1.0, norms=norms)
+    assert float(norms[0][0]) == pytest.approx(1e19 * 10 * 1e-25 * float(torch.linspace(-1, 1, 10).norm()), rel=1e-6)
+
+
+@pytest.mark.parametrize("first", [math.nan, 0.0])
+def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
+    net = nn.Sequential(pooled(), nn.Linear(144, 4))
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 2, 12, 12), torch.empty(0, dtype=torch.long))
+    assert isinstance(clipped_sum, FastClippedSum) and clipped_sum.sparse == {"0.0"}, reason
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x, y, each = torch.randn(9, 2, 12, 12), torch.arange(9) % 4, torch.arange(9)
+    rows = clipped_sum(params, x, y, 0.1, each, 9)
+    x[0] = first
+    assert torch.equal(clipped_sum(params, x, y, 0.1, each, 9)[1:], rows[1:])
+
+
+@pytest.mark.parametrize("records", [1, 3, 4, 5, 9])
+@pytest.mark.parametrize("groups", [None, 3])
+@pytest.mark.parametrize("numbers", [1, 511, 1500])
+def test_compiled_sums_are_those_of_torch(records, groups, numbers):
+    generator = torch.Generator().manual_seed(0)
+    rows, factors = (
+        torch.randn(records, numbers, generator=generator),
+        torch.rand(records, generator=generator).double(),
+    )
+    for order in (1, 2):
+        torch.testing.assert_close(row_norms(rows, order), rows.double().norm(p=order, dim=1), rtol=1e-13, atol=0)
+    rows[-1], factors[-1] = math.nan, 0.0  # not read
+    group = None if groups is None else torch.randint(groups, (records,), generator=generator)
+    total = torch.ones(groups or 1, numbers, dtype=torch.float64)
+    expected = total.clone()
+    for j in range(records - 1):
+        expected[0 if group is None else group[j]] += factors[j] * rows[j].double()
+    add_weighted_rows(total, rows, factors, group)
+    torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
+    assert not row_norms(rows)[-1].isfinite()
+
+
+def test_factors_stay_below_the_exact_ones():
+    norms = torch.logspace(-30, 30, 1001, dtype=torch.float64)
+    for clip_norm in CLIP_NORMS:
+        assert (clip_factors(norms, clip_norm) * norms <= clip_norm * (1 - 1e-8)).logical_or(norms < clip_norm).all()
+
+
+def test_batches_whose_sum_is_not_proved_are_refused():
+    require_proved(records=100_000, chunk=128, terms=64)
+    require_proved(records=10_000_000, chunk=128)
+    with pytest.raises(
+        UserError, match="`batch` must have fewer records, for the sum to be exact enough, got 10000000"
+    ):
+        require_proved(records=10_000_000, chunk=128, terms=64)
+
+
+def test_the_reference_agrees_with_the_default_loss():
+    net = nn.Linear(3, 2)
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    x, y = torch.randn(5, 3) * 1e15, torch.arange(5) % 2
+    ours, expected = (one(params, x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net))))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
