@@ -59,16 +59,18 @@ def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Te
 # ---- separate runs and seeds
 
 
-@pytest.mark.parametrize("key", [None, FIXED_KEY], ids=["default", "simulation"])
+OTHERS = [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 2}, {"clip_norm": 2.0}, {"noise_multiplier": 2 * NOISE}]
+
+
 @pytest.mark.parametrize(
-    "other",
-    [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 4}, {"clip_norm": 2.0}, {"noise_multiplier": 2 * NOISE}],
-    ids=lambda other: next(iter(other)),
+    "other, key",
+    [*((other, FIXED_KEY) for other in OTHERS), (OTHERS[0], None), (OTHERS[1], None)],
+    ids=lambda given: "default" if given is None else given if isinstance(given, str) else next(iter(given)),
 )
 def test_runs_that_differ_have_noise_of_their_own(other, key, tmp_path):
     """A given key repeats a run, and no other one: what two runs release would give the noise away."""
-    loop, ours = releases(tmp_path / "first", noise_key=key)
-    _, theirs = releases(tmp_path / "second", **{"noise_key": key, **other})
+    loop, ours = releases(tmp_path / "first", noise_key=key, rounds=1)
+    _, theirs = releases(tmp_path / "second", **{"noise_key": key, "rounds": 1, **other})
     unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other)), 1)  # of the other's noise
     for client in range(4):
         apart = noise_apart(ours[client], theirs[client] / unit, noise_std(loop, client))

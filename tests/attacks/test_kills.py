@@ -10,7 +10,7 @@ from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of
 
 from dpfl_lightning.privacy.ledger import read_ledger
 
-KILLS = [pytest.param(3, 15), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
+KILLS = [pytest.param(2, 8), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
 
 
 @pytest.mark.parametrize("kills, rounds", KILLS)

@@ -270,8 +270,18 @@ EDITS: list[tuple[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("how", [edited, overridden], ids=lambda how: how.__name__)
-@pytest.mark.parametrize("key, value", EDITS, ids=[key for key, _ in EDITS])
+#: keys of which both ways are tried by default, and of which the file is edited; all ways are tried by the slow tests
+QUICK = ("seed", "clients.batch_size", "privacy.noise_multiplier", "privacy", "data.records_per_client")
+BOTH = ("rounds", "privacy.epsilon", "strategies")
+CASES = [
+    pytest.param(how, *edit, id=f"{edit[0]} {how.__name__}", marks=[] if often else pytest.mark.slow)
+    for edit in EDITS
+    for how in (edited, overridden)
+    for often in (edit[0] in BOTH or (how is edited and edit[0] in QUICK),)
+]
+
+
+@pytest.mark.parametrize("how, key, value", CASES)
 def test_a_configuration_that_was_edited_is_refused(how, key, value, begun_by_command, tmp_path, capsys):
     folder = shutil.copytree(begun_by_command, tmp_path / "run")
     before = (folder / "ledger.jsonl").read_bytes()

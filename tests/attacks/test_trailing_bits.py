@@ -35,7 +35,7 @@ NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
 DELTA = 1e-5
 FEATURES = 1024
 RECORDS = 2  # of each client: a power of two, so that the division keeps every bit
-LEARN = 40  # releases of each kind that teach the attacker its threshold
+LEARN = 30  # releases of each kind that teach the attacker its threshold
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
@@ -135,7 +135,7 @@ class Way:
     @property
     def trials(self) -> int:
         """Releases of each kind that are quickly made, and show an attack on floating-point noise."""
-        return 250 if self.mechanism == "laplace" else 100
+        return 250 if self.mechanism == "laplace" else 80
 
     @property
     def delta(self) -> float:
