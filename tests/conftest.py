@@ -93,7 +93,7 @@ FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 @pytest.fixture
 def make_loop(tmp_path):
-    """`make_loop(rounds=3, ...)`: a loop over four small clients in a folder of its own, a simulation unless `privacy` is given."""
+    """`make_loop(rounds=3, ...)`: a loop over four small clients in its folder; without `privacy` a simulation."""
     made = []
 
     def make(population=None, module=None, privacy="default", clients=None, **options) -> FederatedLoop:

@@ -257,7 +257,7 @@ def test_resuming_a_finished_run_changes_nothing(make_loop):
 
 
 def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
-    with pytest.raises(UserError, match="`resume` must be the folder of a run, got .* which has no options.yaml"):
+    with pytest.raises(UserError, match=r"`resume` must be the folder of a run, got .* which has no options.yaml"):
         make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
 
 

@@ -132,7 +132,7 @@ def test_another_process_is_refused_but_may_read(path):
 
 def test_a_refused_ledger_is_not_kept_locked(written):
     for _ in range(2):
-        with pytest.raises(UserError, match="`accountant` must stay 'rdp', with which the run in .* began, got 'prv'"):
+        with pytest.raises(UserError, match=r"`accountant` must stay 'rdp', with which the run in .* began, got 'prv'"):
             Ledger(written, replace(HEADER, accountant="prv"))
     Ledger(written, HEADER).close()
 
