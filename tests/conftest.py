@@ -13,6 +13,7 @@ from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.loop import FederatedLoop
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.noise import Streams
 
 torch.set_num_threads(1)  # tests run side by side
 
@@ -43,11 +44,11 @@ def cut_at(loop, round: int) -> None:
     """The power goes after the charge of `round` is synced and one client has trained."""
     train = loop.engine.train
 
-    def failing(plan, state, attempts, say):
+    def failing(plan, state, numbers, say):
         if plan.round == round:
-            loop.engine.release(plan, 0, state, attempts[0])
+            loop.engine.release(plan, 0, state, numbers[0])
             raise PowerCut
-        return train(plan, state, attempts, say)
+        return train(plan, state, numbers, say)
 
     loop.engine.train = failing
 
@@ -81,12 +82,18 @@ def new_store(empty_store):
     return make
 
 
+@pytest.fixture
+def one_noise(monkeypatch):
+    """Simulations of every configuration draw the same noise, so that what they do with it can be compared."""
+    monkeypatch.setattr(FederatedLoop, "_streams", lambda self, configured: Streams(bytes(32)))
+
+
 FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 
 @pytest.fixture
 def make_loop(tmp_path):
-    """`make_loop(rounds=3, ...)`: a loop over four small clients with a fixed noise key, in a folder of its own."""
+    """`make_loop(rounds=3, ...)`: a loop over four small clients in a folder of its own, a simulation unless `privacy` is given."""
     made = []
 
     def make(population=None, module=None, privacy="default", clients=None, **options) -> FederatedLoop:

@@ -54,7 +54,7 @@ def configuration(
             "seed": seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
-            **({} if "strategies" in options else {"strategies": ", ".join(one.partition(" ")[2] for one in strategies)}),
+            **({} if "strategies" in options else {"strategies": [one.partition(" ")[2] for one in strategies]}),
         }
     )
 

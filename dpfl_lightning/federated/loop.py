@@ -174,7 +174,7 @@ class FederatedLoop:
     def _run(self, resume: bool) -> RunResult:
         saved = self._open(resume)
         with closing(self.budgets.ledger):
-            state = self._begin() if saved is None else self._restore(saved)
+            state = self._begin(resume) if saved is None else self._restore(saved)
             try:
                 watch(self.callbacks, "on_run_start", self.view(state))
                 reason = self.snapshot["ended"] or self.all_rounds(state)
@@ -338,9 +338,9 @@ class FederatedLoop:
         key = "" if self.privacy is None else self.privacy.noise_key
         return Streams() if key is None else Streams.simulated(key, self.seed, json.dumps(configured, sort_keys=True))
 
-    def _begin(self) -> ServerState:
+    def _begin(self, resumed: bool) -> ServerState:
         self.tally = Tally()
-        if self.budgets.releases_of_all():
+        if resumed and self.budgets.releases_of_all():
             words = f"{self.folder.checkpoint} is gone, so the run begins anew; what it has spent stays spent"
             warnings.warn(words, UserNotice, stacklevel=2)
         self.info = self._measured_info(first_round=1)

@@ -28,7 +28,6 @@ from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 from dpfl_lightning.strategies.fedprox import FedProx
 
-
 #: the same for every engine
 STREAMS = Streams(bytes(32))
 

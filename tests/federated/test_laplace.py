@@ -1,4 +1,4 @@
-"""Runs with Laplace noise: pure budgets, spent to the last, keyed and secure, and what cannot go together."""
+"""Runs with Laplace noise: pure budgets, spent to the last, and what cannot go together."""
 
 from __future__ import annotations
 
@@ -23,10 +23,8 @@ def laplace(**more) -> PrivacyOptions:
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-@pytest.mark.parametrize("secure", [False, True], ids=["keyed", "secure"])
-def test_a_run_spends_pure_budgets(secure, adjacency, make_loop, capsys):
-    privacy = laplace(secure=secure, adjacency=adjacency, noise_key=None if secure else FIXED_KEY)
-    loop = make_loop(privacy=privacy, clients=FULL)
+def test_a_run_spends_pure_budgets(adjacency, make_loop, capsys):
+    loop = make_loop(privacy=laplace(adjacency=adjacency), clients=FULL)
     result = loop.run()
     for client, (row, promise) in enumerate(zip(result.clients, loop.budgets.guarantees(), strict=True)):
         budget = [4.0, 6.0, 8.0, 10.0][client]
@@ -45,14 +43,14 @@ def test_a_run_spends_pure_budgets(secure, adjacency, make_loop, capsys):
     assert again["guarantee"]["accountant"] == "addition of pure epsilons"
 
 
-def test_keyed_noise_repeats_and_secure_noise_does_not(make_loop):
+def test_simulated_noise_repeats_and_fresh_noise_does_not(make_loop):
     def models(**more):
         loop = make_loop(privacy=laplace(**more), clients=FULL, rounds=1)
         loop.run()
         return loop.state.models
 
     assert torch.equal(models(noise_key=FIXED_KEY), models(noise_key=FIXED_KEY))
-    assert not torch.equal(models(secure=True), models(secure=True))
+    assert not torch.equal(models(), models())
 
 
 def test_huge_noise_ruins_accuracy_and_little_does_not(make_loop):
@@ -66,7 +64,7 @@ def test_huge_noise_ruins_accuracy_and_little_does_not(make_loop):
         .test_accuracy
         for z in (0.05, 1000.0)
     )
-    assert quiet > 0.9 and loud < 0.6
+    assert quiet > 0.9 and loud < 0.7
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import torch
 from conftest import FIXED_KEY, PowerCut, cut_at, small_net
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.errors import UserError
+from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import PrivacyOptions
@@ -24,24 +24,128 @@ from dpfl_lightning.privacy.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger_file import Head, chain_of, head_bytes, head_file, read_head
 
 
-@pytest.mark.parametrize("checkpoint_seconds", [0.0, 1000.0])
+BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
+PROTECTED = PrivacyOptions(**BUDGETS, reserve_rounds=2)
+
+
+def cut(loop, round: int, resume: bool = False) -> None:
+    cut_at(loop, round)
+    with pytest.raises(PowerCut):
+        loop.run(resume)
+
+
 @pytest.mark.parametrize("engine", ["fast", "serial", "stacked"])
-def test_resumed_equals_unbroken(engine, checkpoint_seconds, make_loop):
+def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
+    """Bit for bit, and charged once, though it was broken off in its first, a middle and its last round."""
     unbroken = make_loop(engine=ENGINES[engine](), rounds=5)
     unbroken.run()
-    broken = make_loop(engine=ENGINES[engine](), rounds=5, checkpoint_seconds=checkpoint_seconds)
-    for round in (2, 4, 5):
-        cut_at(broken, round)
-        before = broken.output_dir / "ledger.jsonl"
-        with pytest.raises(PowerCut):
-            broken.run(resume=before.exists())
-        assert len(read_ledger(before)) == 4 * round, "what was trained is charged"
+    broken = make_loop(engine=ENGINES[engine](), rounds=5)
+    for round in (1, 4, 5):
+        cut(broken, round, resume=round > 1)
+        assert len(read_ledger(broken.folder.ledger_file)) == 4 * round, "what was trained is charged"
         broken = make_loop(engine=ENGINES[engine](), rounds=5, output_dir=broken.output_dir)
     result = broken.run(resume=True)
-    assert torch.equal(broken.state.models, unbroken.state.models)
-    assert result.rounds == 5
-    ours, theirs = (read_ledger(loop.folder.ledger_file) for loop in (broken, unbroken))
-    assert [(c.client, c.round, c.event) for c in ours] == [(c.client, c.round, c.event) for c in theirs]
+    assert torch.equal(broken.state.models, unbroken.state.models) and result.rounds == 5
+    assert read_ledger(broken.folder.ledger_file) == read_ledger(unbroken.folder.ledger_file)
+
+
+def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop):
+    loop = make_loop(privacy=PROTECTED, rounds=5)
+    for round in (2, 4):
+        cut(loop, round, resume=round > 2)
+        loop = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
+    tries, train = [], loop.engine.train
+
+    def spy(plan, state, numbers, say):
+        tries.append((plan.round, numbers))
+        return train(plan, state, numbers, say)
+
+    loop.engine.train = spy
+    result = loop.run(resume=True)
+    assert result.finished and result.rounds == 5 and tries == [(4, [1] * 4), (5, [0] * 4)]
+    charged = read_ledger(loop.folder.ledger_file)
+    assert [sum(one.round == round for one in charged) for round in range(1, 6)] == [4, 8, 4, 8, 4]
+    assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
+    assert sum(loop.budgets.steps(client) for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
+    ledger = loop.folder.ledger_file.read_bytes()
+    again = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
+    assert again.run(resume=True).reason == result.reason and loop.folder.ledger_file.read_bytes() == ledger
+
+
+def test_without_reserve_the_last_round_is_not_paid(make_loop):
+    loop = make_loop(privacy=PrivacyOptions(**BUDGETS))
+    cut(loop, 2)
+    result = make_loop(privacy=PrivacyOptions(**BUDGETS), output_dir=loop.output_dir).run(resume=True)
+    assert result.rounds == 2 and "spent its budget" in result.reason
+    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+class Seen(ServerCallback):
+    """What lies on disk when a round is shown."""
+
+    def __init__(self):
+        self._found = []
+
+    def on_round_end(self, view, report):
+        saved = torch.load(view.run.output_dir / "checkpoint.pt", weights_only=True)
+        self._found.append((report.round, saved["round"], torch.equal(saved["models"], view.state.models)))
+
+
+def test_a_round_is_on_disk_before_anything_of_it_is_shown(make_loop):
+    seen = Seen()
+    make_loop(privacy=PROTECTED, callbacks=[seen]).run()
+    assert seen._found == [(round, round, True) for round in (1, 2, 3)]
+
+
+def test_what_was_shown_is_gone_on_with_and_not_made_again(make_loop):
+    """A watcher ends the run right after a round was shown: that round is neither trained nor charged once more."""
+
+    class Ending(ServerCallback):
+        def on_round_end(self, view, report):
+            if report.round == 2:
+                raise PowerCut
+
+    loop = make_loop(privacy=PROTECTED, callbacks=[Ending()])
+    with pytest.raises(PowerCut):
+        loop.run()
+    again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
+    assert again.run(resume=True).rounds == 3
+    assert [charge.round for charge in read_ledger(again.folder.ledger_file)] == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent(make_loop):
+    loop = make_loop(privacy=PROTECTED)
+    cut(loop, 2)
+    loop.folder.checkpoint.unlink()
+    again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
+    with pytest.warns(UserNotice, match="so the run begins anew; what it has spent stays spent"):
+        result = again.run(resume=True)
+    assert result.rounds == 3 and len(read_ledger(again.folder.ledger_file)) == 4 * 5
+    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
+
+
+def test_a_run_that_never_charged_begins_anew(make_loop, monkeypatch):
+    """Killed before its ledger had a header: there is nothing to hold it to but its folder."""
+    loop = make_loop(privacy=PROTECTED)
+    monkeypatch.setattr(loop.engine, "setup", lambda *given: (_ for _ in ()).throw(PowerCut()))
+    with pytest.raises(PowerCut):
+        loop.run()
+    assert not loop.folder.ledger_file.exists()
+    again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
+    assert again.run(resume=True).rounds == 3 and len(read_ledger(again.folder.ledger_file)) == 4 * 3
+
+
+def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loop):
+    """The noise is that of the rounds that were planned."""
+    unbroken = make_loop(rounds=4)
+    unbroken.run()
+    loop = make_loop(rounds=4)
+    cut(loop, 2)
+    fewer = make_loop(rounds=3, output_dir=loop.output_dir)
+    cut(fewer, 3, resume=True)
+    result = make_loop(rounds=4, output_dir=loop.output_dir).run(resume=True)
+    assert result.rounds == 4
+    assert read_ledger(unbroken.folder.ledger_file) == read_ledger(loop.folder.ledger_file)
 
 
 def test_personal_parameters_survive(make_loop):
@@ -57,37 +161,6 @@ def test_personal_parameters_survive(make_loop):
     for client in range(4):
         ours, theirs = (loop.engine.personalised(loop.state.models[0], client) for loop in (again, unbroken))
         assert torch.equal(ours, theirs)
-
-
-def test_another_engine_cannot_replay_so_it_is_charged_again_and_gets_other_noise(make_loop):
-    privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY, reserve_rounds=1)
-    loop = make_loop(engine=ENGINES["serial"](), privacy=privacy)
-    cut_at(loop, 2)
-    with pytest.raises(PowerCut):
-        loop.run()
-    other = make_loop(engine=ENGINES["fast"](), privacy=privacy, output_dir=loop.output_dir)
-    attempts = []
-    train = other.engine.train
-
-    def spy(plan, state, tries, say):
-        attempts.append((plan.round, tries))
-        return train(plan, state, tries, say)
-
-    other.engine.train = spy
-    result = other.run(resume=True)
-    assert attempts == [(2, [1] * 4), (3, [0] * 4)]
-    assert len(read_ledger(other.folder.ledger_file)) == 4 * 4, "round 2 is paid twice, from the reserve"
-    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
-
-
-def test_without_reserve_the_last_round_is_not_paid(make_loop):
-    loop = make_loop(engine=ENGINES["serial"]())
-    cut_at(loop, 2)
-    with pytest.raises(PowerCut):
-        loop.run()
-    result = make_loop(engine=ENGINES["fast"](), output_dir=loop.output_dir).run(resume=True)
-    assert result.rounds == 2 and "spent its budget" in result.reason
-    assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
 
 
 def test_watchers_may_come_and_go(make_loop):
@@ -185,7 +258,7 @@ def test_resuming_a_finished_run_changes_nothing(make_loop):
 
 
 def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
-    with pytest.raises(UserError, match="`resume` must be the folder of a run with a checkpoint"):
+    with pytest.raises(UserError, match="`resume` must be the folder of a run, got .* which has no options.yaml"):
         make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
 
 
@@ -195,7 +268,7 @@ def fit(*argv: str) -> subprocess.Popen:
 
 def kill_three_times(folder: Path, options: list[str]) -> None:
     """The real command, SIGKILL at random moments, `--resume` to the end."""
-    argv = [*options, "--output_dir", str(folder), "--checkpoint_seconds", "0.2"]
+    argv = [*options, "--output_dir", str(folder)]
     moments = random.Random(time.time_ns())
     for _ in range(3):
         process = fit(*argv)
@@ -227,9 +300,9 @@ def test_three_kills_at_random_moments(tmp_path):
 
 
 @pytest.mark.slow
-def test_three_kills_of_a_secure_run_cost_at_most_three_rounds_of_the_reserve(tmp_path):
-    secure = ["--privacy.secure", "true", "--privacy.reserve_rounds", "3"]
-    kill_three_times(tmp_path, ["--config", "conf/digits.yaml", "--rounds", "60", *secure, "--tracking", "null"])
+def test_three_kills_cost_at_most_three_rounds_of_the_reserve(tmp_path):
+    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--tracking", "null", "--privacy.reserve_rounds", "3"]
+    kill_three_times(tmp_path, options)
     result = json.loads((tmp_path / "result.json").read_text())
     rounds = [charge.round for charge in read_ledger(tmp_path / "ledger.jsonl")]
     assert result["rounds"] == 60 and set(rounds) == set(range(1, 61)) and 5 * 60 <= len(rounds) <= 5 * 63

@@ -1,22 +1,24 @@
-"""What a run leaves behind lets nobody subtract the noise, keyed or fresh.
+"""What a run leaves behind lets nobody draw its noise again, nor guess its records.
 
 That streams do not depend on the number of ranks is held by `test_ranks.py`: the same bits on one rank and on several.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
-import re
+import os
+import shutil
 
 import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, cut_at, small_net
 
 from dpfl_lightning.client import ClientModule
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import SerialEngine
+from dpfl_lightning.federated.identity import data_digests
 from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.fit import main as fit
@@ -27,77 +29,108 @@ from dpfl_lightning.privacy.schedule import Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
-SECURE = PrivacyOptions(**BUDGETS, secure=True)
-OTHER_KEY = FIXED_KEY[::-1]
+PROTECTED = PrivacyOptions(**BUDGETS)
+SIMULATED = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY)
 
 
-def holders(folder, key: int) -> list[str]:
+def holders(folder, key: bytes) -> list[str]:
     """The files below `folder` in which the key stands, in any form we could think of."""
-    raw = [key.to_bytes(16, order) for order in ("big", "little")]
-    forms = [*raw, *(one.hex().encode() for one in raw), str(key).encode()]
+    raw = [key, key[::-1]]
+    forms = [form.lower() for form in (*raw, *(one.hex().encode() for one in raw), str(int.from_bytes(key)).encode())]
     files = [path for path in folder.rglob("*") if path.is_file()]
-    return [path.name for path in files if any(form in path.read_bytes().lower() for form in map(bytes.lower, forms))]
+    return [path.name for path in files if any(form in path.read_bytes().lower() for form in forms)]
 
 
-class Kept(ServerCallback):
-    """What lies in the folder while the run goes on."""
+@pytest.fixture
+def keys(monkeypatch):
+    """All keys that were asked of the operating system, for noise and sampling, in this process."""
+    given, ask = [], os.urandom
 
-    def on_run_start(self, view):
-        self.mode = (view.run.output_dir / "noise_key").stat().st_mode & 0o777
-        self.key = int((view.run.output_dir / "noise_key").read_text().split()[0], 16)
+    def spy(count):
+        given.append(ask(count))
+        return given[-1]
+
+    monkeypatch.setattr("dpfl_lightning.privacy.noise.os.urandom", spy)
+    return given
 
 
-@pytest.mark.parametrize("given", [None, FIXED_KEY])
-def test_the_noise_key_lives_as_long_as_the_run(given, make_loop):
-    privacy, kept = PrivacyOptions(**BUDGETS, noise_key=given), Kept()
-    broken = make_loop(privacy=privacy, callbacks=[kept])
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, make_loop, tmp_path):
+    """Two runs of one configuration, one of them broken off in its second round: no two draw the same noise."""
+    privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
+    first, second = (make_loop(engine=ENGINES[engine](), privacy=privacy, callbacks=[Asking()]) for _ in range(2))
+    cut_at(second, 2)
+    first.run()
+    with pytest.raises(PowerCut):
+        second.run()
+    assert make_loop(privacy=privacy, callbacks=[Asking()], output_dir=second.output_dir).run(resume=True).finished
+    keys[:] = [key for key in keys if len(key) == 32]
+    each = 2 + 1  # noise and sampling of an update, noise of an answer
+    assert len(keys) == len(set(keys)) and len(keys) >= (3 + 1 + 2) * 4 * each
+    assert not any(holders(tmp_path, key) for key in keys)
+    (tmp_path / "left.bin").write_bytes(keys[0])
+    (tmp_path / "left.txt").write_text(keys[1].hex().upper())
+    assert [holders(tmp_path, key) for key in keys[:2]] == [["left.bin"], ["left.txt"]], "this test can fail"
+    assert not torch.equal(first.state.models, second.state.models)
+
+
+def test_the_data_key_lives_as_long_as_the_run(make_loop):
+    """It is with the client alone, it alone makes the header's digests, and it is gone when they are of no more use."""
+    broken = make_loop(privacy=PROTECTED)
     cut_at(broken, 2)
     with pytest.raises(PowerCut):
         broken.run()
-    assert kept.mode == 0o600 and kept.key == broken.folder.noise_key
-    assert holders(broken.output_dir, kept.key) == ["noise_key"], "an interrupted run needs it, and has it there only"
-    again = make_loop(privacy=privacy, output_dir=broken.output_dir)
-    assert again.run(resume=True).finished and again.folder.noise_key == kept.key
-    assert (again.output_dir / "noise_key").read_text().split() == ["destroyed", *(["given"] if given else [])]
-    assert holders(again.output_dir, kept.key) == []
+    key = broken.folder.data_key
+    assert broken.folder.key_file.stat().st_mode & 0o777 == 0o600
+    assert holders(broken.output_dir, key) == ["data_key"], "an interrupted run needs it, and has it there only"
+    digests = broken.folder.begun().identity["records"]
+    assert digests == [one.hex() for one in data_digests(broken.population, key)]
+    again = make_loop(privacy=PROTECTED, output_dir=broken.output_dir)
+    assert again.run(resume=True).rounds == 2 and again.folder.data_key == key
+    assert not again.folder.key_file.exists() and holders(again.output_dir, key) == []
 
 
-def test_nothing_of_a_finished_run_holds_the_key(tmp_path, new_store, make_loop):
+def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path, new_store, make_loop):
     from dpfl_lightning.tracking import Tracking
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = type("Own", (ClientModule,), {"personal": ("0.bias",)})(small_net())
-    loop = make_loop(privacy=PrivacyOptions(**BUDGETS), module=personal, callbacks=[tracking])
+    loop = make_loop(privacy=PROTECTED, module=personal, callbacks=[tracking])
     loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}
-    result = loop.run()
-    key, left = loop.folder.noise_key, {path.name for path in tmp_path.rglob("*")}
-    assert result.finished and left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.pt", "mlflow.db"}
-    assert not {"private.json", "checkpoint.pt"} & {path.name for path in (tmp_path / "store").rglob("*")}
-    assert key > 2**64 and holders(tmp_path, key) == []
-    (loop.output_dir / "left.bin").write_bytes(key.to_bytes(16, "little"))
-    (loop.output_dir / "left.txt").write_text(f"{key:032X}")
-    assert sorted(holders(tmp_path, key)) == ["left.bin", "left.txt"], "this test can fail"
-
-
-def test_what_is_no_release_is_for_its_owner_alone(make_loop):
-    loop = make_loop()
-    loop.run()
-    for name in ("checkpoint.pt", "private.json", "noise_key"):
+    assert loop.run().finished
+    left = {path.name for path in tmp_path.rglob("*")}
+    assert left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.pt", "mlflow.db"} and "data_key" not in left
+    private = {"private.json", "checkpoint.pt", "data_key"}
+    assert not private & {path.name for path in (tmp_path / "store").rglob("*")}
+    assert holders(tmp_path, loop.folder.data_key) == []
+    for name in ("checkpoint.pt", "private.json"):
         assert (loop.output_dir / name).stat().st_mode & 0o777 == 0o600
 
 
-def test_a_given_key_is_told_of_after_it_was_destroyed(make_loop):
-    loop = make_loop(privacy=PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY))
-    words = loop.run().guarantee
-    again = make_loop(privacy=PrivacyOptions(**BUDGETS), output_dir=loop.output_dir).run(resume=True)
-    assert "noise key was given" in words and again.guarantee == words
+def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
+    """Two copies of one broken run, of one configuration and one history: no client's update is the same."""
+    privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
+    loop = make_loop(privacy=privacy)
+    cut_at(loop, 3)
+    with pytest.raises(PowerCut):
+        loop.run()
+    updates = []
+    for name in ("one", "other"):
+        shutil.copytree(loop.output_dir, tmp_path / name)
+        copy = make_loop(privacy=privacy, engine=SerialEngine(), output_dir=tmp_path / name)
+        release = copy.engine.release
+        copy.engine.release = lambda *args, release=release: updates.append(release(*args)) or updates[-1]
+        assert copy.run(resume=True).finished
+        assert len(read_ledger(copy.folder.ledger_file)) == 4 * 4, "each copy pays for the round again"
+    assert len(updates) == 8
+    assert not any(torch.isclose(one, other).any() for one, other in itertools.combinations(updates, 2))
 
 
 class Asking(ServerCallback):
     """Asks one question in every round, and cannot go on without all answers."""
 
     def plan_run(self, schedule, view):
-        line = Planned("select", SelectionEvent(0.5), view.run.rounds)
+        line = Planned("select", SelectionEvent(0.5), view.run.rounds + schedule.reserve)
         return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
 
     def plan_round(self, plan, view):
@@ -109,100 +142,86 @@ class Asking(ServerCallback):
 
 
 def test_a_run_that_ended_early_stays_ended(make_loop):
-    """Its key is gone, so nothing could be asked again: resuming asks nothing."""
+    """Resuming asks and charges nothing."""
     stop = type("Stop", (ServerCallback,), {"stop": lambda self, view: "enough" if view.round == 3 else None})
     loop = make_loop(callbacks=[Asking(), stop()], rounds=9)
     first = loop.run()
     assert first.reason == "enough" and first.rounds == 2
     ledger = loop.folder.ledger_file.read_bytes()
-    again = make_loop(callbacks=[Asking()], rounds=9, output_dir=loop.output_dir)
+    again = make_loop(callbacks=[Asking(), stop()], rounds=9, output_dir=loop.output_dir)
     assert again.run(resume=True).reason == "enough" and again.budgets.guarantees() == loop.budgets.guarantees()
     assert loop.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
 
 
-def draws_of(loop) -> tuple[list, list]:
-    """What every client of the first round draws: its rows, and its noise."""
-    rows, noise = [], []
-    local_task = SerialEngine.local_task
+def draws_of(loop) -> dict:
+    """What every client draws in a run: by round and client its rows, and the first words of its noise."""
+    found, local_task = {}, SerialEngine.local_task
 
-    def spy(self, plan, row, state, attempt):
-        task, start, batches = local_task(self, plan, row, state, attempt)
-        if plan.round == 1:
-            copy = self.streams.generator("noise", plan.round, plan.clients[row], attempt)
-            assert copy.bit_generator.state == task.noise.bit_generator.state
-            rows.append((plan.clients[row], [one.tolist() for one in batches.draws]))
-            noise.append((plan.clients[row], copy.standard_normal(5).tolist()))
+    def spy(self, plan, row, state, number):
+        task, start, batches = local_task(self, plan, row, state, number)
+        place, rows = (plan.round, plan.clients[row]), [one.tolist() for one in batches.draws]
+        words = task.noise.words
+
+        def spied(count):
+            drawn = words(count)
+            found.setdefault(place, (rows, drawn[:4].tolist()))
+            return drawn
+
+        task.noise.words = spied
         return task, start, batches
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SerialEngine, "local_task", spy)
         loop.run()
-    return sorted(rows), sorted(noise)
+    return found
 
 
-def test_noise_and_sampling_follow_the_noise_key_alone(make_loop):
-    def run(seed, key, **options):
-        loop = make_loop(seed=seed, privacy=PrivacyOptions(**BUDGETS, noise_key=key), rounds=2, **options)
-        return (*draws_of(loop), loop.state.models)
+def test_a_simulation_repeats_itself_and_nothing_else(make_loop):
+    """Its noise and sampling follow key, seed and configuration, and not the engine."""
 
-    rows, noise, models = run(seed=0, key=FIXED_KEY)
-    for other in (run(seed=1, key=FIXED_KEY), run(seed=0, key=FIXED_KEY, engine=ENGINES["serial"]())):
-        assert other[:2] == (rows, noise)
-    assert torch.equal(run(seed=1, key=FIXED_KEY)[2], models)
-    other_rows, other_noise, other_models = run(seed=0, key=OTHER_KEY)
-    for ours, theirs in ((rows, other_rows), (noise, other_noise)):
-        assert all(mine != yours for mine, yours in zip(ours, theirs, strict=True))
-    assert not torch.equal(other_models, models)
+    def run(key=FIXED_KEY, **options):
+        loop = make_loop(**{"privacy": PrivacyOptions(**BUDGETS, noise_key=key), "rounds": 2, **options})
+        return draws_of(loop), loop.state.models
+
+    draws, models = run()
+    again, same_models = run()
+    assert again == draws and torch.equal(same_models, models) and len(draws) == 4 * 2
+    assert run(engine=ENGINES["serial"]())[0] == draws
+    seen = [one for pair in draws.values() for one in pair[1]]
+    others = [run(key=FIXED_KEY[::-1]), run(seed=1), run(rounds=3), run(clients=ClientOptions(4, 16, 1, 0.2))]
+    for other, _ in [*others, run(callbacks=[Asking()]), run(privacy=PROTECTED)]:
+        for place, pair in draws.items():
+            assert pair[0] != other[place][0] and not set(pair[1]) & set(other[place][1])
+        seen += [one for pair in other.values() for one in pair[1]]
+    assert len(set(seen)) == len(seen), "nor does any other client or round of any of these runs"
 
 
-# -- secure mode
+def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop):
+    for privacy in (SIMULATED, PROTECTED):
+        simulated = privacy is SIMULATED
+        loop = make_loop(privacy=privacy, rounds=1)
+        result = loop.run()
+        again = make_loop(privacy=privacy, rounds=1, output_dir=loop.output_dir).run(resume=True)
+        guarantees = json.loads((loop.output_dir / "guarantees.json").read_text())
+        page = (loop.output_dir / "guarantee.html").read_text()
+        words = [result.guarantee, again.guarantee, *(one.words() for one in loop.budgets.guarantees())]
+        assert all(("nobody is protected" in one) == simulated for one in [*words, page, json.dumps(guarantees)])
+        assert result.simulated == json.loads((loop.output_dir / "result.json").read_text())["simulated"] == simulated
+        assert result.noise.startswith("simulated" if simulated else "AES-256")
+        assert loop.folder.begun().identity["privacy.noise_key"] == (FIXED_KEY if simulated else None)
+
+
+# ---- the default mode
 
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
-def test_a_secure_run_learns_without_a_key_and_never_repeats(engine, make_loop):
-    first, second = (make_loop(engine=ENGINES[engine](), privacy=SECURE) for _ in range(2))
-    results = [loop.run() for loop in (first, second)]
-    assert not (first.output_dir / "noise_key").exists()
-    assert not torch.equal(first.state.models, second.state.models)
-    for loop, result in zip((first, second), results, strict=True):
-        assert result.noise.startswith("cryptographic") and result.test_accuracy > 0.5
-        assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-        assert json.loads((loop.output_dir / "result.json").read_text())["noise"] == result.noise
-    releases = [charge.release for loop in (first, second) for charge in read_ledger(loop.folder.ledger_file)]
-    assert len(set(releases)) == len(releases) == 2 * 4 * 3
-    assert make_loop().run().noise.startswith("keyed, not cryptographic")
-
-
-def test_a_secure_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop):
-    privacy = PrivacyOptions(**BUDGETS, secure=True, reserve_rounds=2)
-    loop = make_loop(privacy=privacy, rounds=5, checkpoint_seconds=1000.0)
-    for round in (2, 4):
-        cut_at(loop, round)
-        with pytest.raises(PowerCut):
-            loop.run(resume=round > 2)
-        loop = make_loop(privacy=privacy, rounds=5, output_dir=loop.output_dir, checkpoint_seconds=1000.0)
-    result = loop.run(resume=True)
-    assert result.finished and result.rounds == 5
-    charged = read_ledger(loop.folder.ledger_file)
-    assert [sum(one.round == round for one in charged) for round in range(1, 6)] == [4, 8, 4, 8, 4]
+def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
+    result = make_loop(engine=ENGINES[engine](), privacy=PROTECTED).run()
+    assert result.test_accuracy > 0.5
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-    assert sum(loop.budgets.steps(client) for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
-    ledger = loop.folder.ledger_file.read_bytes()
-    again = make_loop(privacy=privacy, rounds=5, output_dir=loop.output_dir)
-    assert again.run(resume=True).reason == result.reason and loop.folder.ledger_file.read_bytes() == ledger
 
 
-def test_without_reserve_a_broken_secure_run_loses_a_round_and_no_budget(make_loop):
-    loop = make_loop(privacy=SECURE)
-    cut_at(loop, 2)
-    with pytest.raises(PowerCut):
-        loop.run()
-    result = make_loop(privacy=SECURE, output_dir=loop.output_dir).run(resume=True)
-    assert result.rounds == 2 and "spent its budget" in result.reason
-    assert all(one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
-
-
-def test_a_question_asked_twice_in_secure_mode_is_two_releases(make_loop):
+def test_a_question_asked_twice_is_two_releases(make_loop):
     class Twice(Asking):
         def plan_round(self, plan, view):
             models = torch.stack([view.state.models[0]] * 2)
@@ -216,32 +235,29 @@ def test_a_question_asked_twice_in_secure_mode_is_two_releases(make_loop):
             line = Planned("select", SelectionEvent(0.5), 2)
             return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
 
-    make_loop(privacy=SECURE, rounds=1, callbacks=[Twice()]).run()
-
-
-def test_secure_and_keyed_do_not_mix(make_loop):
-    with pytest.raises(UserError, match=r"`privacy.secure` must be false with a privacy.noise_key, got True"):
-        PrivacyOptions(**BUDGETS, secure=True, noise_key=FIXED_KEY)
-    for first, then in ((SECURE, PrivacyOptions(**BUDGETS)), (PrivacyOptions(**BUDGETS), SECURE)):
-        loop = make_loop(privacy=first, rounds=1)
+    for privacy in (PROTECTED, SIMULATED):
+        loop = make_loop(privacy=privacy, rounds=1, callbacks=[Twice()])
         loop.run()
-        with pytest.raises(UserError, match=r"`privacy.secure` must stay what the run in .* began with"):
-            make_loop(privacy=then, rounds=1, output_dir=loop.output_dir).run(resume=True)
+        numbers = [(one.purpose, one.number) for one in read_ledger(loop.folder.ledger_file) if one.client == 0]
+        assert numbers == [("select", 0), ("select", 1), ("train", 2)], "each charge has a number of its own"
 
 
-def test_the_command_in_secure_mode(tmp_path, capsys, monkeypatch, request):
+def test_the_command_protects_unless_a_key_is_given(tmp_path, capsys, monkeypatch, request):
     monkeypatch.chdir(request.config.rootpath)
-    argv = ["--config", "conf/digits.yaml", "--rounds", "2", "--tracking", "null", "--privacy.secure", "true"]
-    assert fit([*argv, "--privacy.noise_key", FIXED_KEY, "--output_dir", str(tmp_path / "run")]) == 2
-    assert FIXED_KEY not in capsys.readouterr().err and not (tmp_path / "run").exists()
-    assert fit([*argv, "--output_dir", str(tmp_path / "run")]) == 0
-    assert re.search("noise cryptographic", capsys.readouterr().out)
+    argv = ["--config", "conf/digits.yaml", "--rounds", "2", "--tracking", "null", "--output_dir"]
+    assert fit([*argv, str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "noise AES-256" in out and "simulated" not in out.lower()
     assert fit(["--resume", str(tmp_path / "run")]) == 0 and evaluate([str(tmp_path / "run")]) == 0
+    capsys.readouterr()
+    assert fit([*argv, str(tmp_path / "simulated"), "--privacy.noise_key", FIXED_KEY]) == 0
+    out = capsys.readouterr().out
+    assert "noise simulated" in out and "Simulated, nobody is protected" in out
 
 
-def test_full_batches_and_many_steps_in_secure_mode(make_loop):
+def test_full_batches_and_many_steps(make_loop):
     """Groups of clients that take one step, and the exact sum of steps, without a key."""
     clients = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)
-    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, secure=True)
+    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
     result = make_loop(clients=clients, privacy=privacy, rounds=2).run()
     assert [one["steps"] for one in result.clients] == [2] * 4

@@ -1,0 +1,321 @@
+"""What makes a run this run: digests of module, strategies and records, and every edit that resuming refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import FIXED_KEY, PowerCut, blobs, cut_at
+from torch import nn
+
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.identity import data_digests, module_digest, object_digest, strategy_digests
+from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.options import ClientOptions, NetworkOptions, PrivacyOptions
+from dpfl_lightning.strategies.fedprox import FedProx
+from dpfl_lightning.strategies.uniform import Uniform
+
+PRIVACY = PrivacyOptions(epsilon=8.0, delta=1e-3, reserve_rounds=1)
+CLIENTS = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
+
+
+class Layer(nn.Module):
+    """Frozen numbers, a buffer, settings and a function beside a trained layer."""
+
+    def __init__(self, scale=1.0, fixed=0.0, remembered=0.0, act=torch.tanh, how=None):
+        super().__init__()
+        self.layer, self.scale, self.act, self.how = nn.Linear(6, 3), scale, act, how or {"power": 2}
+        self.fixed = nn.Parameter(torch.full((3,), fixed), requires_grad=False)
+        self.register_buffer("remembered", torch.full((3,), remembered))
+
+    def forward(self, x):
+        return self.act(self.layer(x)) * self.scale + self.fixed + self.remembered
+
+
+def of(net):
+    return module_digest(ClientModule(net))
+
+
+def test_trained_parameters_do_not_count_and_all_else_does():
+    torch.manual_seed(0)
+    assert of(Layer()) == of(Layer())  # other random weights
+    changed = [{"scale": 2.0}, {"fixed": 1.0}, {"remembered": 1.0}, {"act": torch.relu}, {"how": {"power": 3}}]
+    plain = nn.Sequential(nn.Linear(6, 2), nn.Tanh())
+    others = [plain, nn.Sequential(nn.Linear(6, 2), nn.ReLU()), nn.Sequential(nn.Linear(6, 2, bias=False), nn.Tanh())]
+    found = {of(net) for net in (Layer(), *(Layer(**one) for one in changed), *others)}
+    assert len(found) == 1 + len(changed) + len(others)
+
+
+def load(path, name):
+    """A file as the Python module of that name."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    python = importlib.util.module_from_spec(spec)
+    sys.modules[name] = python
+    spec.loader.exec_module(python)
+    return python
+
+
+@pytest.mark.parametrize("changes", ["owners_helper", "owners_net", None])
+def test_the_source_of_a_net_and_of_what_it_uses_counts(changes, tmp_path, monkeypatch):
+    for name in ("owners_helper", "owners_net"):
+        monkeypatch.setitem(sys.modules, name, None)
+    helper, net = tmp_path / "owners_helper.py", tmp_path / "owners_net.py"
+    helper.write_text("def act(x):\n    return x.relu()\n")
+    net.write_text(
+        "from torch import nn\nfrom owners_helper import act\n\n\nclass Net(nn.Linear):\n"
+        "    def forward(self, x):\n        return act(super().forward(x))\n"
+    )
+    found = []
+    for _ in range(2):
+        load(helper, "owners_helper")
+        found.append(of(load(net, "owners_net").Net(6, 2)))
+        if changes:
+            path = tmp_path / f"{changes}.py"
+            path.write_text(path.read_text() + "\n# another version\n")
+    assert (found[0] == found[1]) == (changes is None)
+
+
+def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):
+    """Its code cannot be compared: typed in, it has no file."""
+    monkeypatch.setitem(sys.modules, "typed_in", type(sys)("typed_in"))
+    net = type("Net", (nn.Linear,), {"__module__": "typed_in"})(6, 2)
+    before = of(net)
+    assert of(net) == before
+    net.scale = 2.0
+    assert of(net) != before
+
+
+class Setting:
+    """Plain, without any words of its own."""
+
+    def __init__(self, value):
+        self._value = value
+
+
+def test_settings_count_wherever_they_hide():
+    """Behind underscores, in plain objects, mappings, numpy; equal ones made twice are equal, wherever they lie."""
+    shared = [1]
+
+    def makings():
+        looped = Setting(None)
+        looped._value = [looped]
+        yield from (None, True, 1, 1.0, "1", b"1", "None", (), [], {}, set(), (1,), [1], {1}, {1: 1}, {"1": 1}, looped)
+        yield from (["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], {"a": {"b": 1}}, {"a": 1, "b": 1})
+        yield from (torch.zeros(0), torch.zeros(2), torch.ones(2), torch.ones(2, 1), torch.ones(2).double())
+        yield from (
+            np.zeros(0, np.int64),
+            np.int64(3),
+            np.int64(4),
+            np.float32(3),
+            np.arange(4),
+            torch.relu,
+            torch.tanh,
+        )
+        yield from (
+            Setting(3),
+            Setting(4),
+            Setting(Setting(3)),
+            [shared, shared],
+            ([1], [2]),
+            frozenset({"a", "b", "c"}),
+        )
+
+    first, again = ([object_digest(Setting(value)) for value in makings()] for _ in range(2))
+    assert first == again and len(set(first)) == len(first)
+
+
+class Rule(ServerCallback):
+    def __init__(self, strength=1.0):
+        self._strength = strength
+
+    def plan_round(self, plan, view):
+        return plan
+
+
+def test_strategies_count_with_their_settings_and_watchers_do_not():
+    class Watching(ServerCallback):
+        pass
+
+    told = strategy_digests([Watching(), Rule(), Rule()])
+    assert list(told) == ["0 Rule", "1 Rule"] and len(set(told.values())) == 1
+    assert strategy_digests([Rule()]) == strategy_digests([Rule(), Watching()])
+    assert strategy_digests([Rule(2.0)]) != strategy_digests([Rule()])
+
+
+# ---- records
+
+
+def digests(population, key=b"k" * 32):
+    return list(data_digests(population, key))
+
+
+def test_digests_of_records_are_keyed_and_each_clients_own():
+    population = blobs()
+    plain, again, other = digests(population), digests(blobs()), digests(population, b"o" * 32)
+    assert plain == again and len(set(plain)) == 4 and not set(plain) & set(other)
+    for name in ("x", "y"):
+        values = getattr(population, name).clone()
+        row = int(population.train_of[2][5])
+        values[row] = values[row] + 1 if name == "x" else (values[row] + 1) % 3
+        changed = digests(dataclasses.replace(population, **{name: values}))
+        assert [one == before for one, before in zip(changed, plain, strict=True)] == [True, True, False, True]
+    held_out = population.x.clone()
+    held_out[population.held_out_of[1]] += 1
+    assert digests(dataclasses.replace(population, x=held_out)) == plain, "held-out records are not trained on"
+
+
+def test_records_of_other_shapes_and_types_are_other_records():
+    x, y = torch.zeros(4, 6), torch.zeros(4, dtype=torch.int64)
+    shapes = [x, x.view(4, 2, 3), x.view(4, 3, 2), torch.zeros(4, 7), x.double(), x.half()]
+    population = Population.from_datasets([(x, y)], held_out=0.0, num_classes=2)
+    found = [digests(dataclasses.replace(population, x=one))[0] for one in shapes]
+    assert len(set(found)) == len(found)
+    shorter = digests(Population.from_datasets([(x[:3], y[:3])], held_out=0.0, num_classes=2))[0]
+    assert shorter not in found
+
+
+# ---- resuming
+
+
+def changed_record():
+    population = blobs()
+    x = population.x.clone()
+    x[population.train_of[3][0], 0] += 1e-3
+    return dataclasses.replace(population, x=x)
+
+
+def other_privacy(**changed):
+    return {"privacy": dataclasses.replace(PRIVACY, **changed)}
+
+
+def other_clients(**changed):
+    return {"clients": dataclasses.replace(CLIENTS, **changed)}
+
+
+#: what a resumed run may not change, and the key that the refusal names
+EDITS = {
+    "rounds": {"rounds": 4},
+    "seed": {"seed": 1},
+    "privacy.epsilon": other_privacy(epsilon=9.0),
+    "privacy.epsilon` must stay 8.0, ": other_privacy(epsilon=[8.0, 8.0, 9.0, 8.0]),
+    "privacy.delta": other_privacy(delta=1e-4),
+    "privacy.clip_norm": other_privacy(clip_norm=2.0),
+    "privacy.noise_multiplier": other_privacy(noise_multiplier=3.0),
+    "privacy.accountant": other_privacy(accountant="prv"),
+    "privacy.adjacency": other_privacy(adjacency="replace_one"),
+    "privacy.sampling": other_privacy(sampling="shuffle"),
+    "privacy.reserve_rounds": other_privacy(reserve_rounds=2),
+    "privacy.noise_key": other_privacy(noise_key=FIXED_KEY),
+    "privacy.diagnostics": other_privacy(diagnostics=True),
+    "clients.batch_size": other_clients(batch_size=8),
+    "clients.local_epochs": other_clients(local_epochs=2),
+    "clients.learning_rate` must stay 0.3, ": other_clients(learning_rate=[0.3, 0.2, 0.3, 0.3]),
+    "callbacks": {"callbacks": [Uniform(), FedProx(0.5)]},
+    "strategy.1 Rule": {"callbacks": [Uniform(), Rule(2.0)]},
+    "module": {"module": ClientModule(Layer(scale=2.0))},
+    "records of client 3": {"population": changed_record()},
+}
+
+
+def begun(make_loop, **options):
+    """A loop like the others, broken off in round 2, and the bytes of its ledger."""
+    loop = make_loop(**options)
+    cut_at(loop, 2)
+    with pytest.raises(PowerCut):
+        loop.run()
+    return loop, loop.folder.ledger_file.read_bytes()
+
+
+def common(**changed):
+    module, rules = ClientModule(Layer()), [Uniform(), Rule()]
+    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "callbacks": rules, **changed}
+
+
+def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charged(make_loop):
+    loop, ledger = begun(make_loop, **common())
+    for key, edit in EDITS.items():
+        again = make_loop(**common(**edit), output_dir=loop.output_dir)
+        again.engine.train = None  # nobody is trained
+        with pytest.raises(UserError) as error:
+            again.run(resume=True)
+        words = str(error.value)
+        assert f"with which the run in {loop.output_dir} began, got " in words, key
+        assert words.startswith(f"`{key}") and "start a new run for anything else" in words, (key, words)
+        assert loop.folder.ledger_file.read_bytes() == ledger, key
+
+
+def test_what_changes_no_release_may_change(make_loop):
+    """The engine, the network, evaluation, watchers, and fewer rounds, all at once."""
+    loop, _ = begun(make_loop, **common())
+    watcher = type("Watching", (ServerCallback,), {"on_round_end": lambda self, view, report: None})()
+    free = common(callbacks=[Uniform(), watcher, Rule()], rounds=2)
+    network = NetworkOptions(up_megabits_per_second=10.0)
+    again = make_loop(**free, network=network, engine=ENGINES["serial"](), evaluate_every=2, output_dir=loop.output_dir)
+    result = again.run(resume=True)
+    assert result.rounds == 2 and "2 of the 3 planned rounds are done" in result.reason
+
+
+def test_the_identity_of_a_run_lies_in_the_ledgers_header_without_any_record(make_loop):
+    loop = make_loop(**common())
+    loop.run()
+    header = json.loads(loop.folder.ledger_file.read_bytes().splitlines()[0])
+    found = header["identity"]
+    assert found["rounds"] == 3 and found["privacy.epsilon"] == 8.0 and found["seed"] == 0
+    assert len(found["records"]) == len(set(found["records"])) == 4
+    assert found["records"] != [one.hex() for one in digests(loop.population, b"")], "a plain digest could be guessed"
+    other = make_loop(**common())
+    other.run()
+    assert set(other.folder.begun().identity["records"]).isdisjoint(found["records"]), "each run has a key of its own"
+
+
+# ---- nets
+
+
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_evaluation_does_not_drop_out(engine, make_loop):
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
+    loop.run()
+    rows = torch.arange(8)
+    one, other = (loop.engine.outputs(loop.state.models[0], rows) for _ in range(2))
+    assert torch.equal(one, other) and net[1].training
+
+
+class Mixing(nn.Module):
+    """A batch norm of one's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x - x.mean(dim=0))
+
+
+class Remembering(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", torch.zeros(6))
+
+    def forward(self, x):
+        if len(x) > 1:
+            self.seen += x.detach().mean(dim=0)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("net", "words"),
+    [(Mixing(), "must see one record at a time, got losses that change"), (Remembering(), "a buffer `seen`")],
+)
+def test_nets_that_mix_or_remember_records_are_refused(net, words, make_loop):
+    with pytest.raises(UserError, match=words):
+        make_loop(module=ClientModule(net))
