@@ -13,8 +13,8 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.federated import engine, stacked
 from dpfl_lightning.privacy import clipping, fast_clipping, sampling, stacked_clipping
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism, MechanismRows
-from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, MechanismRows
+from dpfl_lightning.privacy.noise import RandomGenerator
 
 Mutate = Callable[[MonkeyPatch], None]
 SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum)
@@ -48,7 +48,8 @@ def clipped_in_l2(patch: MonkeyPatch) -> None:
 
 def gaussian_in_place_of_laplace(patch: MonkeyPatch) -> None:
     """Normal noise of the same scale: it has half the variance, and no pure epsilon."""
-    patch.setattr(Laplace, "unit_noise", staticmethod(Gaussian.unit_noise))
+    normals = RandomGenerator.integer_normals
+    patch.setattr(RandomGenerator, "integer_laplace", lambda self, count, scale: normals(self, count, scale))
 
 
 def realised_divisor(patch: MonkeyPatch) -> None:
@@ -84,23 +85,19 @@ def overlapping_chunks(patch: MonkeyPatch) -> None:
         )
 
 
-class Again:
-    """A generator whose normal draws begin anew each time."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self.generator = generator
-
-    def standard_normal(self, *args, **more):
-        return np.random.default_rng(self.generator.bit_generator.seed_seq).standard_normal(*args, **more)
-
-    def __getattr__(self, name):
-        return getattr(self.generator, name)
-
-
 def one_noise_for_all_steps(patch: MonkeyPatch) -> None:
     """Every step of a round adds the same noise."""
-    generator = Streams.generator
-    patch.setattr(Streams, "generator", lambda *args, **more: Again(generator(*args, **more)))
+    begin = RandomGenerator.__init__
+
+    def keep(self, key):
+        begin(self, key)
+        self.key = key
+
+    draw = RandomGenerator.integer_normals
+    patch.setattr(RandomGenerator, "__init__", keep)
+    patch.setattr(
+        RandomGenerator, "integer_normals", lambda self, *args: draw(RandomGenerator(self.key), *args)
+    )
 
 
 def twice_the_rate(patch: MonkeyPatch) -> None:
@@ -140,18 +137,19 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         patch.setattr(kind, "__call__", _remembering(kind.__call__, drawn))
     alone, rows, sums = Mechanism.privatise, MechanismRows.privatise, stacked.Stack.clipped_sums
 
-    def privatise(self, clipped, generator):
+    def privatise(self, clipped, *args):
         first = (clipped.data_ptr() - drawn.place) // drawn.row_bytes
         factor = self.expected_batch_size / max(1.0, float(drawn.sizes[first : first + len(clipped)].sum()))
-        return alone(self, clipped, generator) * factor if noise_too else alone(self, clipped * factor, generator)
+        return alone(self, clipped, *args) * factor if noise_too else alone(self, clipped * factor, *args)
 
     def clipped_sums(self, theta, draws):
         drawn.sizes = torch.tensor([max(1.0, len(own)) for own in draws])[:, None, None]
         return sums(self, theta, draws)
 
     def privatise_rows(self, clipped):
-        factor = (self._divisor[: len(clipped)] / drawn.sizes).to(clipped.dtype)
-        return rows(self, clipped) * factor if noise_too else rows(self, clipped * factor)
+        planned = torch.tensor([one.expected_batch_size for one in self._mechanisms[: len(clipped)]])[:, None, None]
+        factor = (planned / drawn.sizes).to(clipped.dtype)
+        return (rows(self, clipped) * factor).to(self._like.dtype) if noise_too else rows(self, clipped * factor)
 
     patch.setattr(Mechanism, "privatise", privatise)
     patch.setattr(stacked.Stack, "clipped_sums", clipped_sums)

@@ -78,7 +78,7 @@ class Rig:
             own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
             bound, order = mechanism.clip_norm, mechanism.clip_order
             parts.append(self.engine.clipped_sum(params, x, y, bound, own, len(some), order=order))
-        return torch.cat(parts)
+        return torch.cat(parts).to(start.dtype)
 
     def releases(
         self,
