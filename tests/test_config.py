@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import resource
 import subprocess
@@ -26,7 +25,6 @@ from dpfl_lightning.options import (
     all_keys,
     check,
     departures,
-    to_dict,
 )
 from dpfl_lightning.yaml_text import parse_yaml
 

@@ -6,7 +6,6 @@ import html
 import re
 from html.parser import HTMLParser
 
-from conftest import FIXED_KEY
 from fakes import FRAME, a_result, a_view
 
 from dpfl_lightning.federated.guarantee_page import guarantee_page

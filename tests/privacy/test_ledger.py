@@ -18,7 +18,9 @@ from dpfl_lightning.privacy.ledger import Charge, Ledger, read_ledger
 from dpfl_lightning.privacy.ledger_file import Head, Header, head_bytes, head_file, read_head, verify
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
-HEADER = Header("rdp", "add_remove", "poisson", (1e-4,) * 4, (1.0, 2.0, 3.0, math.inf), ("sizes are public",), {"rounds": 3})
+HEADER = Header(
+    "rdp", "add_remove", "poisson", (1e-4,) * 4, (1.0, 2.0, 3.0, math.inf), ("sizes are public",), {"rounds": 3}
+)
 
 
 def charge(client=0, round=1, number=0, event=TRAIN, purpose="train"):
