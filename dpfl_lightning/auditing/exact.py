@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import math
 import secrets
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
         jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=some)]
     ratios = {
         f"{words} noise": max(
-            _moves(rig, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)
+            moved(rig, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)
         )
         for words, mechanism in (("without", silent), ("with", loud))
     }
@@ -94,12 +95,12 @@ def _pairs(
     return datasets, pairs
 
 
-def _moves(
+def moved(
     rig: Rig,
     mechanism: Mechanism,
     unit: float,
     start: Tensor,
-    pairs: list[tuple[str, str]],
+    pairs: Sequence[tuple[str, str]],
     job: Job,
     together: bool,
 ) -> float:
