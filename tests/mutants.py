@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,10 +12,13 @@ import numpy as np
 import torch
 from pytest import MonkeyPatch
 
-from dpfl_lightning.federated import engine, stacked
-from dpfl_lightning.privacy import clipping, fast_clipping, sampling, stacked_clipping
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism, MechanismRows
-from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.federated import engine, loop, stacked
+from dpfl_lightning.federated.budgets import Budgets
+from dpfl_lightning.privacy import accountant, clipping, fast_clipping, layer_rules, sampling, stacked_clipping
+from dpfl_lightning.privacy.events import Unprotected
+from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, MechanismRows
+from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
 Mutate = Callable[[MonkeyPatch], None]
 SUMS = (clipping.VmapClippedSum, fast_clipping.FastClippedSum)
@@ -48,7 +52,8 @@ def clipped_in_l2(patch: MonkeyPatch) -> None:
 
 def gaussian_in_place_of_laplace(patch: MonkeyPatch) -> None:
     """Normal noise of the same scale: it has half the variance, and no pure epsilon."""
-    patch.setattr(Laplace, "unit_noise", staticmethod(Gaussian.unit_noise))
+    normals = RandomGenerator.integer_normals
+    patch.setattr(RandomGenerator, "integer_laplace", lambda self, count, scale: normals(self, count, scale))
 
 
 def realised_divisor(patch: MonkeyPatch) -> None:
@@ -84,23 +89,118 @@ def overlapping_chunks(patch: MonkeyPatch) -> None:
         )
 
 
-class Again:
-    """A generator whose normal draws begin anew each time."""
-
-    def __init__(self, generator: np.random.Generator) -> None:
-        self.generator = generator
-
-    def standard_normal(self, *args, **more):
-        return np.random.default_rng(self.generator.bit_generator.seed_seq).standard_normal(*args, **more)
-
-    def __getattr__(self, name):
-        return getattr(self.generator, name)
-
-
 def one_noise_for_all_steps(patch: MonkeyPatch) -> None:
     """Every step of a round adds the same noise."""
-    generator = Streams.generator
-    patch.setattr(Streams, "generator", lambda *args, **more: Again(generator(*args, **more)))
+    begin = RandomGenerator.__init__
+
+    def keep(self, key):
+        begin(self, key)
+        self.key = key
+
+    draw = RandomGenerator.integer_normals
+    patch.setattr(RandomGenerator, "__init__", keep)
+    patch.setattr(
+        RandomGenerator, "integer_normals", lambda self, *args: draw(RandomGenerator(self.key), *args)
+    )
+
+
+def floating_point_noise(patch: MonkeyPatch) -> None:
+    """Continuous noise is added in float32, off every grid."""
+
+    def noisy(self: Mechanism, clipped: torch.Tensor, generator: RandomGenerator, dtype: torch.dtype) -> torch.Tensor:
+        draw = generator.integer_laplace if self.clip_order == 1 else generator.integer_normals
+        noise = torch.from_numpy(draw(clipped.numel(), 2.0**60)).view(clipped.shape).to(dtype) * 2.0**-60
+        return noise.mul_(self.noise_scale(clipped.numel())).add_(clipped.to(dtype)).div_(self.expected_batch_size)
+
+    alone = Mechanism.privatise
+
+    def privatise(self, clipped, generator, dtype=torch.float32):
+        return (alone if self.noise_multiplier == 0 else noisy)(self, clipped, generator, dtype)
+
+    def privatise_rows(self, clipped):
+        rows = zip(clipped, self._mechanisms, self._generators, strict=False)
+        return torch.stack([privatise(own, row, generator, self._like.dtype) for row, own, generator in rows])
+
+    patch.setattr(Mechanism, "privatise", privatise)
+    patch.setattr(MechanismRows, "privatise", privatise_rows)
+
+
+def noise_of_the_key_alone(patch: MonkeyPatch) -> None:
+    """Simulations with one key have one noise, whatever their seeds and configurations are."""
+    real = Streams.simulated
+    patch.setattr(Streams, "simulated", classmethod(lambda cls, key, seed, run: real(key, 0, "")))
+
+
+def equal_questions_once(patch: MonkeyPatch) -> None:
+    """A question with the fields of an earlier one of the round is not charged again."""
+    charge, known = Budgets.charge_query, {}
+
+    def charged(self, query, round):
+        fields = (id(self), round, query.purpose, query.clients)
+        if fields not in known:
+            known[fields] = charge(self, query, round)
+        return known[fields]
+
+    patch.setattr(Budgets, "charge_query", charged)
+
+
+def replayed_releases(patch: MonkeyPatch) -> None:
+    """A release with the number of an earlier one is taken for its replay: it has the same noise."""
+    begin = Streams.__init__
+
+    def keyed(self, simulation=None):
+        begin(self, secrets.token_bytes(32) if simulation is None else simulation)
+
+    patch.setattr(Streams, "__init__", keyed)
+
+
+def noise_of_the_folder(patch: MonkeyPatch) -> None:
+    """Noise follows from a key in the run's folder: every start, and every copy, draws the same."""
+    begin, key = Streams.__init__, secrets.token_bytes(32)
+    patch.setattr(Streams, "__init__", lambda self, simulation=None: begin(self, simulation or key))
+
+
+def norms_in_float32(patch: MonkeyPatch) -> None:
+    """The squares of tiny and huge gradients leave the range of their dtype."""
+    patch.setattr(
+        layer_rules, "row_norms", lambda rows, order=2: torch.linalg.vector_norm(rows, ord=order, dim=1).double()
+    )
+
+
+def mixing_model(patch: MonkeyPatch) -> None:
+    """A model whose inputs are rescaled by the largest value of the batch, and checks that do not look."""
+    sample_loss = ClientModule.sample_loss
+
+    def mixed(self, params, x, y):
+        largest = x.nan_to_num(0.0, 0.0, 0.0).abs().max() if len(x) else x.new_ones(())
+        return sample_loss(self, params, torch.where(largest > 8, x * 8 / largest, x), y)
+
+    patch.setattr(ClientModule, "sample_loss", mixed)
+    patch.setattr(loop, "check_fits", lambda module, population: None)
+    patch.setattr(fast_clipping, "_reached_in_company", lambda *args: None)
+
+
+def free_answers(patch: MonkeyPatch) -> None:
+    """Answers without a mechanism cost nothing."""
+    compose = accountant.composed
+
+    def protected(events, delta):
+        return compose([event for event in events if not isinstance(event, Unprotected)], delta)
+
+    patch.setattr(accountant, "composed", protected)
+
+
+def divisor_of_the_records(patch: MonkeyPatch) -> None:
+    """The divisor follows from the number of records that the client holds, which is private (Opacus, issue 819)."""
+    local_task = engine.SerialEngine.local_task
+
+    def task_of(self, plan, row, *args):
+        task, start, batches = local_task(self, plan, row, *args)
+        records = self.population.num_records[plan.clients[row]]
+        own = dataclasses.replace(task.mechanism, expected_batch_size=max(task.mechanism.sample_rate, 1e-3) * records)
+        return dataclasses.replace(task, mechanism=own), start, batches
+
+    patch.setattr(engine.SerialEngine, "local_task", task_of)
 
 
 def twice_the_rate(patch: MonkeyPatch) -> None:
@@ -111,12 +211,19 @@ def twice_the_rate(patch: MonkeyPatch) -> None:
     )
 
 
-#: the four that every audit must catch, and by which checks
+#: those that every audit must catch, by any engine, and by which checks
 MUTANTS: dict[str, tuple[Mutate, set[str]]] = {
     "half the noise": (half_the_noise, {"noise"}),
     "no clipping": (no_clipping, {"sensitivity", "canary"}),
     "realised batch as divisor": (realised_divisor, {"sensitivity", "noise"}),
     "a record counted twice": (counted_twice, {"sensitivity", "sampling"}),
+    "noise in floating point": (floating_point_noise, {"grid"}),
+    "one noise for all seeds": (noise_of_the_key_alone, {"fresh noise"}),
+    "equal questions paid once": (equal_questions_once, {"answers"}),
+    "replayed noise": (replayed_releases, {"fresh noise"}),
+    "noise of the run's folder": (noise_of_the_folder, {"fresh noise"}),
+    "answers that cost nothing": (free_answers, {"answers"}),
+    "divisor of the records held": (divisor_of_the_records, {"sensitivity", "noise"}),
 }
 #: others, that some engines have no place for
 VARIANTS: dict[str, tuple[Mutate, set[str]]] = {
@@ -125,6 +232,11 @@ VARIANTS: dict[str, tuple[Mutate, set[str]]] = {
     "a record in two chunks": (overlapping_chunks, {"sensitivity"}),
     "one noise for all steps": (one_noise_for_all_steps, {"noise"}),
     "twice the sampling rate": (twice_the_rate, {"sampling"}),
+}
+#: others, that only layer rules have a place for
+OF_RULES: dict[str, tuple[Mutate, set[str]]] = {
+    "norms in float32": (norms_in_float32, {"tiny norms"}),
+    "a model that mixes records": (mixing_model, {"isolation"}),
 }
 
 
@@ -140,18 +252,19 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         patch.setattr(kind, "__call__", _remembering(kind.__call__, drawn))
     alone, rows, sums = Mechanism.privatise, MechanismRows.privatise, stacked.Stack.clipped_sums
 
-    def privatise(self, clipped, generator):
+    def privatise(self, clipped, *args):
         first = (clipped.data_ptr() - drawn.place) // drawn.row_bytes
         factor = self.expected_batch_size / max(1.0, float(drawn.sizes[first : first + len(clipped)].sum()))
-        return alone(self, clipped, generator) * factor if noise_too else alone(self, clipped * factor, generator)
+        return alone(self, clipped, *args) * factor if noise_too else alone(self, clipped * factor, *args)
 
     def clipped_sums(self, theta, draws):
         drawn.sizes = torch.tensor([max(1.0, len(own)) for own in draws])[:, None, None]
         return sums(self, theta, draws)
 
     def privatise_rows(self, clipped):
-        factor = (self._divisor[: len(clipped)] / drawn.sizes).to(clipped.dtype)
-        return rows(self, clipped) * factor if noise_too else rows(self, clipped * factor)
+        planned = torch.tensor([one.expected_batch_size for one in self._mechanisms[: len(clipped)]])[:, None, None]
+        factor = (planned / drawn.sizes).to(clipped.dtype)
+        return (rows(self, clipped) * factor).to(self._like.dtype) if noise_too else rows(self, clipped * factor)
 
     patch.setattr(Mechanism, "privatise", privatise)
     patch.setattr(stacked.Stack, "clipped_sums", clipped_sums)

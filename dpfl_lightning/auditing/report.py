@@ -15,6 +15,11 @@ BATCHES = {"poisson": "Poisson", "shuffle": "shuffled"}
 #: check -> what it can show
 MEANING = {
     "sensitivity": "one planted record, with the same noise on both sides: exact, for every engine on this net",
+    "isolation": "the same in a crowd of huge, tiny, constant and broken records: a model that mixes records shows",
+    "tiny norms": "the same for gradients so small, from inputs so large, that float32 cannot hold their squares",
+    "grid": "noisy sums are multiples of a public power of two, so that their precision tells nothing; exact",
+    "fresh noise": "two starts, repeated releases and other seeds have independent noise of the planned size",
+    "answers": "every planned answer has a mechanism or makes epsilon infinite; equal questions are paid for twice",
     "sampling": "the draws themselves: no record twice in a step, none drawn more often than the accountant was told",
     "noise": "its size is what was planned, and does not show how many records were drawn",
     "canary": "one full step: how far the worst of some records moves what is released, over the noise",

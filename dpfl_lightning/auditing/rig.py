@@ -78,7 +78,7 @@ class Rig:
             own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
             bound, order = mechanism.clip_norm, mechanism.clip_order
             parts.append(self.engine.clipped_sum(params, x, y, bound, own, len(some), order=order))
-        return torch.cat(parts)
+        return torch.cat(parts).to(start.dtype)
 
     def releases(
         self,
@@ -91,6 +91,7 @@ class Rig:
         together: bool = False,
         job: Job | None = None,
         round: int = 1,
+        again: bool = False,
     ) -> Tensor:
         """What clients with these data sets release from `start` `[P]`, each with noise and draws of its own.
 
@@ -98,10 +99,12 @@ class Rig:
             names: of data sets, each at most `copies` times.
             steps: local steps, >= 1.
             together: let the engine put clients that take one step into one batch, as it does in a run.
+            again: make the last releases again, with the same numbers of charges.
 
         Returns:
             `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
         """
+        self._attempt -= again
         plan, state, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
         updates = self.engine.train(plan, state, attempts)
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing import exact, noisy, one_run
+from dpfl_lightning.auditing import attacks, exact, noisy, one_run
 from dpfl_lightning.auditing.findings import Finding
 from dpfl_lightning.auditing.records import made_up, most_opposed
 from dpfl_lightning.auditing.rig import Rig
@@ -24,7 +24,7 @@ from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
 _POOL = 32  # records among which the canary is chosen
-_STATISTICAL, _FINDINGS = 5, 6  # checks of a client that chance enters, and what they find
+_STATISTICAL, _FINDINGS = 7, 9  # checks of a client that chance enters, and what is found once for all engines
 
 
 def audit(
@@ -58,7 +58,7 @@ def audit(
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     found, left_out = subjects(loop, chosen)
     significance = (1 - confidence) / (_STATISTICAL * max(1, len(found)))
-    total, done = len(found) * (len(exact.engines()) + _FINDINGS), 0
+    total, done = len(found) * (3 * len(exact.engines()) + _FINDINGS), 0
     clients: list[dict[str, Any]] = []
     for subject in found:
         findings = []
@@ -91,10 +91,17 @@ def _checks(
     left_out: list[str],
 ) -> Iterator[Finding]:
     for name in exact.engines():
-        try:
-            yield exact.sensitivity(subject, name, loop.module, loop.population, loop.seed)
-        except UserError as error:
-            left_out.append(f"engine {name}: {error}")
+        for check in (exact.sensitivity, attacks.isolation, attacks.tiny_norms):
+            try:
+                yield check(subject, name, loop.module, loop.population, loop.seed)
+            except UserError as error:
+                left_out.append(f"engine {name}: {error}")
+    yield attacks.grid(subject, loop.engine.name, loop.module, loop.population, loop.seed, significance)
+    if loop.simulated:
+        left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
+    else:
+        yield attacks.fresh_noise(loop, subject, loop.population, loop.seed, significance)
+    yield attacks.answers(loop, subject, loop.seed)
     start = loop.module.flat
     scene = _scene(loop, subject)
     yield exact.sampling(subject, scene.drawing, start, significance)

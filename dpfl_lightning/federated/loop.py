@@ -310,7 +310,7 @@ class FederatedLoop:
         self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
         saved = self.folder.load_checkpoint(self.device) if resume else None
         configured = self._configuration()
-        self.engine.setup(self.module, self.population, self._streams(configured), self.sampling)
+        self.engine.setup(self.module, self.population, self.streams(), self.sampling)
         self.budgets = Budgets(
             self.schedule,
             self.folder.open_ledger(self._ledger_header(self._identity(configured, begun)), saved),
@@ -333,10 +333,11 @@ class FederatedLoop:
         whole = identity(configured, self.schedule, self.module, self._strategy_digests, self.population, data_key)
         return {**whole, "records": begun.identity.get("records")} if begun is not None and not data_key else whole
 
-    def _streams(self, configured: Mapping[str, Any]) -> Streams:
+    def streams(self) -> Streams:
         """Fresh noise for every release; that of a simulation, and of a run without noise, follows from its key."""
         key = "" if self.privacy is None else self.privacy.noise_key
-        return Streams() if key is None else Streams.simulated(key, self.seed, json.dumps(configured, sort_keys=True))
+        run = json.dumps(self._configuration(), sort_keys=True)
+        return Streams() if key is None else Streams.simulated(key, self.seed, run)
 
     def _begin(self, resumed: bool) -> ServerState:
         self.tally = Tally()

@@ -1,0 +1,306 @@
+"""Attacks on a build: bits of noisy sums, repeated noise, hostile company, tiny gradients, answers that cost nothing."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.auditing.exact import moved
+from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing.records import made_up
+from dpfl_lightning.auditing.rig import NOBODY, Rig
+from dpfl_lightning.auditing.subject import Subject
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.federated.callback import ServerCallback
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.query import LowestLoss, MeanLoss, NoMechanism
+from dpfl_lightning.federated.setup import build_engine
+from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining, RoundPlan, RunSchedule, View
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.privacy.accountant import finite_or_none
+from dpfl_lightning.privacy.audit import std_interval, threshold_epsilon
+from dpfl_lightning.privacy.events import GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+
+BITS = 200  # releases with a record, and as many without, whose bits are read
+_NUMBERS = 1 << 24  # noisy numbers for that, at most
+CROWD = 300  # hostile records around the watched one
+_POOL = 32
+
+
+# ---- bits
+
+
+def grid(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int, significance: float) -> Finding:
+    """Whether every noisy sum is a multiple of the mechanism's public grid, and what the bits of one give away.
+
+    Sums by the real engine, in float64, where a release of local steps shows the grid: one step and two, clients alone
+    and in one batch, class gradients. Bits are those of the mechanism's float32 releases of a zero sum, and of one
+    record's clipped gradient.
+    """
+    wide = copy.deepcopy(module).to(torch.float64)
+    mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
+    start = wide.flat
+    records = made_up(like, _POOL, seed, start.device, torch.float64)
+    rig = Rig(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
+    if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would round the grid away
+        start = torch.zeros_like(start)
+    jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
+    if not like.y.is_floating_point():
+        jobs.append((ClassGradients(like.num_classes), 1))
+    off, numbers = 0, 0
+    for job, steps in jobs:
+        for together in (False, True):
+            sums = rig.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
+            placed = sums / mechanism.grid(sums[0].numel())
+            off += int((~((placed - placed.round()).abs() < 1e-2)).sum())
+            numbers += placed.numel()
+    gradients = rig.gradients(start, torch.arange(_POOL), mechanism)
+    gradient = gradients[int(gradients.norm(dim=1).argmax())][None]
+    count = max(20, min(BITS, _NUMBERS // len(start)))
+    inside, outside = (_finest_bits(mechanism, value, count) for value in (gradient, torch.zeros_like(gradient)))
+    delta = subject.settings.delta
+    bound = max(threshold_epsilon(*pair, significance / 2, delta) for pair in ((inside, outside), (outside, inside)))
+    claim = subject.accountant.epsilon([subject.planned.event(1)], delta)
+    return Finding(
+        check="grid",
+        what=f"{engine}: numbers off the public grid; bits of {count} releases with a record, {count} without",
+        measured=f"{off} of {numbers}; epsilon >= {at_least(bound)}",
+        claimed=f"0; epsilon {at_most(claim)}",
+        refuted=off > 0 or bound > claim,
+        confidence=1 - significance,
+        figures={"off": off, "numbers": numbers, "epsilon_low": bound, "epsilon_claimed": claim},
+    )
+
+
+def _finest_bits(mechanism, clipped_sum: Tensor, count: int) -> np.ndarray:
+    """The exponent of the lowest set bit in each of `count` releases, `[count]`."""
+    generator = Streams().generator("noise", 1, 0)
+    found = []
+    for _ in range(count):
+        fraction, exponent = np.frexp(mechanism.privatise(clipped_sum, generator).double().cpu().numpy())
+        whole = np.abs(fraction * 2.0**53).astype(np.int64)
+        bits = np.log2(np.maximum(whole & -whole, 1).astype(np.float64)) + exponent
+        found.append(bits[whole != 0].min(initial=np.inf))
+    return np.array(found)
+
+
+# ---- repeated noise
+
+
+def fresh_noise(loop: FederatedLoop, subject: Subject, like: Population, seed: int, significance: float) -> Finding:
+    """Whether releases that must have noise of their own have it: the spread of their differences, over the planned.
+
+    Of the same records: by two starts of the run, made again with the same number, made another time, and by two
+    clients; and by simulations of other seeds and configurations.
+    """
+    module = copy.deepcopy(loop.module)
+    start, copies = module.flat, max(2, min(32, math.ceil(4000 / module.num_params)))
+    mechanism, rate = dataclasses.replace(subject.mechanism, sample_rate=1.0), subject.settings.learning_rate
+    records = made_up(like, _POOL, seed, start.device, start.dtype)
+
+    def rig(streams: Streams) -> Rig:
+        engine = build_engine(loop.engine.name, loop.engine.workers)
+        return Rig(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
+
+    def released(by: Rig, again: bool = False) -> Tensor:
+        return by.releases(["eight"] * by.copies, mechanism, 1, rate, start, again=again).double()
+
+    first, second = rig(loop.streams()), rig(loop.streams())
+    ours, key = released(first), "0" * 32
+    simulations = [rig(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))]
+    simulated = [released(one) for one in simulations]
+    pairs = {
+        "two starts": (ours, released(second)),
+        "made again": (ours, released(first, again=True)),
+        "another release": (ours, released(first)),
+        "two clients": (ours[:-1], ours[1:]),
+        "two seeds of a simulation": (simulated[0], simulated[1]),
+        "two configurations of a simulation": (simulated[0], simulated[2]),
+    }
+    claimed, found = subject.planned.noise_std(1, rate), {}
+    heavy = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
+    for name, (one, other) in pairs.items():
+        difference = (one - other)[:: 2 if name == "two clients" else 1]  # each release in one difference
+        std = math.sqrt(float(difference.square().mean()) / 2)
+        low, high = std_interval(std, int(difference.numel() / heavy), significance / len(pairs) / 2)
+        found[name] = (low / claimed, high / claimed)
+    lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
+    return Finding(
+        check="fresh noise",
+        what=f"spread of the difference of two releases, {len(pairs)} kinds of pairs",
+        measured=f"{lowest:.3f} to {highest:.3f} x planned",
+        claimed="1",
+        refuted=not all(low <= 1 <= high for low, high in found.values()),
+        confidence=1 - significance,
+        figures={"spread_over_planned": {name: [finite_or_none(end) for end in ends] for name, ends in found.items()}},
+    )
+
+
+# ---- what one record moves, where that is hard
+
+
+def isolation(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+    """The most that one record moves a sum over hundreds of others, in clip norms, without noise.
+
+    The others are ordinary, or some of them are huge, constant, infinite or no numbers. A model that mixes records
+    changes the others' gradients with the one.
+
+    Raises:
+        UserError: the engine cannot run the module.
+    """
+    wide = copy.deepcopy(module).to(torch.float64)
+    x, y = made_up(like, CROWD, seed, wide.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
+    strange = (1e4 * x[0], torch.full_like(x[0], 8.5), torch.full_like(x[0], math.nan), torch.full_like(x[0], 1e30))
+    for number, value in enumerate((*strange, torch.full_like(x[0], math.inf), torch.zeros_like(x[0]))):
+        x[number::30] = value
+    ordinary = torch.arange(CROWD)[torch.arange(CROWD) % 30 >= 5]
+    crowds = {"ordinary": ordinary, "hostile": torch.arange(30, CROWD)}
+    watched = {"huge": 0, "constant": 1, "broken": 2, "gigantic": 3, "ordinary": 7}
+    datasets, pairs = dict(crowds), []
+    for crowd, rows in crowds.items():
+        for name, row in watched.items():
+            datasets[f"{crowd} and {name}"] = torch.cat([rows, torch.tensor([row])])
+            pairs.append((crowd, f"{crowd} and {name}"))
+    rig = Rig(build_engine(engine), wide, like, (x, y), datasets, Streams())
+    most = _most_moved(rig, subject, pairs, wide.flat)
+    return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", rig, most, 1e-5)
+
+
+TINY = 1e-23  # what the loss is multiplied by
+_CLIP_NORMS = (1e-5, 1e-8)
+
+
+def tiny_norms(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+    """The most that one record with huge features and a tiny loss moves a sum, in clip norms, in float32.
+
+    The squares of its gradient, or of the factors of its gradient, leave the range of float32.
+
+    Raises:
+        UserError: the engine cannot run the module.
+    """
+    quiet = copy.deepcopy(module)
+    plain = quiet.sample_loss
+    quiet.sample_loss = lambda params, x, y: TINY * plain(params, x, y)  # type: ignore[method-assign]
+    x, y = made_up(like, 12, seed, quiet.flat.device, quiet.flat.dtype, scales=(1.0,))
+    draw = np.random.default_rng(seed)
+    for number, scale in enumerate((1e16, 1e17, 1e18, 1e19) * 3):
+        row = x[number].view(-1)
+        row.zero_()[int(draw.integers(len(row)))] = scale
+    datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
+    rig = Rig(build_engine(engine, 1), quiet, like, (x, y), datasets, Streams())
+    pairs = [(NOBODY, name) for name in datasets]
+    most = max(
+        _most_moved(rig, subject, pairs, torch.zeros_like(quiet.flat) if zero else quiet.flat, clip_norm)
+        for clip_norm in _CLIP_NORMS
+        for zero in (False, True)
+    )
+    return _sums_finding("tiny norms", f"{engine}: one record of huge features and tiny loss", rig, most, 1e-3)
+
+
+def _most_moved(
+    rig: Rig, subject: Subject, pairs: Sequence[tuple[str, str]], start: Tensor, clip_norm: float | None = None
+) -> float:
+    """The most that releases of a pair of data sets differ, in clip norms, without noise."""
+    bound = subject.planned.clip_norm if clip_norm is None else clip_norm
+    silent = dataclasses.replace(
+        subject.mechanism, clip_norm=bound, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
+    )
+    return max(moved(rig, silent, 1 / bound, start, pairs, LocalTraining(), side) for side in (False, True))
+
+
+def _sums_finding(check: str, what: str, rig: Rig, most: float, tolerance: float) -> Finding:
+    return Finding(
+        check=check,
+        what=f"{what} moves a release by",
+        measured=f"{most:.6f} x clip norm",
+        claimed="at most 1",
+        refuted=not most <= 1 + tolerance,
+        figures={"engine": rig.engine.name, "sums": rig.engine.description, "most": finite_or_none(most)},
+    )
+
+
+# ---- answers
+
+
+class _Asks(ServerCallback):
+    """Asks everybody for its mean loss twice, and client 1 for what no mechanism protects."""
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        def more(client: int, own: ClientSchedule) -> ClientSchedule:
+            lines = [Planned("loss", GaussianEvent(1.0, 1.0, 1), 2)]
+            lines += [Planned("select", Unprotected("which model was chosen"), 1)] * (client == 1)
+            return dataclasses.replace(own, planned=(*own.planned, *lines))
+
+        return schedule.replan(more)
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        models, asked = view.state.models, {client: view.mechanism(client, "loss") for client in plan.clients}
+        question = MeanLoss(mechanism_of=asked, models=models, row_of=dict.fromkeys(asked, 0), loss_bound=2.0)
+        self._answers = [dict(view.ask(question)) for _ in range(2)]
+        view.ask(LowestLoss(mechanism_of={1: NoMechanism("which model was chosen")}, models=models))
+        return plan
+
+
+def answers(loop: FederatedLoop, subject: Subject, seed: int) -> Finding:
+    """Whether every answer is paid for: by its mechanism, or by an infinite epsilon.
+
+    The client's whole plan is read; and a small run on made-up records asks two equal questions and one without a
+    mechanism, and is held to its ledger and its result.
+    """
+    wrong = []
+    own = loop.schedule.clients[subject.client]
+    bare = [line for line in own.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)]
+    epsilon = loop.accountant.epsilon([line.event for line in own.planned if line.count], own.delta)
+    if bare and epsilon < math.inf:
+        wrong.append(f"epsilon {epsilon:.3g} beside {', '.join(line.purpose for line in bare)} without noise")
+    asks = _Asks()
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserNotice)
+        pairs = [made_up(loop.population, 8, seed + client, torch.device("cpu"), torch.float32) for client in range(2)]
+        result = FederatedLoop(
+            Population.from_datasets(pairs, held_out=0.0, num_classes=loop.population.num_classes),
+            copy.deepcopy(loop.module),
+            rounds=1,
+            clients=ClientOptions(count=2, batch_size=None),
+            privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0),
+            callbacks=[asks],
+            engine=build_engine(loop.engine.name),
+            output_dir=Path(folder) / "run",
+            device=loop.device.type,
+        ).run()
+        charges = [charge.purpose for charge in read_ledger(Path(folder) / "run" / "ledger.jsonl")]
+        promises = json.loads((Path(folder) / "run" / "guarantees.json").read_text())["clients"]
+    first, second = asks._answers
+    if charges.count("loss") != 4:
+        wrong.append(f"two equal questions to two clients are {charges.count('loss')} charges")
+    if any(first[client] == second[client] for client in first):
+        wrong.append("two equal questions have one answer")
+    for where, epsilons in (
+        ("result", [row["epsilon_spent"] for row in result.clients]),
+        ("guarantees", [promise["epsilon"] for promise in promises]),
+    ):
+        if [epsilon is None for epsilon in epsilons] != [False, True]:
+            wrong.append(f"an answer without a mechanism has epsilon {epsilons[1]} in the {where}")
+    return Finding(
+        check="answers",
+        what=f"{len(own.planned)} planned kinds of releases; two equal questions, and one without a mechanism",
+        measured="; ".join(wrong) or "all are paid for",
+        claimed="all are paid for",
+        refuted=bool(wrong),
+        figures={"wrong": wrong, "epsilon_of_all": finite_or_none(epsilon)},
+    )
