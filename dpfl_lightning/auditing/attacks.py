@@ -45,7 +45,9 @@ _POOL = 32
 # ---- bits
 
 
-def grid(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int, significance: float) -> Finding:
+def grid(
+    subject: Subject, engine: str, module: ClientModule, like: Population, seed: int, significance: float
+) -> Finding:
     """Whether every noisy sum is a multiple of the mechanism's public grid, and what the bits of one give away.
 
     Sums by the real engine, in float64, where a release of local steps shows the grid: one step and two, clients alone

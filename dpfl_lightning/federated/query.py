@@ -203,7 +203,9 @@ class LossesAroundStep(Query):
         clip_norm, order, rate = self.step_of[client]
         clipped_sum = VmapClippedSum(module.sample_loss)
         step = clipped_sum(module.unflatten(self.model), x, y, clip_norm, order=order)[0]
-        return summed_losses(module, torch.stack([self.model, self.model - rate * step / len(y)]), x, y)
+        return summed_losses(
+            module, torch.stack([self.model, self.model - rate * (step / len(y)).to(self.model.dtype)]), x, y
+        )
 
     def read(self, client: int, released: Tensor) -> tuple[float, float]:
         before, after = released.tolist()

@@ -95,9 +95,9 @@ def test_rounds_go_on_while_a_later_one_has_enough(make_loop):
 def test_clients_whose_charge_is_refused_count_as_absent(make_loop, monkeypatch):
     charge = Budgets.charge_round
 
-    def refusing(self, plan, starts):
-        plan, attempts = charge(self, plan, starts)
-        return (plan.only(lambda client: client < 2), attempts[:2]) if plan.round == 2 else (plan, attempts)
+    def refusing(self, plan):
+        plan, numbers = charge(self, plan)
+        return (plan.only(lambda client: client < 2), numbers[:2]) if plan.round == 2 else (plan, numbers)
 
     monkeypatch.setattr(Budgets, "charge_round", refusing)
     loop = few(make_loop, None, [Distillation(**SMALL | {"min_participants": 3})], rounds=3)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from conftest import FIXED_KEY
@@ -36,7 +36,8 @@ from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
+from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
 
 
@@ -161,7 +162,8 @@ def test_the_noise_of_a_release_is_that_of_its_sum_however_many_records_were_dra
     for drawn, expected in ((0, 10.0), (0, 640.0), (500, 640.0), (700, 640.0)):
         mechanism = Gaussian(clip_norm=0.5, noise_multiplier=3.0, sample_rate=1.0, expected_batch_size=expected)
         labels = torch.arange(drawn) % 10
-        sent = ClassGradients(10).released(sums, mechanism, np.random.default_rng(0), labels, labels)
+        task = SimpleNamespace(mechanism=mechanism, noise=RandomGenerator(bytes(32)))
+        sent = ClassGradients(10).released(sums, task, torch.float32, labels, labels)
         noise = sent * expected - sums
         assert float(noise.std()) == pytest.approx(3.0 * 0.5, rel=0.02)
         assert abs(float(noise.mean())) < 5 * 1.5 / math.sqrt(noise.numel())
@@ -210,7 +212,7 @@ def test_a_draw_of_a_fixed_number_is_divided_by_that_number(drawn, noise, make_l
     target, _ = own.kept[0]
     if noise > 1:
         divisor = 4 * min(24, 3 * drawn)
-        assert own._target_noise_std == pytest.approx(3 * 2 * 1e3 * noise / divisor)
+        assert own._target_noise_std == pytest.approx(3 * 2 * 1e3 * ENLARGED * noise / divisor)
         assert float(target.std()) == pytest.approx(own._target_noise_std, rel=0.12)
     else:
         torch.testing.assert_close(target, torch.stack(class_means(population, params)), rtol=1e-3, atol=1e-5)

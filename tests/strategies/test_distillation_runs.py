@@ -53,7 +53,7 @@ def test_a_run_leaves_its_set_and_says_how_it_was_made(make_loop):
     assert torch.equal(left.x, images_of(own).flatten(0, 1)) and left.y.tolist() == [0, 0, 1, 1, 2, 2]
     card = left.card
     assert 0.98 * 8 < card["epsilon_max"] <= 8 and card["delta_max"] == 1e-3
-    assert card["guarantee"].startswith("(8, 0.001)-differential privacy per record")
+    assert card["guarantee"].startswith("Simulated, nobody is protected: (8, 0.001)-differential privacy per record")
     assert (card["clients"], card["records"], card["rounds"]) == (4, 61, 2)
     assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.budgets.ledger.head.as_dict()
 

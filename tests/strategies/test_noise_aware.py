@@ -250,7 +250,7 @@ def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
 @pytest.mark.parametrize("every", [1, 2, 0])
 def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     unbroken, _, _ = run(make_loop, reestimate_every=every)
-    broken = make_loop(callbacks=[NoiseAware(reestimate_every=every)], rounds=5)
+    broken = make_loop(callbacks=[NoiseAware(reestimate_every=every), Seen()], rounds=5)
     for round in (1, 3, 4):
         cut_at(broken, round)
         with pytest.raises(PowerCut):
@@ -262,7 +262,7 @@ def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     assert kept(seen) == {1: [True, True], 2: [False, True], 0: [False, False]}[every]
     assert (
         result.told
-        == make_loop(callbacks=[NoiseAware(reestimate_every=every)], rounds=5, output_dir=broken.output_dir)
+        == make_loop(callbacks=[NoiseAware(reestimate_every=every), Seen()], rounds=5, output_dir=broken.output_dir)
         .run(resume=True)
         .told
     ), "a finished run tells it again"
@@ -304,7 +304,7 @@ def test_the_oracle_weighs_by_true_noise_and_the_run_says_that_it_is_a_simulatio
     assert all("simulation" in one.words() and "oracle" in one.not_covered[-1] for one in guarantees)
     assert "simulation" in (loop.output_dir / "guarantee.html").read_text()
     honest, _, _ = run(make_loop, rounds=1)
-    assert "simulation" not in honest.budgets.guarantees()[0].words()
+    assert not any("oracle" in one for one in honest.budgets.guarantees()[0].not_covered)
 
 
 def test_the_oracle_of_a_run_without_noise_has_nothing_to_tell_apart(make_loop):

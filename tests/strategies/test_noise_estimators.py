@@ -14,7 +14,8 @@ from noisy_updates import CLIP_NORM, NUM_PARAMS, excess, noisy_updates, total_va
 from reference import paper_noise_multipliers
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.mechanism import Gaussian
+from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
+from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.strategies.noise_estimators import (
     ESTIMATORS,
@@ -261,12 +262,12 @@ def test_variance_of_a_batch_of_clipped_gradients(sample_rate):
 def test_variance_of_an_update_adds_up_over_steps_but_for_feedback(curvature):
     """The package's own mechanism; 2,000 updates of 40 parameters: 3 % is 6 standard deviations."""
     mechanism = Gaussian(clip_norm=3.0, noise_multiplier=2.0, sample_rate=0.1, expected_batch_size=5.0)
-    generator, steps, learning_rate = np.random.default_rng(0), 15, 0.05
+    generator, steps, learning_rate = RandomGenerator(bytes(32)), 15, 0.05
     theta = torch.zeros(2000, 40, dtype=torch.float64)
     for _ in range(steps):
         summed = 5.0 * (curvature * theta + 1.0)  # of gradients: linear in theta, not clipped
-        theta -= learning_rate * mechanism.privatise(summed, generator)
-    neglected = float(update_noise_var([2.0], [5.0], [steps], learning_rate, 3.0, 40)[0])
+        theta -= learning_rate * mechanism.privatise(summed, generator, torch.float64)
+    neglected = float(update_noise_var([2.0], [5.0], [steps], learning_rate, 3.0 * ENLARGED, 40)[0])
     assert neglected == pytest.approx(40 * mechanism.noise_std(steps, learning_rate) ** 2)
     feedback = sum((1 - learning_rate * curvature) ** (2 * k) for k in range(steps)) / steps
     assert float(theta.var(dim=0).sum()) == pytest.approx(feedback * neglected, rel=0.03)

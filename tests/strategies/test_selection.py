@@ -304,9 +304,9 @@ def test_a_resumed_run_has_the_same_cohorts_and_bits(cut, make_loop, tmp_path):
     assert [row["releases"] for row in result.clients] == again.callbacks[-1]._quota.tolist()
 
 
-def test_a_secure_run_that_was_broken_off_pays_from_its_reserve(make_loop, tmp_path):
+def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop, tmp_path):
     def loop():
-        privacy = {"secure": True, "noise_key": None, "reserve_rounds": 1}
+        privacy = {"noise_key": None, "reserve_rounds": 1}
         return federation(make_loop, BiasedSelection(COHORT), privacy=privacy, output_dir=tmp_path / "run")
 
     first = loop()

@@ -17,12 +17,12 @@ from dpfl_lightning.federated import answers
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss, NoMechanism, event_of
 from dpfl_lightning.federated.run_folder import RunFolder
-from dpfl_lightning.federated.setup import ENGINES
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.privacy.accountant import gaussian_mu
 from dpfl_lightning.privacy.events import Unprotected
 from dpfl_lightning.privacy.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.strategies.allocation import allocate_int
 from dpfl_lightning.strategies.two_stage_selection import FILTER, UNSOUND, TwoStageSelection
 
@@ -192,7 +192,7 @@ def test_without_privacy_losses_are_exact(make_loop):
 def test_a_resumed_run_has_the_same_quotas_and_bits(cut, estimates, make_loop, tmp_path):
     def loop(name):
         own = two_stages(estimates=estimates)
-        return federation(make_loop, own, output_dir=tmp_path / name, checkpoint_seconds=0.0)
+        return federation(make_loop, own, output_dir=tmp_path / name)
 
     whole, first = loop("whole"), loop("cut")
     whole.run()
@@ -206,9 +206,9 @@ def test_a_resumed_run_has_the_same_quotas_and_bits(cut, estimates, make_loop, t
     assert [row["releases"] for row in result.clients] == [len(whole.budgets.ledger.events(n)) for n in range(COUNT)]
 
 
-def test_a_secure_run_pays_for_what_it_repeats(make_loop, tmp_path):
+def test_a_run_pays_for_what_it_repeats(make_loop, tmp_path):
     def loop():
-        privacy = {"secure": True, "noise_key": None, "reserve_rounds": 1}
+        privacy = {"noise_key": None, "reserve_rounds": 1}
         return federation(make_loop, two_stages(), privacy=privacy, output_dir=tmp_path / "run")
 
     first = loop()
@@ -222,13 +222,13 @@ def test_a_secure_run_pays_for_what_it_repeats(make_loop, tmp_path):
 
 
 def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(make_loop, tmp_path, monkeypatch):
-    """Another engine makes the first stage anew; what later noise follows from is then another release."""
+    """Without its checkpoints the first stage is made anew; what later noise follows from is then another release."""
 
-    def loop(engine):
-        own = {"output_dir": tmp_path / "run", "engine": ENGINES[engine]()}
-        return federation(make_loop, two_stages(), privacy={"reserve_rounds": WARMUP}, **own)
+    def loop():
+        privacy = {"noise_key": None, "reserve_rounds": WARMUP}
+        return federation(make_loop, two_stages(), privacy=privacy, output_dir=tmp_path / "run")
 
-    first, save = loop("fast"), RunFolder.save_checkpoint
+    first, save = loop(), RunFolder.save_checkpoint
     monkeypatch.setattr(
         RunFolder, "save_checkpoint", lambda own, now: None if own.checkpoint.exists() else save(own, now)
     )
@@ -236,7 +236,7 @@ def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(
     with pytest.raises(PowerCut):  # as a kill: nothing is saved after the start
         first.run()
     monkeypatch.undo()
-    again = loop("serial")
+    again = loop()
     with pytest.raises(UserError, match=r"ledger.jsonl` must hold what the schedule of client \d plans now"):
         again.run(resume=True)
     for client, budget in enumerate(EPSILON):
@@ -307,7 +307,7 @@ def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     module = ClientModule(torch.nn.Linear(1, 2))
     mechanism = Gaussian(0.5, 4.0, 1.0, 10.0)
     query = MeanLoss(mechanism_of={3: mechanism}, models=module.flat[None], row_of={3: 0}, loss_bound=1.0)
-    draw, x, y = np.random.default_rng(0), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
+    draw, x, y = RandomGenerator(bytes(32)), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
     reports = [query.read(3, answers.answer(query, 3, module, x, y, draw)) for _ in range(2000)]
     assert np.std(reports) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
     assert event_of(query, 3) == mechanism.event(1)
