@@ -99,9 +99,7 @@ def one_noise_for_all_steps(patch: MonkeyPatch) -> None:
 
     draw = RandomGenerator.integer_normals
     patch.setattr(RandomGenerator, "__init__", keep)
-    patch.setattr(
-        RandomGenerator, "integer_normals", lambda self, *args: draw(RandomGenerator(self.key), *args)
-    )
+    patch.setattr(RandomGenerator, "integer_normals", lambda self, *args: draw(RandomGenerator(self.key), *args))
 
 
 def floating_point_noise(patch: MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
     bounds = {
         one["check"]: one["figures"]["epsilon_low"] for one in client["findings"] if "epsilon_low" in one["figures"]
     }
-    assert list(bounds) == ["canary", "round", "one run", "one run's curve"]
+    assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
     assert said.out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
     assert "| sensitivity     | trainer: one record moves a release by" in said.out
     assert "proves nothing" in said.out and "REFUTED" not in said.out
@@ -54,7 +54,7 @@ def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine
     mutants.half_the_noise(monkeypatch)
     assert main([*DIGITS, *SURE, "--for_clients", "3"]) == 1
     out = capsys.readouterr().out
-    assert "REFUTED: client 3: noise" in out and "This build does not do what its epsilon says." in out
+    assert "REFUTED: " in out and "client 3: noise" in out and "This build does not do what its epsilon says." in out
     assert "proves nothing" not in out
 
 
@@ -185,7 +185,8 @@ def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
                 assert {f"client {client['client']}: {check}" for check in expected} <= set(builds[name]["refuted"])
 
 
-def test_the_script_audits_every_build(one_engine, tmp_path, capsys):
+def test_the_script_audits_every_build(one_engine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mutants, "MUTANTS", dict(list(mutants.MUTANTS.items())[-2:]))  # the others are audited elsewhere
     case = {"digits": ["--config", "conf/digits.yaml", "--rounds", "1"]}
     found = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
     told = audit_mutants.report(found)
