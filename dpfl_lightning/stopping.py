@@ -58,8 +58,9 @@ def between_rounds() -> Iterator[Callable[[], None]]:
     came: list[int] = []
 
     def obey(number: int, frame: FrameType | None = None) -> None:
-        handler = before[number] if callable(before[number]) else _raise
-        handler(number, frame)
+        if not callable(before[number]):  # the system's own way to end a process saves nothing
+            raise Terminated
+        before[number](number, frame)
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(number)

@@ -169,7 +169,7 @@ RUNS: dict[str, Callable[[Path], FederatedLoop]] = {
 
 
 #: no two runs of it are alike
-SECURE = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, secure=True)
+PROTECTED = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3)
 
 
 def outcome(loop: FederatedLoop) -> dict:
@@ -200,7 +200,7 @@ def main(folder: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", UserNotice)  # of updates that are lost
     results = {}
-    runs = {**RUNS, "secure": lambda folder: make_loop(folder, privacy=SECURE)}
+    runs = {**RUNS, "protected": lambda folder: make_loop(folder, privacy=PROTECTED)}
     for name, make in runs.items():
         loop = make(folder / name)
         results[name] = outcome(loop) if launched().rank == 0 else loop.run().as_dict()

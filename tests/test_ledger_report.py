@@ -17,7 +17,7 @@ from dpfl_lightning.federated.query import SelectModel
 from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.ledger import Charge, Ledger
 from dpfl_lightning.privacy.ledger_file import Header, head_file
 from dpfl_lightning.privacy.selection import ExponentialMechanism
@@ -30,7 +30,7 @@ def a_ledger(path, clients=3, epsilon=2.0, **header):
     known = {"accountant": "rdp", "adjacency": "add_remove", "sampling": "poisson", "caveats": ("sizes are public",)}
     ledger = Ledger(path, Header(**known | header, delta=(1e-4,) * clients, epsilon=(epsilon,) * clients))
     for round in (1, 2):
-        ledger.charge([Charge(client, round, "train", f"{round}", TRAIN) for client in range(clients)])
+        ledger.charge([Charge(client, round, "train", TRAIN) for client in range(clients)])
     return ledger
 
 
@@ -101,7 +101,7 @@ def test_recomputed_is_live(accountant, make_loop, capsys):
     weakest = max(promises["clients"], key=lambda one: one["epsilon"])
     assert found["guarantee"] == weakest
     assert result["guarantee"].startswith(found["guarantee"]["words"])
-    assert "the noise key was given in the configuration" in text
+    assert "nobody is protected" in text
 
 
 def test_without_noise_there_is_no_guarantee(make_loop, capsys):
@@ -123,7 +123,7 @@ def test_shuffled_batches_are_said(make_loop, capsys):
 
 def test_a_client_that_never_trained_has_spent_nothing(path, capsys):
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * 2, (1.0, math.inf)))
-    ledger.charge([Charge(1, 1, "train", "a", TRAIN)])
+    ledger.charge([Charge(1, 1, "train", TRAIN)])
     _, found = told(capsys, "--ledger", path)
     assert found["clients"][0] == {
         "client": 0,
@@ -141,8 +141,8 @@ def test_rdp_without_opacus_is_rdp_with_it(path, capsys):
     """What a run certifies with Opacus, the report finds without: events of many kinds, to the last digit."""
     events = [GaussianEvent(rate, noise, 7) for rate in (0.003, 0.05, 0.4, 1.0) for noise in (0.7, 2.0, 9.0)]
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-5,) * len(events), (1.0,) * len(events)))
-    ledger.charge([Charge(client, 1, "train", "a", event) for client, event in enumerate(events)])
-    ledger.charge([Charge(client, 1, "select", "a", SelectionEvent(0.3)) for client in range(len(events))])
+    ledger.charge([Charge(client, 1, "train", event) for client, event in enumerate(events)])
+    ledger.charge([Charge(client, 1, "select", SelectionEvent(0.3)) for client in range(len(events))])
     _, found = told(capsys, "--ledger", path)
     exact = [get_accountant("rdp").bound([event, SelectionEvent(0.3)], 1e-5)[0] for event in events]
     assert [own["epsilon"] for own in found["clients"]] == exact
@@ -157,7 +157,7 @@ def test_runs_of_the_same_clients_are_composed_in_one(tmp_path, capsys):
     for name, event in (("first", TRAIN), ("second", other)):
         (tmp_path / name).mkdir()
         ledger = Ledger(tmp_path / name / "ledger.jsonl", header(caveats=(f"of the {name}",)))
-        ledger.charge([Charge(client, 1, name, "a", event) for client in range(2)])
+        ledger.charge([Charge(client, 1, name, event) for client in range(2)])
         ledger.close()
     text, found = told(capsys, "--ledger", tmp_path / "first", tmp_path / "second" / "ledger.jsonl")
     alone = [told(capsys, "--ledger", tmp_path / name)[1]["clients"][0]["epsilon"] for name in ("first", "second")]
@@ -215,11 +215,12 @@ def test_overrides_are_said(path, capsys):
     assert found["guarantee"]["accountant"].startswith("PRV (Opacus") and found["guarantee"]["delta"] == 1e-6
 
 
-def test_a_caveat_among_the_events_is_said_too(path, capsys):
+def test_caveats_of_the_header_and_what_was_shown_are_said(path, capsys):
     ledger = a_ledger(path)
-    ledger.charge([Charge(0, 3, "note", "a", Caveat("it rained"))])
-    _, found = told(capsys, "--ledger", path)
-    assert found["guarantee"]["caveats"] == ["it rained", "sizes are public"]
+    assert told(capsys, "--ledger", path)[1]["guarantee"]["caveats"] == ["sizes are public"]
+    ledger.charge([Charge(0, 3, "shown", Unprotected("counts of gradients"))])
+    text, found = told(capsys, "--ledger", path)
+    assert found["guarantee"]["epsilon"] is None and "counts of gradients" in text
 
 
 def test_an_epsilon_above_its_budget_is_said(path, capsys):
@@ -247,7 +248,7 @@ def test_a_line_that_is_being_written_is_no_error(path, capsys):
 def test_a_charge_ahead_of_the_head_is_said(path, capsys):
     ledger = a_ledger(path)
     old = head_file(path).read_bytes()
-    ledger.charge([Charge(0, 3, "train", "3", TRAIN)])
+    ledger.charge([Charge(0, 3, "train", TRAIN)])
     head_file(path).write_bytes(old)
     text, found = told(capsys, "--ledger", path)
     assert "agrees with ledger.head, which counts 1 less" in text and (found["lines"], found["head_lines"]) == (8, 7)
@@ -321,7 +322,7 @@ def test_it_loads_no_torch(path):
 def test_many_equal_clients_are_composed_once(path, capsys):
     clients = 20_000
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))
-    charges = [Charge(client, 1, "train", "a", TRAIN) for client in range(clients)]
+    charges = [Charge(client, 1, "train", TRAIN) for client in range(clients)]
     begun = time.process_time()
     ledger.charge(charges)
     assert time.process_time() - begun < 5  # measured: 0.2 s
@@ -335,7 +336,7 @@ def test_many_different_clients_are_asked_for_together(path, capsys):
     clients = 2000
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))
     events = [GaussianEvent(0.1, 1 + client / clients, 10) for client in range(clients)]
-    ledger.charge([Charge(client, 1, "train", "a", event) for client, event in enumerate(events)])
+    ledger.charge([Charge(client, 1, "train", event) for client, event in enumerate(events)])
     begun = time.process_time()
     _, found = told(capsys, "--ledger", path)
     assert time.process_time() - begun < 30  # measured: 1.5 s

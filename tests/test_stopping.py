@@ -12,11 +12,14 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from mlflow.tracking import MlflowClient
 from test_sweep import SMALL
 
-from dpfl_lightning.stopping import Terminated, passed_on, terminable
+from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.stopping import Terminated, between_rounds, passed_on, terminable
 
 ROOT = Path(__file__).parents[1]
 
@@ -60,6 +63,40 @@ def test_only_the_main_thread_may_and_among_ranks_the_launcher_decides(monkeypat
     assert inside == [signal.SIG_DFL] * 2
 
 
+def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not():
+    """Ctrl-C and SIGTERM, in any order; each handler comes back."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    for first, ended in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        done = []
+        with pytest.raises(ended) as error, terminable(), between_rounds() as check:
+            check()
+            with pytest.warns(UserNotice, match="the round is finished first"):
+                signal.raise_signal(first)
+            done.append("the round")
+            check()
+            done.append("another round")
+        assert done == ["the round"] and error.type is ended
+        for second, ended_at_once in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+            with pytest.raises(ended_at_once) as error, terminable(), between_rounds():
+                with pytest.warns(UserNotice):
+                    signal.raise_signal(first)
+                signal.raise_signal(second)
+                done.append("another round")
+            assert done == ["the round"] and error.type is ended_at_once
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_who_ignores_signals_goes_on_doing_so():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with between_rounds() as check:
+            signal.raise_signal(signal.SIGTERM)
+            check()
+            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_helpers_get_it_too():
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(Terminated), passed_on([helper]):
@@ -98,6 +135,8 @@ def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
     assert (process.returncode, err.splitlines()[-1]) == (143, "stopped by SIGTERM"), err
     assert "interrupted; go on with: python -m dpfl_lightning.fit --resume run" in out
     assert statuses(tmp_path) == ["KILLED"] and "Traceback" not in err
+    finished = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["round"]
+    assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 5 * finished > 0, "no paid round is lost"
 
 
 @pytest.mark.slow  # two imports of torch and a database

@@ -54,7 +54,7 @@ def folder(tmp_path):
         "checkpoint.pt",
     ):
         (run / name).write_text(name)
-    (run / "noise_key").write_text(SECRET)
+    (run / "data_key").write_text(SECRET)
     return run
 
 
@@ -87,7 +87,7 @@ def test_it_has_no_public_names_but_hooks(store, experiment):
 def test_a_finished_run(store, experiment, folder):
     options = {
         "rounds": 10,
-        "privacy": {"epsilon": [1.0, 2.0], "noise_key": SECRET},
+        "privacy": {"epsilon": [1.0, 2.0]},
         "model": {"name": "logistic"},
     }
     options["tracking"] = {"uri": "http://me:hunter2@host"}
@@ -181,14 +181,14 @@ def test_a_report_is_a_finished_run_with_its_figure(store, experiment):
     assert (Path(run.info.artifact_uri.removeprefix("file://")) / "table.md").read_text() == "| a |"
 
 
-def test_the_noise_key_never_leaves(store, experiment, folder):
-    options = {"privacy": {"noise_key": SECRET, "delta": 0.1}, "tracking": {"uri": "http://me:hunter2@host"}}
+def test_keys_and_passwords_never_leave(store, experiment, folder):
+    options = {"privacy": {"delta": 0.1}, "tracking": {"uri": "http://me:hunter2@host"}}
     view = a_view(folder, options=options)
     play(Tracking(experiment, uri=store), view, [1])
     _, run = only_run(store, experiment)
     artifacts = Path(run.info.artifact_uri.removeprefix("file://"))
     kept = [path for path in artifacts.rglob("*") if path.is_file()]
-    assert len(kept) >= 5 and not {"noise_key", "checkpoint.pt"} & {path.name for path in kept}
+    assert len(kept) >= 5 and not {"data_key", "checkpoint.pt"} & {path.name for path in kept}
     database = Path(store.removeprefix("sqlite:///"))
     for path in [*kept, *database.parent.glob("mlflow.db*")]:
         assert SECRET.encode() not in path.read_bytes() and b"hunter2" not in path.read_bytes(), path

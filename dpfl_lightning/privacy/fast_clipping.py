@@ -186,7 +186,8 @@ class FastClippedSum:
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
-        x, wanted, totals = self.enter(x), wanted_of(params, only), Totals(num_groups)
+        x, wanted = self.enter(x), wanted_of(params, only)
+        totals = Totals(wanted, num_groups)
         for rows in chunks_of(len(x), chunk):
             grads = {name: g.measurable(order) for name, g in self._gradients(params, wanted, x[rows], y[rows]).items()}
             require_proved(len(x), chunk, max((g.terms for g in grads.values()), default=1))
@@ -194,7 +195,7 @@ class FastClippedSum:
             if norms is not None:
                 norms.append(sizes)
             totals.add(grads, clip_factors(sizes, clip_norm), None if group is None else group[rows])
-        return totals.of(wanted)
+        return totals.result()
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
         return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
@@ -293,33 +294,37 @@ class FastClippedSum:
 
 
 class Totals:
-    """The sums `[G, P]` as their chunks come in, parameter by parameter."""
+    """The sums `[G, P]` in float64 as their chunks come in, parameter by parameter."""
 
-    def __init__(self, num_groups: int) -> None:
-        self._num_groups = num_groups
-        self._sums: dict[str, tuple[Grads, Tensor]] = {}
+    def __init__(self, params: Params, num_groups: int) -> None:
+        like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
+        self._sums = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
+        self._parts: dict[str, Tensor] = {}
+        begin = 0
+        for name, p in params.items():
+            self._parts[name] = self._sums[:, begin : begin + p.numel()]
+            begin += p.numel()
+        self._filled: dict[str, tuple[Grads, Tensor]] = {}
 
     def add(self, grads: ByName, factors: Tensor, group: Tensor | None) -> None:
         """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
-        if self._num_groups == 1:
+        if len(self._sums) == 1:
             group = None
         elif group is None:
             group = torch.zeros_like(factors, dtype=torch.long)
         for name, own in grads.items():
-            if name not in self._sums:
-                self._sums[name] = own, own.totals(self._num_groups)
-            own.add(self._sums[name][1], factors, group)
+            if name not in self._filled:  # a part of one row is contiguous and is filled in its place
+                part = self._parts[name]
+                self._filled[name] = own, part if len(part) == 1 else torch.zeros_like(part).contiguous()
+            own.add(self._filled[name][1], factors, group)
 
-    def of(self, params: Params) -> Tensor:
-        """`[G, P]` in the order of `params`; zeros for those without gradients."""
-        parts = []
-        for name, p in params.items():
-            if name in self._sums:
-                grads, total = self._sums[name]
-                parts.append(grads.arranged(total))
-            else:
-                parts.append(p.new_zeros(self._num_groups, p.numel(), dtype=summing_dtype(p)))
-        return torch.cat(parts, dim=1)
+    def result(self) -> Tensor:
+        """`[G, P]` in the order of the parameters; zeros for those without gradients."""
+        for name, (own, total) in self._filled.items():
+            arranged = own.arranged(total)
+            if arranged.data_ptr() != self._parts[name].data_ptr():  # it is not in its place already
+                self._parts[name].copy_(arranged)
+        return self._sums
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def add_weighted_rows(total: Tensor, rows: Tensor, factors: Tensor, group: Tenso
         zeros = np.zeros(COLUMNS, np.float32)
         _loops()[1](rows.detach().contiguous().numpy(), factors.numpy(), groups, zeros, total.numpy())
     else:
-        total += one_hot(factors, group, len(total)) @ kept(rows, factors).to(total.dtype)
+        total += one_hot(factors, group, len(total)) @ kept(rows, factors)
 
 
 def one_hot(factors: Tensor, group: Tensor | None, num_groups: int) -> Tensor:
@@ -62,8 +62,8 @@ def one_hot(factors: Tensor, group: Tensor | None, num_groups: int) -> Tensor:
 
 
 def kept(values: Tensor, factors: Tensor) -> Tensor:
-    """`values` `[B, ...]` with zeros for the records whose factor is 0, for 0 times NaN is NaN."""
-    return torch.where((factors != 0).view(-1, *[1] * (values.dim() - 1)), values, torch.zeros_like(values))
+    """`values` `[B, ...]` in the dtype of `factors`, with zeros where a factor is 0, for 0 times NaN is NaN."""
+    return values.to(factors.dtype).masked_fill((factors == 0).view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
 def _compilable(rows: Tensor) -> bool:

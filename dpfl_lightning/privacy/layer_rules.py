@@ -44,24 +44,17 @@ class Grads(Protocol):
     def norms(self, order: int = 2) -> Tensor:
         """Norms `|g_j|` in float64, `[B]`: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
 
-    def totals(self, num_groups: int) -> Tensor:
-        """Zeros `[G, n]` in float64 for `add` to fill."""
-
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); nothing where a factor is 0.
 
         Args:
-            totals: `[G, n]`; the n numbers are in an order of their own.
+            totals: `[G, n]` float64, contiguous; the n numbers are in an order that only `arranged` knows.
             factors: `[B]` float64.
             group: `[B]` int64.
         """
 
     def arranged(self, totals: Tensor) -> Tensor:
         """`totals` `[G, n]` in the order of the parameter."""
-
-
-def _zeros(like: Tensor, num_groups: int, width: int) -> Tensor:
-    return like.new_zeros(num_groups, width, dtype=summing_dtype(like))
 
 
 def _arranged(totals: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
@@ -94,9 +87,6 @@ class Dense:
 
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.grads.flatten(1), order)
-
-    def totals(self, num_groups: int) -> Tensor:
-        return _zeros(self.grads, num_groups, math.prod(self.grads.shape[1:]))
 
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         add_weighted_rows(totals, self.grads.flatten(1), factors, group)
@@ -147,12 +137,8 @@ class Outer:
         taken = 2 * products * torch.finfo(left.dtype).eps + (self.left.dtype != left.dtype) * CANCELLING**-2
         return (squared + taken * uncancelled.square()).clamp(min=0).sqrt() * left_scale * right_scale
 
-    def totals(self, num_groups: int) -> Tensor:
-        return _zeros(self.left, num_groups, self.left.shape[2] * self.right.shape[2])
-
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
-        left, right = (kept(one, factors).to(totals.dtype) for one in (self.left, self.right))
-        left = left * factors[:, None, None]
+        left, right = kept(self.left, factors) * factors[:, None, None], kept(self.right, factors)
         by_group = totals.view(len(totals), left.shape[2], right.shape[2])
         if group is None:
             by_group[0].addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
@@ -191,11 +177,8 @@ class Lookup:
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.dy.flatten(1), order)
 
-    def totals(self, num_groups: int) -> Tensor:
-        return _zeros(self.dy, num_groups, self.rows * self.dy.shape[2])
-
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
-        dy = kept(self.dy, factors).to(totals.dtype) * factors[:, None, None]
+        dy = kept(self.dy, factors) * factors[:, None, None]
         places = self.ids if group is None else self.ids + self.rows * group[:, None]
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 

@@ -126,6 +126,7 @@ class Mechanism:
 def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
     """`round(clipped_sum / step)`, int64, on a device that has float64."""
     here = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
+    step = step.to(here.device) if isinstance(step, Tensor) else step
     return (here.double() / step).round_().clamp_(-_MOST, _MOST).long()
 
 
@@ -228,7 +229,7 @@ class MechanismRows:
         if self._silent:
             rows = zip(clipped_sums, self._mechanisms, self._generators, strict=False)
             return torch.stack([one.privatise(own, generator, self._like.dtype) for own, one, generator in rows])
-        placed = on_grid(clipped_sums, self._step[:active].to(clipped_sums.device))
+        placed = on_grid(clipped_sums, self._step[:active])
         if self._on_device is None:
             for row, generator, scale in zip(placed, self._generators, self._scales, strict=False):
                 row.add_(integer_noise(generator, self._laplace, scale, row))

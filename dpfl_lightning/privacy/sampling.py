@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dpfl_lightning.privacy.noise import RandomGenerator
+if TYPE_CHECKING:  # it loads torch, which a ledger's report does without
+    from dpfl_lightning.privacy.noise import RandomGenerator
 
 #: sampling mode -> what a guarantee says of it
 SAMPLINGS = {
@@ -18,6 +20,7 @@ SAMPLINGS = {
 def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerator) -> np.ndarray:
     """Every record independently with probability `sample_rate`: row numbers `[B]`, ascending, B possibly 0.
 
+    >>> from dpfl_lightning.privacy.noise import RandomGenerator
     >>> poisson_rows(3, 1.0, RandomGenerator(bytes(32)))
     array([0, 1, 2])
     """
@@ -32,6 +35,7 @@ def rows_of_each_class(labels: np.ndarray, most: int, generator: RandomGenerator
     A record more can push another out, so it moves a sum over the draw by two records, whatever is drawn: no draw of
     this kind makes noise count for more.
 
+    >>> from dpfl_lightning.privacy.noise import RandomGenerator
     >>> rows_of_each_class(np.array([0, 1, 1, 1]), 2, RandomGenerator(bytes(32)))
     array([0, 1, 3])
     """

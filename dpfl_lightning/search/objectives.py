@@ -325,7 +325,7 @@ def _check_private(options: Options) -> None:
     assert own is not None  # for mypy
     must = "be false with objective private: what it shows has no bound, and no search adds that up"
     require(not own.diagnostics, "privacy.diagnostics", must, True)
-    must = "be null with objective private: trials would share their noise"
+    must = "be null with objective private: a simulation protects nobody"
     require(own.noise_key is None, "privacy.noise_key", must, "a key")
     require(not options.data.use_public, "data.use_public", "be false with objective private", True)
     must = "be null with objective private: public records belong to no group"

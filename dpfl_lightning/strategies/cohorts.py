@@ -28,7 +28,7 @@ def draw_cohort(
         taken: `[N]`, participations so far.
         rounds_left: with this one, >= 1.
         cohort_size: K, for the two weighted samplers.
-        generator: not of the noise key: who takes part is public, and amplifies nothing.
+        generator: public: who takes part is public, and amplifies nothing.
 
     Returns:
         Client numbers, ascending.

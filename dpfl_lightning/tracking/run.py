@@ -41,7 +41,7 @@ class Tracking(ServerCallback):
         tags: of the run, beside those that say what its epsilons mean, which they cannot replace.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
-    guarantee covers. Never the noise key, never a checkpoint.
+    guarantee covers. Never a checkpoint, nor the key of the digests of records.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment was deleted.
@@ -77,7 +77,7 @@ class Tracking(ServerCallback):
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
-            return  # tracked before the run was killed, replayed now
+            return  # a restored backup makes again what MLflow has
         self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round)
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)

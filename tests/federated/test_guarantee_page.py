@@ -6,7 +6,6 @@ import html
 import re
 from html.parser import HTMLParser
 
-from conftest import FIXED_KEY
 from fakes import FRAME, a_result, a_view
 
 from dpfl_lightning.federated.guarantee_page import guarantee_page
@@ -68,7 +67,6 @@ def test_a_run_leaves_its_page(make_loop):
         "Poisson sampling",
         "RDP (Opacus, orders 1.1 to 1024)",
         "noised gradient steps in 3 releases",
-        "AES-256 in counter mode, keyed afresh by the operating system for every release",
         *NOT_COVERED,
         f"python -m dpfl_lightning.plan --ledger {loop.output_dir}/ledger.jsonl",
         "all 3 rounds are done",

@@ -152,14 +152,14 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert [one[1:] for one in said] == [("", "")] * 2, "nobody prints"
     ours, theirs = (torch.load(folder / "results.pt", weights_only=True) for folder in (together, alone))
     broken = ours.pop("broken client")
-    secure = [results.pop("secure")["models"] for results in (ours, theirs)]
+    protected = [results.pop("protected")["models"] for results in (ours, theirs)]
     for name in ranked_runs.RUNS:
         rounding = {"rtol": 1e-4, "atol": 1e-5} if name == "stacked" else {"rtol": 0, "atol": 0}
         torch.testing.assert_close(ours[name], theirs[name], **rounding, msg=lambda text, name=name: f"{name}: {text}")
     notes = [json.loads((folder / "broken records" / "private.json").read_text()) for folder in (together, alone)]
     assert notes[0] == notes[1] and all(client["not_finite"] > 0 for client in notes[0]["clients"])
-    assert not torch.equal(*secure) and not (together / "secure" / "noise_key").exists()
-    assert len(read_ledger(together / "secure" / "ledger.jsonl")) == 4 * 3
+    assert not torch.equal(*protected), "each rank draws fresh noise"
+    assert len(read_ledger(together / "protected" / "ledger.jsonl")) == 4 * 3
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
     assert set(ours["personal"]["engine"]["personal"]) == {0, 1, 2, 3}
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
@@ -180,7 +180,7 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     assert err.count("error: `ranks` must all live until the run ends, got ") == 1 and f"is kept; {again}" in err
     assert err.count("Traceback") == 1, "that of torchrun itself"
     assert "Stopped after round" in out
-    assert fit(["--resume", str(broken), "--privacy.noise_key", FIXED_KEY]) == 0
+    assert fit(["--resume", str(broken)]) == 0
     _same_run(broken, unbroken)
 
 
@@ -262,7 +262,7 @@ def test_a_run_that_is_stopped_on_one_rank_goes_on_with_two(signal_number, torch
     said = [_said(process, seconds=20) for process in ranks]
     assert [status for status, _, _ in said] == [expected] * 2 and said[1][1:] == ("", "")
     assert "go on with: srun ... python -m dpfl_lightning.fit --resume" in said[0][1]
-    process = torchrun(2, "-m", "dpfl_lightning.fit", "--resume", str(broken), "--privacy.noise_key", FIXED_KEY)
+    process = torchrun(2, "-m", "dpfl_lightning.fit", "--resume", str(broken))
     status, _, err = _said(process)
     assert status == 0, err
     _same_run(broken, unbroken)

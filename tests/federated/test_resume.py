@@ -23,7 +23,6 @@ from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.privacy.ledger import Ledger, read_ledger
 from dpfl_lightning.privacy.ledger_file import Head, chain_of, head_bytes, head_file, read_head
 
-
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS, reserve_rounds=2)
 

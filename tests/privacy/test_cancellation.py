@@ -50,7 +50,7 @@ def lookup(positions, offset):
 
 def each(grads):
     """The nine gradients in full."""
-    totals = grads.totals(9)
+    totals = torch.zeros(9, 24 if isinstance(grads, Lookup) else 360, dtype=torch.float64)
     grads.add(totals, torch.ones(9, dtype=torch.float64), torch.arange(9))
     return grads.arranged(totals)
 

@@ -18,6 +18,8 @@ from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
 CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)
 BROKEN = (math.nan, math.inf)
+#: of features and of the loss: squares of one underflow in float32, the product is large beside small clip norms
+PAIRS = ((1e18, 1e-21), (1e18, 1e-22), (1e18, 1e-23), (1e17, 1e-25), (1e30, 1e-35), (1e-22, 1e18), (1e-25, 1e17))
 RECORDS = 32
 
 
@@ -35,6 +37,8 @@ def pooled() -> nn.Module:
 #: net and shape of a record; each rule, and each way of it
 NETS = {
     "linear": (nn.Linear(5, 3), (5,)),
+    "wide linear": (nn.Linear(100, 80), (100,)),
+    "wide positions": (nn.Linear(100, 80), (3, 100)),
     "linear without bias": (nn.Linear(5, 3, bias=False), (5,)),
     "positions, never formed": (nn.Linear(20, 30), (3, 20)),
     "positions, formed": (nn.Linear(3, 2), (12, 3)),
@@ -72,10 +76,13 @@ def hostile(net: nn.Module, shape: tuple[int, ...], seed: int) -> tuple[dict[str
         x = torch.randint(net.num_embeddings, (RECORDS, *shape), generator=generator)
     else:
         each = magnitudes(RECORDS, *[1] * len(shape)).expand(RECORDS, *shape).clone()
+        for row, (features, _) in enumerate(PAIRS):
+            each[2 + row] = features
         each[RECORDS // 2 :] = magnitudes(RECORDS - RECORDS // 2, *shape)
         x = (torch.randn(RECORDS, *shape, generator=generator) * each).clamp(-3e38, 3e38)
         x[0] = BROKEN[seed % 2]
     y = magnitudes(RECORDS)
+    y[2 : 2 + len(PAIRS)] = torch.tensor([loss for _, loss in PAIRS])
     y[1] = BROKEN[seed % 2]
     params = {name: torch.randn(p.shape, generator=generator) for name, p in net.named_parameters()}
     return params, x, y
