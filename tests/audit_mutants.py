@@ -1,4 +1,4 @@
-"""`python tests/audit_mutants.py`: audit the build as it is and with each of the four mutants; write what was found.
+"""`python tests/audit_mutants.py`: audit the build as it is, and with each mutant by the checks that must find it.
 
 Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
 """
@@ -53,13 +53,13 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
     """Every case by every build; `limits` are further arguments of `audit`."""
     found: dict[str, Any] = {}
     for case, argv in cases.items():
-        for name in (SOUND, *mutants.MUTANTS):
+        for name in (SOUND, *mutants.MUTANTS, *mutants.OF_RULES):
             print(f"{case}: {name}", file=sys.stderr, flush=True)
             options, _ = load([*argv[:1], str(ROOT / argv[1]), *argv[2:]])
+            mutate, expected = (mutants.MUTANTS | mutants.OF_RULES).get(name, (lambda patch: None, None))
             with MonkeyPatch.context() as patch:
-                if name != SOUND:
-                    mutants.MUTANTS[name][0](patch)
-                found.setdefault(case, {})[name] = audit(build_loop(options), **limits)
+                mutate(patch)
+                found.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
     return {"cases": found, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from dpfl_lightning.audit import main
 from dpfl_lightning.auditing import exact
+from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.auditing.subject import subjects
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.options import PrivacyOptions
@@ -44,7 +45,7 @@ def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
     bounds = {
         one["check"]: one["figures"]["epsilon_low"] for one in client["findings"] if "epsilon_low" in one["figures"]
     }
-    assert list(bounds) == ["canary", "round", "one run", "one run's curve"]
+    assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
     assert said.out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
     assert "| sensitivity     | trainer: one record moves a release by" in said.out
     assert "proves nothing" in said.out and "REFUTED" not in said.out
@@ -54,7 +55,7 @@ def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine
     mutants.half_the_noise(monkeypatch)
     assert main([*DIGITS, *SURE, "--for_clients", "3"]) == 1
     out = capsys.readouterr().out
-    assert "REFUTED: client 3: noise" in out and "This build does not do what its epsilon says." in out
+    assert "REFUTED: " in out and "client 3: noise" in out and "This build does not do what its epsilon says." in out
     assert "proves nothing" not in out
 
 
@@ -163,6 +164,12 @@ def test_a_replaced_record_counts_twice(make_loop):
     assert mus == [0.5, 1.0]
 
 
+def test_a_simulation_is_not_said_to_have_fresh_noise(make_loop):
+    found = audit(make_loop(), [0], only={"fresh noise", "answers"})
+    assert [one["check"] for one in found["clients"][0]["findings"]] == ["answers"]
+    assert any("a simulation with privacy.noise_key repeats its noise" in words for words in found["not_audited"])
+
+
 # ---- docs
 
 
@@ -178,14 +185,16 @@ def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
     found = json.loads((ROOT / "docs" / "results" / "audit.json").read_text())
     assert found["options"] == audit_mutants.CASES
     for builds in found["cases"].values():
-        assert set(builds) == {audit_mutants.SOUND, *mutants.MUTANTS}
+        broken = mutants.MUTANTS | mutants.OF_RULES
+        assert set(builds) == {audit_mutants.SOUND, *broken}
         assert builds[audit_mutants.SOUND]["refuted"] == []
-        for name, (_, expected) in mutants.MUTANTS.items():
+        for name, (_, expected) in broken.items():
             for client in builds[name]["clients"]:
                 assert {f"client {client['client']}: {check}" for check in expected} <= set(builds[name]["refuted"])
 
 
-def test_the_script_audits_every_build(one_engine, tmp_path, capsys):
+def test_the_script_audits_every_build(one_engine, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(mutants, "MUTANTS", dict(list(mutants.MUTANTS.items())[-2:]))  # of all, see `test_mutants.py`
     case = {"digits": ["--config", "conf/digits.yaml", "--rounds", "1"]}
     found = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
     told = audit_mutants.report(found)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
 _POOL = 32  # records among which the canary is chosen
-_STATISTICAL, _FINDINGS = 7, 9  # checks of a client that chance enters, and what is found once for all engines
+_STATISTICAL = 7  # checks of a client that chance enters
 
 
 def audit(
@@ -33,6 +34,7 @@ def audit(
     confidence: float = 0.99,
     most_releases: int = 20_000,
     tell: Callable[[int, int], None] = lambda done, total: None,
+    only: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """Every check of every chosen client, through the real engine, on made-up records.
 
@@ -42,6 +44,7 @@ def audit(
         confidence: with which a sound build passes every check, in (0, 1); shared by all that chance enters.
         most_releases: with a canary, and as many without, where a check would take more.
         tell: told (done, all) checks.
+        only: names of the checks to make; None makes all.
 
     Returns:
         Ready for JSON: `clients` (for each `client`, `claim`, and as `findings` the fields of `Finding`), `refuted` and
@@ -58,12 +61,16 @@ def audit(
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     found, left_out = subjects(loop, chosen)
     significance = (1 - confidence) / (_STATISTICAL * max(1, len(found)))
-    total, done = len(found) * (3 * len(exact.engines()) + _FINDINGS), 0
+    plans = [
+        [run for name, run in _checks(loop, subject, significance, most_releases, left_out) if not only or name in only]
+        for subject in found
+    ]
     clients: list[dict[str, Any]] = []
-    for subject in found:
+    total, done = sum(map(len, plans)), 0
+    for subject, checks in zip(found, plans, strict=True):
         findings = []
-        for finding in _checks(loop, subject, significance, most_releases, left_out):
-            findings.append(dataclasses.asdict(finding))
+        for check in checks:
+            findings += [dataclasses.asdict(finding) for finding in check()]
             done += 1
             tell(done, total)
         clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
@@ -84,31 +91,40 @@ def audit(
 
 
 def _checks(
-    loop: FederatedLoop,
-    subject: Subject,
-    significance: float,
-    most_releases: int,
-    left_out: list[str],
-) -> Iterator[Finding]:
-    for name in exact.engines():
-        for check in (exact.sensitivity, attacks.isolation, attacks.tiny_norms):
-            try:
-                yield check(subject, name, loop.module, loop.population, loop.seed)
-            except UserError as error:
-                left_out.append(f"engine {name}: {error}")
-    yield attacks.grid(subject, loop.engine.name, loop.module, loop.population, loop.seed, significance)
+    loop: FederatedLoop, subject: Subject, significance: float, most: int, left_out: list[str]
+) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]]]:
+    """Every check of a client: its name, and what runs it."""
+    given = loop.module, loop.population, loop.seed
+    by_engine = {"sensitivity": exact.sensitivity, "isolation": attacks.isolation, "tiny norms": attacks.tiny_norms}
+    for engine in exact.engines():
+        for name, check in by_engine.items():
+            yield name, partial(_unless_refused, check, subject, engine, given, left_out)
     if loop.simulated:
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
-        yield attacks.fresh_noise(loop, subject, loop.population, loop.seed, significance)
-    yield attacks.answers(loop, subject, loop.seed)
-    start = loop.module.flat
-    scene = _scene(loop, subject)
-    yield exact.sampling(subject, scene.drawing, start, significance)
-    yield noisy.noise(subject, scene.rig, start, significance)
-    yield noisy.canary(subject, scene.rig, start, scene.gradients, significance, most_releases)
-    yield noisy.one_round(subject, scene.drawing, start, scene.gradients, significance, most_releases)
-    yield from one_run.one_run(subject, scene.drawing, start, scene.canaries, scene.included, significance)
+        yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
+    yield "grid", lambda: [attacks.grid(subject, loop.engine.name, *given, significance)]
+    yield "answers", lambda: [attacks.answers(loop, subject)]
+    start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
+    yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
+    yield "noise", lambda: [noisy.noise(subject, scene().rig, start, significance)]
+    yield "canary", lambda: [noisy.canary(subject, scene().rig, start, scene().gradients, significance, most)]
+    yield "round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)]
+    yield (
+        "one run",
+        lambda: one_run.one_run(subject, scene().drawing, start, scene().canaries, scene().included, significance),
+    )
+
+
+def _unless_refused(
+    check: Callable[..., Finding], subject: Subject, engine: str, given: tuple, left_out: list[str]
+) -> list[Finding]:
+    """The finding by one engine, unless the engine cannot run the module."""
+    try:
+        return [check(subject, engine, *given)]
+    except UserError as error:
+        left_out.append(f"engine {engine}: {error}")
+        return []
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs of a test
 
 EVERYWHERE = [(engine, name) for engine in sorted(ENGINES) for name in mutants.MUTANTS]
-SOMEWHERE = [(engine, name) for engine in ("fast", "stacked") for name in mutants.VARIANTS]
+SOMEWHERE = [(engine, name) for engine in ("fast", "stacked") for name in mutants.VARIANTS | mutants.OF_RULES]
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,11 @@ def loop_of(engine: str, batch_size: int | None = 20, **privacy) -> FederatedLoo
     )
 
 
-def audited(engine: str, monkeypatch, **privacy) -> dict:
+CHECKS = ["sensitivity", "isolation", "tiny norms", "fresh noise", "grid", "answers", "sampling", "noise", "canary"]
+CHECKS += ["round", "one run", "one run's curve"]
+
+
+def audited(engine: str, monkeypatch, only=None, **privacy) -> dict:
     """By the sums of this one engine, which the other tests compare with all the others'."""
     monkeypatch.setattr(exact, "engines", lambda: [engine])
     releases = 30
@@ -53,14 +57,14 @@ def audited(engine: str, monkeypatch, **privacy) -> dict:
         monkeypatch.setattr(noisy, "VALUES", 160)
         monkeypatch.setattr(exact, "SIZES", (0, 5))  # what fills several passes is summed as by the serial engine
         releases = 10
-    return audit(loop_of(engine, **privacy), [0], CONFIDENCE, most_releases=releases)
+    return audit(loop_of(engine, **privacy), [0], CONFIDENCE, most_releases=releases, only=only)
 
 
 @pytest.mark.parametrize("engine, name", EVERYWHERE + SOMEWHERE)
 def test_a_broken_build_is_refuted(engine, name, monkeypatch):
-    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS)[name]
+    mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES)[name]
     mutate(monkeypatch)
-    found = audited(engine, monkeypatch)
+    found = audited(engine, monkeypatch, only=expected)
     caught = {finding["check"] for finding in found["clients"][0]["findings"] if finding["refuted"]}
     assert expected <= caught, found["clients"][0]["findings"]
     assert {f"client 0: {check}" for check in expected} <= set(found["refuted"])
@@ -76,7 +80,7 @@ def test_a_sound_build_is_not_refuted(engine, privacy, monkeypatch):
     found = audited(engine, monkeypatch, **privacy)
     assert found["refuted"] == [] and not found["not_audited"]
     checks = [finding["check"] for finding in found["clients"][0]["findings"]]
-    assert checks == ["sensitivity", "sampling", "noise", "canary", "round", "one run", "one run's curve"]
+    assert checks == CHECKS
     by_check = {finding["check"]: finding["figures"] for finding in found["clients"][0]["findings"]}
     assert 0.99 < by_check["sensitivity"]["most_without_noise"] <= 1 + exact.TOLERANCE, "nothing was clipped"
     assert by_check["canary"]["canary_over_clip"] == pytest.approx(1, abs=1e-3)
@@ -105,12 +109,13 @@ def test_a_sound_build_with_laplace_noise_is_not_refuted(engine, adjacency, monk
         (mutants.clipped_in_l2, {"sensitivity"}),
         (mutants.gaussian_in_place_of_laplace, {"noise"}),
         (mutants.counted_twice, {"sensitivity", "sampling"}),
+        (mutants.floating_point_noise, {"grid"}),
     ],
 )
 @pytest.mark.parametrize("engine", QUICK)
 def test_a_broken_build_with_laplace_noise_is_refuted(engine, mutate, expected, monkeypatch):
     mutate(monkeypatch)
-    found = audited(engine, monkeypatch, **LAPLACE)
+    found = audited(engine, monkeypatch, only=expected, **LAPLACE)
     assert expected <= {one["check"] for one in found["clients"][0]["findings"] if one["refuted"]}
 
 
@@ -119,7 +124,7 @@ def test_hardly_any_laplace_noise_shows_to_the_canary(monkeypatch):
     monkeypatch.setattr(exact, "engines", lambda: [])
     for _ in range(7):
         mutants.half_the_noise(monkeypatch)
-    found = audit(loop_of("fast", **LAPLACE), [0], CONFIDENCE)
+    found = audit(loop_of("fast", **LAPLACE), [0], CONFIDENCE, only={"canary"})
     (figures,) = [one["figures"] for one in found["clients"][0]["findings"] if one["check"] == "canary"]
     assert figures["epsilon_low"] > figures["epsilon_claimed"]
 
@@ -128,7 +133,7 @@ def test_half_the_noise_shows_to_the_canary_as_well(monkeypatch):
     """By the bound alone: with releases enough to tell 1.5 mu, 2 mu is missed once in 10^6."""
     monkeypatch.setattr(exact, "engines", lambda: [])
     mutants.half_the_noise(monkeypatch)
-    found = audit(loop_of("fast"), [1], CONFIDENCE)
+    found = audit(loop_of("fast"), [1], CONFIDENCE, only={"canary"})
     (figures,) = [one["figures"] for one in found["clients"][0]["findings"] if one["check"] == "canary"]
     assert figures["mu_low"] > figures["mu_claimed"] and figures["epsilon_low"] > figures["epsilon_claimed"]
     assert figures["tells_ratio"] == 1.5
@@ -140,7 +145,7 @@ def test_hardly_any_noise_shows_in_one_run(monkeypatch):
     for _ in range(8):
         mutants.half_the_noise(monkeypatch)
     options, _ = load(["--config", str(DIGITS), "--privacy.epsilon", "0.5"])
-    found = audit(build_loop(options), [0], CONFIDENCE, most_releases=30)
+    found = audit(build_loop(options), [0], CONFIDENCE, most_releases=30, only={"one run"})
     figures = {one["check"]: one["figures"] for one in found["clients"][0]["findings"]}
     assert figures["one run"]["epsilon_low_95"] > figures["one run"]["epsilon_claimed"]
     assert figures["one run's curve"]["most_noise"] < 1
@@ -157,7 +162,11 @@ def test_what_the_engines_are_told_is_what_the_plan_says(monkeypatch):
         return dataclasses.replace(mechanism, noise_multiplier=mechanism.noise_multiplier / 2)
 
     monkeypatch.setattr(View, "mechanism", quieter)
-    assert "client 0: noise" in audit(loop_of("fast"), [0], CONFIDENCE, most_releases=30)["refuted"]
+    found = audit(loop_of("fast"), [0], CONFIDENCE, most_releases=30, only={"noise"})
+    assert found["refuted"] == ["client 0: noise"]
+
+
+EXACT = {"sensitivity", "isolation", "tiny norms", "grid", "fresh noise", "answers"}
 
 
 def test_nothing_private_is_read(monkeypatch):
@@ -167,7 +176,11 @@ def test_nothing_private_is_read(monkeypatch):
         loop = loop_of("fast")
         loop.population = dataclasses.replace(loop.population, x=loop.population.x * value)
         monkeypatch.setattr(exact, "engines", lambda: ["fast"])
-        found = audit(loop, [0], CONFIDENCE, most_releases=4)
-        figures.append(found["clients"][0]["findings"][0]["figures"]["most_without_noise"])
+        found = audit(loop, [0], CONFIDENCE, most_releases=4, only=EXACT)
+        findings = found["clients"][0]["findings"]
+        assert [one["check"] for one in findings] == [check for check in CHECKS if check in EXACT]
+        figures.append(
+            [findings[0]["figures"]["most_without_noise"], *(one["figures"]["most"] for one in findings[1:3])]
+        )
         assert found["refuted"] == []
     assert figures[0] == figures[1]

@@ -1,0 +1,113 @@
+"""The scores of an audit, judged by another library: `CanaryScoreAuditor` of jax_privacy."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import mutants
+import numpy as np
+import pytest
+from conftest import blobs, small_net
+
+from dpfl_lightning.auditing import noisy, one_run
+from dpfl_lightning.auditing.run import audit
+from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config import load
+from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.setup import build_loop
+from dpfl_lightning.options import ClientOptions, PrivacyOptions
+
+DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
+CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs
+FOLDER = "JAX_PRIVACY"  # environment variable: where the library was unpacked
+COMMAND = f"pip install --no-deps --target /tmp/judge jax_privacy==2.0.0, and {FOLDER}=/tmp/judge for these tests"
+
+
+def sound() -> FederatedLoop:
+    return FederatedLoop(
+        blobs(num_clients=2, records=100),
+        ClientModule(small_net()),
+        rounds=2,
+        clients=ClientOptions(count=2, batch_size=20, learning_rate=0.3),
+        privacy=PrivacyOptions(epsilon=[2.0, 8.0], delta=1e-3),
+        device="cpu",
+    )
+
+
+def the_judge() -> ModuleType:
+    """The one file of the library that needs no jax, without the package around it, which imports jax."""
+    folders = [os.environ.get(FOLDER, ""), *sys.path]
+    found = importlib.machinery.PathFinder.find_spec("jax_privacy", folders)
+    if found is None or found.origin is None:
+        pytest.skip(f"jax_privacy is not here: {COMMAND}")
+    spec = importlib.util.spec_from_file_location("jax_privacy_auditing", Path(found.origin).parent / "auditing.py")
+    assert spec is not None and spec.loader is not None
+    judge = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
+    spec.loader.exec_module(judge)
+    return judge
+
+
+def scores_of(check: str, monkeypatch, loop, client: int, **limits) -> tuple[np.ndarray, np.ndarray, dict]:
+    """Scores with and without a canary, as the audit saw them, and the figures of its finding."""
+    seen = []
+
+    def spy(module, name, kept):
+        real = getattr(module, name)
+
+        def noting(*args, **more):
+            seen.append(kept(*args))
+            return real(*args, **more)
+
+        monkeypatch.setattr(module, name, noting)
+
+    if check == "one run":
+        spy(one_run, "guesses", lambda scores, included, _: (scores[included], scores[~included]))
+    else:
+        name = {"canary": "shift_interval", "round": "threshold_epsilon"}[check]
+        spy(noisy, name, lambda inside, outside, *_: (inside, outside))
+    found = audit(loop, [client], CONFIDENCE, only={check}, **limits)
+    finding = found["clients"][0]["findings"][0]
+    assert finding["check"] == check
+    return *seen[0], finding["figures"]
+
+
+def bounds(judge: ModuleType, check: str, inside: np.ndarray, outside: np.ndarray, delta: float) -> list[float]:
+    """Lower bounds of epsilon, by all methods that fit the scores, each at the audit's significance."""
+    auditor, significance = judge.CanaryScoreAuditor(inside, outside), 1 - CONFIDENCE
+    if check == "canary":
+        return [auditor.epsilon_from_gdp(significance, delta)]
+    if check == "round":
+        return [auditor.epsilon_clopper_pearson(significance, delta)]
+    return [auditor.epsilon_one_run(significance, delta), auditor.epsilon_one_run_fdp(significance, delta)]
+
+
+@pytest.mark.parametrize("check", ["canary", "round", "one run"])
+def test_the_judge_does_not_refute_a_sound_build(check, monkeypatch):
+    judge = the_judge()
+    inside, outside, figures = scores_of(check, monkeypatch, sound(), 1, most_releases=400)
+    assert max(bounds(judge, check, inside, outside, 1e-3)) <= figures["epsilon_claimed"]
+
+
+def test_the_judge_refutes_half_the_noise_as_the_audit_does(monkeypatch):
+    judge = the_judge()
+    mutants.half_the_noise(monkeypatch)
+    inside, outside, figures = scores_of("canary", monkeypatch, sound(), 1)
+    assert figures["epsilon_low"] > figures["epsilon_claimed"]
+    assert max(bounds(judge, "canary", inside, outside, 1e-3)) > figures["epsilon_claimed"]
+
+
+@pytest.mark.parametrize("check", ["round", "one run"])
+def test_the_judge_refutes_hardly_any_noise_as_the_audit_does(check, monkeypatch):
+    judge = the_judge()
+    for _ in range(8):
+        mutants.half_the_noise(monkeypatch)
+    options, _ = load(["--config", str(DIGITS), "--privacy.epsilon", "0.5"])
+    inside, outside, figures = scores_of(check, monkeypatch, build_loop(options), 0, most_releases=400)
+    ours = figures["epsilon_low_95"] if check == "one run" else figures["epsilon_low"]
+    assert ours > figures["epsilon_claimed"]
+    assert max(bounds(judge, check, inside, outside, 1e-3)) > figures["epsilon_claimed"]
