@@ -121,8 +121,10 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     if (header := folder.begun()) is None:
         return folder.options.exists(), None
     now = deciding_options(to_dict(options))
-    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
     result = folder.path / "result.json"
+    if not result.exists():
+        del now["rounds"]  # fewer are possible, and the run refuses more
+    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
     return True, json.loads(result.read_text()) if result.exists() else None
 
 
@@ -137,7 +139,7 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     deltas = [max(c["delta"] for c in r["clients"]) for r in results]
     largest = results[epsilons.index(max(epsilons))]
     delta = delta_text(math.fsum(deltas))
-    together = (
+    together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
         f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
         f"sum, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
         f"largest). The run with the largest: {largest['guarantee']}"

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.query import Query, event_of
 from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, RunSchedule
@@ -17,6 +18,7 @@ from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.schedule import ClientSchedule
 from dpfl_lightning.privacy.spending import SpentEpsilon
 
+_OURS = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
 _SHOWN = "shown"  # the purpose under which the ledger holds what is shown without noise
 
 
@@ -31,7 +33,8 @@ class Budgets:
         unprotected: what is shown of every client without noise: charged at once, so that every epsilon is infinite.
 
     **Guarantees** What is charged is what was planned: another event than the schedule's is refused, and so is one more
-    than it plans, whatever was edited, copied or restored. Counters are integers. Every release is charged, also one
+    than it plans. A copy of the run's folder is another run, of which this ledger knows nothing: its epsilons add up.
+    Counters are integers. Every release is charged, also one
     that a crash broke off and that is made anew, with fresh noise.
     """
 
@@ -51,15 +54,15 @@ class Budgets:
         self._spent, self._changed = SpentEpsilon(accountant), False
         self._live: list[float] = []  # epsilon of each client, as of the last time it was asked for
         self._paid = set(range(len(schedule.clients)))  # who has paid since then
-        if not ledger.used(0, _SHOWN):
-            clients = range(len(schedule.clients))
-            ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in clients])
+        told = [client for client in range(len(schedule.clients)) if not ledger.used(client, _SHOWN)]
+        ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in told])
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """The plan without the clients that cannot pay, charged and synced, and the number of each one's charge."""
-        kinds = {type(plan.job), *map(type, plan.mechanism_of)}
-        if not kinds <= {LocalTraining, ClassGradients, Gaussian, Laplace}:  # a subclass could state another event
-            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds}")
+        kinds = {type(plan), type(plan.job), *map(type, plan.mechanism_of)}
+        kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
+        if not kinds <= _OURS:  # a subclass could state another event, or send another value
+            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _OURS}")
         charges = {}
         for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
@@ -114,9 +117,8 @@ class Budgets:
             if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
                 raise UserError(
                     f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
-                    f"releases for {purpose!r} of other noise or number: an engine, a device or a version that the run "
-                    "did not begin with has made anew what later noise is chosen from. Go on with what it began with, "
-                    "or start a new run."
+                    f"releases for {purpose!r} of other noise or number: another version chose the noise from the same "
+                    "releases. Go on with what the run began with, or start a new run."
                 )
 
     def anyone_affords(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -86,6 +87,7 @@ def identity(
     lines = [[repr(line) for line in client.planned] for client in schedule.clients]
     return {
         **configured,
+        "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
         "schedule": _hex(json.dumps(lines).encode()),
         "strategy": strategies,
         "module": module_digest(module),
@@ -134,8 +136,8 @@ def package_digest() -> str:
 
 def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
     """A keyed digest of each client's training records, 8 bytes, in the client's order."""
-    for rows in population.train_of:
-        digest = hashlib.blake2b(key=key, digest_size=8)
+    for client, rows in enumerate(population.train_of):
+        digest = hashlib.blake2b(f"client {client};".encode(), key=key, digest_size=8)
         for tensor in (population.x[rows], population.y[rows]):
             digest.update(f"{tensor.dtype} {tuple(tensor.shape)};".encode())
             digest.update(memory_of(tensor))
@@ -150,7 +152,8 @@ def module_digest(module: ClientModule) -> str:
     classes: list[type] = []
     for name, part in module.named_modules():
         classes += type(part).__mro__
-        words.append([name, [one.__qualname__ for one in type(part).__mro__], part.extra_repr(), _settings(part)])
+        kinds = [one.__qualname__ for one in type(part).__mro__]
+        words.append([name, kinds, part.extra_repr(), part.training, _settings(part)])
     fixed = {name: one for name, one in module.named_parameters() if not one.requires_grad}
     words += [[name, _value(tensor)] for name, tensor in sorted({**fixed, **dict(module.named_buffers())}.items())]
     return _with_sources(words, classes)
@@ -197,11 +200,20 @@ def _hex(content: bytes) -> str:
 
 
 def _with_sources(words: list[Any], classes: Iterable[type]) -> str:
-    digest = hashlib.blake2b(json.dumps(words).encode(), digest_size=16)
-    for name, source in _sources({one.__module__ for one in classes}):
+    classes = list(classes)
+    scripts = [_code_of(one) for one in classes if one.__module__ == "__main__"]  # a script may change elsewhere
+    digest = hashlib.blake2b(json.dumps([words, scripts]).encode(), digest_size=16)
+    for name, source in _sources({one.__module__ for one in classes} - {"__main__"}):
         digest.update(json.dumps([name, len(source)]).encode())
         digest.update(source)
     return digest.hexdigest()
+
+
+def _code_of(kind: type) -> str | None:
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):  # typed into an interpreter
+        return None
 
 
 def _settings(part: nn.Module) -> dict[str, Any]:
@@ -223,8 +235,11 @@ def _value(value: object, seen: dict[int, int] | None = None) -> Any:
         return [str(tensor.dtype), list(tensor.shape), _hex(bytes(memory_of(tensor)))]
     if value is None or isinstance(value, str | int | float | complex | bytes):
         return repr(value)
+    if isinstance(value, functools.partial):
+        return ["partial", *(_value(one, seen) for one in (value.func, value.args, value.keywords))]
     if isinstance(value, type) or inspect.isroutine(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
+        return [f"{value.__module__}.{value.__qualname__}", _value(cells, seen) if cells else None]
     name = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, tuple):
         return [name, [_value(one, seen) for one in value]]
@@ -237,7 +252,10 @@ def _value(value: object, seen: dict[int, int] | None = None) -> Any:
         return [name, sorted(json.dumps(_value(one, seen)) for one in value)]
     if isinstance(value, list):
         return [name, [_value(one, seen) for one in value]]
-    return [name, _value(vars(value), seen) if hasattr(value, "__dict__") else None]
+    if hasattr(value, "__dict__"):
+        return [name, _value(vars(value), seen)]
+    text = repr(value)
+    return [name, None if " at 0x" in text else text]
 
 
 def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
@@ -259,7 +277,8 @@ def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
 
 
 def _installed(name: str, file: str) -> bool:
-    return name.split(".")[0] == "dpfl_lightning" or file.startswith(_INSTALLED)
+    packages = {"site-packages", "dist-packages"} & set(Path(file).parts)
+    return name.split(".")[0] in ("dpfl_lightning", "__main__") or file.startswith(_INSTALLED) or bool(packages)
 
 
 def _neighbours(python: ModuleType) -> Iterator[str]:

@@ -31,7 +31,7 @@ from dpfl_lightning.federated.gradient_counts import SHOWN, Diagnostics, notes
 from dpfl_lightning.federated.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.guarantee_page import guarantee_page
 from dpfl_lightning.federated.identity import configuration, identity, strategy_digests
-from dpfl_lightning.federated.query import Answers, Query
+from dpfl_lightning.federated.query import Answers, Charged, Query
 from dpfl_lightning.federated.ranked import RankedEngine
 from dpfl_lightning.federated.ranks import LostRank, Ranks
 from dpfl_lightning.federated.report import accuracy_over_clients, client_rows, for_json, summary, told
@@ -177,7 +177,8 @@ class FederatedLoop:
             state = self._begin(resume) if saved is None else self._restore(saved)
             try:
                 watch(self.callbacks, "on_run_start", self.view(state))
-                reason = self.snapshot["ended"] or self.all_rounds(state)
+                with between_rounds() as check_signals:
+                    reason = self.snapshot["ended"] or self.all_rounds(state, check_signals)
             except BaseException as error:
                 broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
                 again = f"go on with: {self._how_to_go_on()}"
@@ -186,35 +187,36 @@ class FederatedLoop:
                     raise UserError(f"{error} The run is kept; {again}") from None
                 error.add_note(f"The run is kept; when this is mended, {again}")
                 raise
-            return self._end(reason, finished=True)
+            result = self._end(reason, finished=True)
+            check_signals()  # one that came in the last round
+            return result
 
     def _how_to_go_on(self) -> str:
         """A run of a configuration by its command, another by the code that made it."""
         own = f"run(resume=True) of a FederatedLoop with output_dir={str(self.output_dir)!r}"
         return f"{self.ranks.command} -m dpfl_lightning.fit --resume {self.output_dir}" if self.options else own
 
-    def all_rounds(self, state: ServerState) -> str:
+    def all_rounds(self, state: ServerState, check_signals: Callable[[], None]) -> str:
         """Rounds until the last one, until nobody can pay, or until a callback's `stop`; returns the reason."""
-        with between_rounds() as check_signals:
-            while state.round < self.last_round:
-                check_signals()
-                if reason := one_of(self.callbacks, "stop", self.view(state)):
-                    return reason
-                begun = time.perf_counter()
-                self.traffic.begin_round()
-                after, plan, weights = self.one_round(state)
-                if not plan.clients and not self.budgets.anyone_affords():
-                    return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
-                state, seconds = after, time.perf_counter() - begun
-                self.tally.training_seconds += seconds
-                before = self.snapshot["engine"]["counts"]
-                sent = self.traffic.told(plan, self.view(state), self.tally.told)
-                self.tally.told = told(self.callbacks, self.view(state), plan, weights, sent)
-                self._remember(state, plan)
-                report = self._report(plan, weights, seconds, before)
-                watch(self.callbacks, "on_round_end", self.view(state), report)
+        while state.round < self.last_round:
+            check_signals()
+            if reason := one_of(self.callbacks, "stop", self.view(state)):
+                return reason
+            begun = time.perf_counter()
+            self.traffic.begin_round()
+            after, plan, weights = self.one_round(state)
+            if not plan.clients and not self.budgets.anyone_affords():
+                return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
+            state, seconds = after, time.perf_counter() - begun
+            self.tally.training_seconds += seconds
+            before = self.snapshot["engine"]["counts"]
+            sent = self.traffic.told(plan, self.view(state), self.tally.told)
+            self.tally.told = told(self.callbacks, self.view(state), plan, weights, sent)
+            self._remember(state, plan)
+            report = self._report(plan, weights, seconds, before)
+            watch(self.callbacks, "on_round_end", self.view(state), report)
         if self.last_round < self.rounds:
-            return f"{self.last_round} of the {self.rounds} planned rounds are done, as was asked"
+            return f"{state.round} of the {self.rounds} planned rounds are done, as was asked"
         return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
@@ -309,11 +311,16 @@ class FederatedLoop:
         self.outlined = tuple(self.outline())
         self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
         saved = self.folder.load_checkpoint(self.device) if resume else None
+        ended = begun is not None and saved is not None and saved["ended"]
+        if reopened is not None and not (reopened.data_key or ended):
+            raise reopened.lacks_key()
+        if reopened is not None and begun is None:
+            reopened.write_options(self.options)
         configured = self._configuration()
         self.engine.setup(self.module, self.population, self.streams(), self.sampling)
         self.budgets = Budgets(
             self.schedule,
-            self.folder.open_ledger(self._ledger_header(self._identity(configured, begun)), saved),
+            self.folder.open_ledger(self._ledger_header(self._identity(configured, begun if ended else None)), saved),
             self.accountant,
             SAMPLINGS[self.sampling],
             simulated=self.simulated or self.privacy is None,
@@ -327,11 +334,15 @@ class FederatedLoop:
             self.rounds, self.seed, self.settings, self.privacy, list(self._strategy_digests), self.options
         )
 
-    def _identity(self, configured: Mapping[str, Any], begun: Header | None) -> dict[str, Any]:
-        """What the ledger is held to. Of a finished run, which releases nothing more, records are not compared."""
+    def _identity(self, configured: Mapping[str, Any], ended: Header | None) -> dict[str, Any]:
+        """What the ledger is held to. A run that has ended releases nothing more: its records are not compared.
+
+        Args:
+            ended: the header of a run that has ended, whose key of the digests of records is gone.
+        """
         data_key = self.folder.data_key
         whole = identity(configured, self.schedule, self.module, self._strategy_digests, self.population, data_key)
-        return {**whole, "records": begun.identity.get("records")} if begun is not None and not data_key else whole
+        return whole if ended is None else {**whole, "records": ended.identity.get("records")}
 
     def streams(self) -> Streams:
         """Fresh noise for every release; that of a simulation, and of a run without noise, follows from its key."""
@@ -510,8 +521,9 @@ class FederatedLoop:
 
     def _ask(self, query: Query) -> Answers:
         round = self.state.round + 1
-        clients, attempts = self.budgets.charge_query(query, round)
-        paid = query.only(clients)
+        question = Charged.of(query)
+        clients, attempts = self.budgets.charge_query(question, round)
+        paid = question.only(clients)
         self.traffic.ask(paid, self.state.models)
         released = self._clients_work(lambda: self.engine.ask(paid, round, attempts))
         return {client: paid.read(client, one) for client, one in released.items()}

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor
@@ -89,6 +89,39 @@ class Query:
             released: the noised sum `[k]` (float64, on the CPU), the chosen index, or what `answer` returned.
         """
         return released
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Charged(Query):
+    """A question as it is charged: who answers with which mechanism is settled before it is asked.
+
+    Args:
+        question: computes rows or answers, and has no further say in anything else.
+    """
+
+    question: Query
+
+    @classmethod
+    def of(cls, question: Query) -> Charged:
+        """The question with a copy of its purpose and its mechanisms.
+
+        Raises:
+            TypeError: it is no `Query`.
+        """
+        if not isinstance(question, Query):
+            raise TypeError(f"a question to clients must be a `Query`, got {type(question).__name__}")
+        mechanisms = {int(client): question.mechanism_of[client] for client in question.clients}
+        return cls(purpose=str(question.purpose), mechanism_of=mechanisms, question=question)
+
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return self.question.rows(client, module, x, y)
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return self.question.answer(client, module, x, y)
+
+    def read(self, client: int, released: Any) -> Any:
+        return self.question.read(client, released)
 
 
 def event_of(query: Query, client: int) -> Event:

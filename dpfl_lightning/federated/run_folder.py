@@ -15,7 +15,7 @@ import torch
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.state import Delivered
-from dpfl_lightning.privacy.ledger import Ledger
+from dpfl_lightning.privacy.ledger import Ledger, sync_folder
 from dpfl_lightning.privacy.ledger_file import Head, Header, read_header
 from dpfl_lightning.yaml_text import dump
 
@@ -61,7 +61,7 @@ class RunFolder:
             raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
         folder.data_key = secrets.token_bytes(32)
         write_atomically(folder.key_file, lambda partial: partial.write_text(folder.data_key.hex()), private=True)
-        write_atomically(folder.options, lambda partial: partial.write_text(dump(options)))
+        folder.write_options(options)
         return folder
 
     @classmethod
@@ -80,8 +80,7 @@ class RunFolder:
         try:
             folder.data_key = bytes.fromhex(folder.key_file.read_text())
         except FileNotFoundError:
-            if not folder.finished():
-                raise UserError(f"`{folder.key_file}` must lie beside options.yaml, got no file. {_WAY_OUT}") from None
+            pass  # of a run that has ended; of another one the caller finds out
         except ValueError:
             raise UserError(f"`{folder.key_file}` must hold hexadecimal digits, got others. {_WAY_OUT}") from None
         return folder
@@ -90,9 +89,12 @@ class RunFolder:
         """The header of the run's ledger; None before it was written."""
         return read_header(self.ledger_file) if self.ledger_file.is_file() else None
 
-    def finished(self) -> bool:
-        """Whether the run has ended for good: its data key was removed after its result was written."""
-        return not self.key_file.exists() and (self.path / "result.json").is_file()
+    def lacks_key(self) -> UserError:
+        """The error of a run that has not ended, and whose data key is gone."""
+        return UserError(f"`{self.key_file}` must lie beside options.yaml, got no such file. {_WAY_OUT}")
+
+    def write_options(self, options: Mapping[str, Any]) -> None:
+        write_atomically(self.options, lambda partial: partial.write_text(dump(options)))
 
     def finish(self) -> None:
         """Remove the data key: nothing is released any more, and nobody needs to compare records."""
@@ -161,4 +163,5 @@ def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
+    sync_folder(path.parent)
     return path

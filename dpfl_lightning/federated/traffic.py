@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dpfl_lightning.federated.query import Query
+from dpfl_lightning.federated.query import Charged
 from dpfl_lightning.federated.state import ClassGradients, RoundPlan, View
 from dpfl_lightning.options import NetworkOptions
 from dpfl_lightning.per_client import resolve
@@ -74,9 +74,9 @@ class Traffic:
         self._asked, self._seconds = 0, 0.0  # of the round's queries
         self._have_all: set[int] = set()  # clients to whom one of these brought all of the server's models
 
-    def ask(self, query: Query, models: Tensor) -> None:
+    def ask(self, query: Charged, models: Tensor) -> None:
         """Count a query of the round; `models` `[K, P]` are the server's."""
-        sent = [one for one in vars(query).values() if isinstance(one, Tensor)]
+        sent = [one for one in vars(query.question).values() if isinstance(one, Tensor)]
         numbers = sum(one.numel() for one in sent)
         self._asked += len(query.clients) * numbers
         if any(one is models for one in sent):

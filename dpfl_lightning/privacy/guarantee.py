@@ -30,7 +30,8 @@ SIMULATED = (
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
     "numbers of records, batch sizes, budgets and all other options, which are treated as public",
-    "other runs on the same records: their epsilons add up",
+    "other runs on the same records, copies of this run's folder included: their epsilons add up",
+    "how a record's own gradient is rounded where more or fewer records are computed with it",
 )
 
 

@@ -97,7 +97,7 @@ class Ledger:
         self.head = Head(header.run, 0, "")
         self._open_head()
         self._append([ledger_file.header_line(header)])
-        _sync_folder(self.path.parent)
+        sync_folder(self.path.parent)
 
     def _go_on(self, header: Header, checkpoint: Head | None) -> None:
         verified = ledger_file.verify(self.path, self._remember, checkpoint)
@@ -159,8 +159,8 @@ def _locked(path: Path) -> FileIO:
     return file
 
 
-def _sync_folder(folder: Path) -> None:
-    """The names of new files in it."""
+def sync_folder(folder: Path) -> None:
+    """The names of new files in it, on disk when it returns."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -40,7 +40,9 @@ class Mechanism:
        with continuous noise y on the integer vector `n = round(sum / g)`.
     2. The computed sums of two neighbouring data sets differ by at most `clip_norm (1 + 2 SUM_ROUNDING)` in the norm
        `clip_order`: a record adds at most `clip_norm`, and each sum is computed to within `SUM_ROUNDING * clip_norm`
-       (see `ClippedSum`).
+       (see `ClippedSum`). This assumes that a record's own gradient has the same bits whatever is computed with it.
+       Kernels may round it otherwise in batches of another size, and a net may magnify that at a kink: no part of the
+       noise covers it.
     3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, the
        above and `g sqrt(P)` (L2), or `g P` (L1).
     4. The integers are added without rounding, as int64.
