@@ -11,6 +11,7 @@ import pytest
 
 from dpfl_lightning.reproduce import main
 from dpfl_lightning.reproduction.cells import read
+from dpfl_lightning.reproduction.run import NOISE_KEY
 
 ROOT = Path(__file__).parents[1]
 QUIET = ["--tracking", "null", "--engine.device", "cpu"]
@@ -93,7 +94,7 @@ def test_seeds_and_keys_make_cells_of_their_own(capsys, places, tmp_path):
     made = sorted(path.name for path in folder.iterdir())
     assert made == ["epsilon4_uniform_seed1.json", "epsilon4_uniform_seed2.json"]
     held = read(folder / made[0])
-    assert held["command"].endswith("--seed=1 --clients.learning_rate=0.1")
+    assert held["command"].endswith(f"--seed=1 --clients.learning_rate=0.1 --privacy.noise_key={NOISE_KEY}")
     assert "tracking" not in held["command"] and "device" not in held["command"]
 
 

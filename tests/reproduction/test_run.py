@@ -133,16 +133,17 @@ def test_again_is_a_new_run_beside_the_old_one(work):
     assert run_folder(CELL, again) == (work.runs / CELL.place.with_name(f"{CELL.place.name}.2"), False)
     make([CELL], again)
     assert (work.runs / CELL.place / "ledger.jsonl").is_file()  # no ledger is deleted
-    assert read(path_of(work.results, CELL))["values"] != before  # other noise
+    assert read(path_of(work.results, CELL))["values"] == before, "cells are simulations"
 
 
 def test_a_run_of_other_options_is_not_gone_on_with(work):
     make([CELL], work)
-    options = work.runs / CELL.place / "options.yaml"
-    options.write_text(options.read_text().replace("rounds: 2", "rounds: 3"))
-    assert run_folder(CELL, work)[1] is False
-    options.write_text("no_such_key: 3\n")
-    assert run_folder(CELL, work) == (work.runs / CELL.place.with_name(f"{CELL.place.name}.2"), False)
+    beside = work.runs / CELL.place.with_name(f"{CELL.place.name}.2")
+    assert run_folder(CELL, work) == (work.runs / CELL.place, True)
+    assert run_folder(CELL, Work(fit, work.results, work.runs, (*QUIET, "--rounds=3"))) == (beside, False)
+    ledger = work.runs / CELL.place / "ledger.jsonl"
+    ledger.write_bytes(ledger.read_bytes().replace(b'"rounds": 2', b'"rounds": 4', 1))
+    assert run_folder(CELL, work) == (beside, False), "nor with one that was changed"
 
 
 def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
