@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from dpfl_lightning.config import load, options_file
 from dpfl_lightning.errors import command, require
 from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import Options, to_dict
+from dpfl_lightning.options import Options
 
 if TYPE_CHECKING:
     from dpfl_lightning.federated.callback import ServerCallback
@@ -89,6 +89,7 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
         "For example --output_dir runs/mine.",
     )
     from dpfl_lightning.federated.ranks import Ranks
+    from dpfl_lightning.federated.setup import so_far
 
     ranks = Ranks(options.engine.device)
     parent, results = Path(str(options.output_dir)), []
@@ -105,27 +106,6 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
         print(f"{len(seeds)} seeds: test accuracy {accuracy:.2%} +- {spread:.2%} (standard deviation)")
     print(summary["guarantee"])
     return summary
-
-
-def so_far(options: Options) -> tuple[bool, dict | None]:
-    """Whether the run in `output_dir` has begun, and its result if it has one.
-
-    Raises:
-        UserError: it began with other options.
-    """
-    from dpfl_lightning.federated.identity import deciding_options
-    from dpfl_lightning.federated.run_folder import RunFolder
-    from dpfl_lightning.privacy.ledger import check_same
-
-    folder = RunFolder(Path(str(options.output_dir)))
-    if (header := folder.begun()) is None:
-        return folder.options.exists(), None
-    now = deciding_options(to_dict(options))
-    result = folder.path / "result.json"
-    if not result.exists():
-        del now["rounds"]  # fewer are possible, and the run refuses more
-    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
-    return True, json.loads(result.read_text()) if result.exists() else None
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:

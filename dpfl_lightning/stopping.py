@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -67,10 +67,7 @@ def between_rounds() -> Iterator[Callable[[], None]]:
         if len(came) > 1:
             obey(number, frame)
         else:
-            from dpfl_lightning.errors import UserNotice  # errors knows this module
-
-            words = "the round is finished first, for it is paid; another Ctrl-C or SIGTERM ends it at once"
-            warnings.warn(words, UserNotice, stacklevel=2)
+            os.write(2, b"The round is finished first, for it is paid; another Ctrl-C or SIGTERM ends it at once.\n")
 
     def check() -> None:
         if came:

@@ -303,7 +303,7 @@ class Search:
 
     @staticmethod
     def _begun_final(own: Options) -> tuple[bool, dict[str, Any] | None]:
-        from dpfl_lightning.fit import so_far
+        from dpfl_lightning.federated.setup import so_far
 
         try:
             return so_far(own)

@@ -43,6 +43,7 @@ ALLOWED = {
         "data",
         "models",
         "client",
+        "stopping",
         "strategies",
     },
     "strategies": {"compiled", "errors", "registry", "tables", "privacy", "data", "client", "federated"},
@@ -51,7 +52,7 @@ ALLOWED = {
     "distilled": {"federated", "tracking"},
     "tables": set(),
     "ledger_report": {"errors", "privacy", "tables"},
-    "auditing": {"errors", "tables", "privacy", "data", "client", "federated"},
+    "auditing": {"errors", "options", "tables", "privacy", "data", "client", "federated"},
     "benchmark": {
         "errors",
         "options",

@@ -35,11 +35,11 @@ def answer(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor
     mechanism = query.mechanism_of[client]
     if isinstance(mechanism, NoMechanism):
         plain = query.answer(client, module, x, y)
-        return plain if mechanism.noise is None else mechanism.noise.privatise(plain[None], generator)[0]
+        return plain if mechanism.noise is None else mechanism.noise.privatise(plain[None], generator, plain.dtype)[0]
     if isinstance(mechanism, ExponentialMechanism):
         return mechanism.choose(_bounded_sum(query, client, module, x, y, _scores), generator)
     total = _bounded_sum(query, client, module, x, y, lambda rows: _clipped(rows, mechanism))
-    return mechanism.privatise(total[None], generator)[0]
+    return mechanism.privatise(total[None], generator, total.dtype)[0]
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def configuration(
             "seed": seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
-            **({} if "strategies" in options else {"strategies": [one.partition(" ")[2] for one in strategies]}),
+            **({} if "strategies" in options else {"strategies": _classes(strategies)}),
         }
     )
 
@@ -184,6 +184,10 @@ _COLUMNS = (
 )
 _WHERE_FILES_LIE = ("folder", "download")
 _SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
+
+
+def _classes(strategies: Sequence[str]) -> str:
+    return ", ".join(one.partition(" ")[2] for one in strategies)
 
 
 def _number(value: float | None) -> float | str | None:

@@ -311,7 +311,7 @@ class FederatedLoop:
         self.outlined = tuple(self.outline())
         self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
         saved = self.folder.load_checkpoint(self.device) if resume else None
-        ended = begun is not None and saved is not None and saved["ended"]
+        ended = saved is not None and saved["ended"]
         if reopened is not None and not (reopened.data_key or ended):
             raise reopened.lacks_key()
         if reopened is not None and begun is None:

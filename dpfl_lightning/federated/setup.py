@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +19,12 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.callback import ServerCallback
 from dpfl_lightning.federated.engine import SerialEngine, TrainerEngine
 from dpfl_lightning.federated.fast import FastEngine
+from dpfl_lightning.federated.identity import deciding_options
 from dpfl_lightning.federated.loop import FederatedLoop
+from dpfl_lightning.federated.run_folder import RunFolder
 from dpfl_lightning.federated.stacked import StackedEngine
 from dpfl_lightning.options import Options, to_dict
+from dpfl_lightning.privacy.ledger import check_same
 from dpfl_lightning.privacy.schedule import ClientSchedule
 
 ENGINES: dict[str, type[SerialEngine]] = {
@@ -113,6 +118,23 @@ def planned_clients(options: Options) -> tuple[FederatedLoop, tuple[ClientSchedu
     """Every client's solved schedule without training: what `plan --config` prints."""
     loop = build_loop(options)
     return loop, loop.plan_schedule().clients
+
+
+def so_far(options: Options) -> tuple[bool, dict | None]:
+    """Whether the run in `output_dir` has begun, and its result if it has one.
+
+    Raises:
+        UserError: it began with other options.
+    """
+    folder = RunFolder(Path(str(options.output_dir)))
+    if (header := folder.begun()) is None:
+        return folder.options.exists(), None
+    now = deciding_options(to_dict(options))
+    result = folder.path / "result.json"
+    if not result.exists():
+        del now["rounds"]  # fewer are possible, and the run refuses more
+    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
+    return True, json.loads(result.read_text()) if result.exists() else None
 
 
 def _import(class_path: str) -> Any:

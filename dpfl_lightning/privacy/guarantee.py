@@ -31,7 +31,7 @@ NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
     "numbers of records, batch sizes, budgets and all other options, which are treated as public",
     "other runs on the same records, copies of this run's folder included: their epsilons add up",
-    "how a record's own gradient is rounded where more or fewer records are computed with it",
+    "the last bits of a record's own gradient, where they depend on how many are computed together",
 )
 
 

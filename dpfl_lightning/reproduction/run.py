@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config import load
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.fit import so_far
 from dpfl_lightning.options import Options
 from dpfl_lightning.reproduction.cells import Cell, circumstances, path_of, read, write
 from dpfl_lightning.reproduction.experiment import Computation, Training
@@ -284,6 +283,8 @@ def run_folder(cell: Cell, work: Work) -> tuple[Path, bool]:
 
 
 def _same(cell: Cell, work: Work, folder: Path) -> bool:
+    from dpfl_lightning.federated.setup import so_far
+
     try:
         so_far(options_of(cell, work, folder))
     except UserError:  # options that this version does not know: another run

@@ -218,7 +218,7 @@ EDITS = {
     "clients.batch_size": other_clients(batch_size=8),
     "clients.local_epochs": other_clients(local_epochs=2),
     "clients.learning_rate` must stay 0.3, ": other_clients(learning_rate=[0.3, 0.2, 0.3, 0.3]),
-    "callbacks": {"callbacks": [Uniform(), FedProx(0.5)]},
+    "strategies": {"callbacks": [Uniform(), FedProx(0.5)]},
     "strategy.1 Rule": {"callbacks": [Uniform(), Rule(2.0)]},
     "module": {"module": ClientModule(Layer(scale=2.0))},
     "records of client 3": {"population": changed_record()},

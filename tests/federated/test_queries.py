@@ -10,7 +10,6 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
@@ -30,6 +29,7 @@ from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accountant import get_accountant
 from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.privacy.spending import SpentEpsilon
@@ -109,10 +109,10 @@ def test_rows_within_the_bound_are_summed_exactly_and_others_scaled():
 
 
 def test_noise_and_divisor_are_the_mechanisms():
-    x, draw = torch.zeros(5, 2), np.random.default_rng(0)
+    x, draw = torch.zeros(5, 2), RandomGenerator(bytes(32))
     query = Columns(mechanism_of={0: Gaussian(0.5, 4.0, 1.0, 10.0)})
     values = torch.stack([released(query, x, generator=draw) for _ in range(2000)])
-    assert float(values.std()) == pytest.approx(0.5 * 4.0 / 10, rel=0.05)  # 4,000 draws of seed 0
+    assert float(values.std()) == pytest.approx(0.5 * 4.0 / 10, rel=0.05)  # 4,000 draws of one key
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -418,7 +418,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     curves = _round_values(live._reports[-1], None)
     assert math.isinf(curves["overall/epsilon_max"]) == bool(bare)
     assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
-    assert ('class="bad"' in page) == bool(bare)
+    assert ("do not have differential privacy" in page or "No client has" in page) == bool(bare)
     if words:
         assert all(one.noise_multiplier > 0 for one in planned if any(one.schedule.releases)), "training is noised"
         weakest = max((one.guarantee for one in planned), key=lambda one: one.epsilon)
@@ -437,7 +437,7 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
             asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
-    assert mine == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
+    assert mine - {"Charged"} == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
     assert {name: used & mine for name, used in asking.items()} == {
         "loss_choice": {"SelectModel", "LowestLoss"},
         "two_stage_selection": {"MeanLoss", "LossesAroundStep"},
