@@ -74,18 +74,18 @@ def audit(
             done += 1
             tell(done, total)
         clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
-    refuted = [
+    refuted = dict.fromkeys(
         f"client {one['client']}: {finding['check']}"
         for one in clients
         for finding in one["findings"]
         if finding["refuted"]
-    ]
+    )
     return {
         "engine": loop.engine.name,
         "seed": loop.seed,
         "confidence": confidence,
         "clients": clients,
-        "refuted": refuted,
+        "refuted": list(refuted),
         "not_audited": list(dict.fromkeys(left_out)),
     }
 
