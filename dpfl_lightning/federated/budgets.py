@@ -34,8 +34,8 @@ class Budgets:
 
     **Guarantees** What is charged is what was planned: another event than the schedule's is refused, and so is one more
     than it plans. A copy of the run's folder is another run, of which this ledger knows nothing: its epsilons add up.
-    Counters are integers. Every release is charged, also one
-    that a crash broke off and that is made anew, with fresh noise.
+    Counters are integers. Every release is charged, also one that a crash broke off and that is made anew, with fresh
+    noise.
     """
 
     def __init__(
