@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.exact import moved
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing.noisy import as_planned
 from dpfl_lightning.auditing.records import made_up
 from dpfl_lightning.auditing.rig import NOBODY, Rig
 from dpfl_lightning.auditing.subject import Subject
@@ -142,16 +143,8 @@ def fresh_noise(loop: FederatedLoop, subject: Subject, significance: float) -> F
         std = math.sqrt(float(difference.square().mean()) / 2)
         low, high = std_interval(std, int(difference.numel() / heavy), significance / len(pairs) / 2)
         found[name] = (low / claimed, high / claimed)
-    lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
-    return Finding(
-        check="fresh noise",
-        what=f"spread of the difference of two releases, {len(pairs)} kinds of pairs",
-        measured=f"{lowest:.3f} to {highest:.3f} x planned",
-        claimed="1",
-        refuted=not all(low <= 1 <= high for low, high in found.values()),
-        confidence=1 - significance,
-        figures={"spread_over_planned": {name: [finite_or_none(end) for end in ends] for name, ends in found.items()}},
-    )
+    what = f"spread of the difference of two releases, {len(pairs)} kinds of pairs"
+    return as_planned("fresh noise", what, "spread_over_planned", found, significance)
 
 
 # ---- what one record moves, where that is hard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -45,15 +45,23 @@ def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Fin
         low, high = std_interval(std, int(freedom / heavy), significance / len(cases) / 2)
         claimed = subject.planned.noise_std(steps, rate)
         found[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
+    what = f"std over batches of 0, 2 and 8, {each} releases each"
+    return as_planned("noise", what, "std_over_planned", found, significance)
+
+
+def as_planned(
+    check: str, what: str, figure: str, found: Mapping[str, tuple[float, float]], significance: float
+) -> Finding:
+    """Whether 1 lies in every interval of something measured over what was planned; `found` is name -> (low, high)."""
     lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
     return Finding(
-        check="noise",
-        what=f"std over batches of 0, 2 and 8, {each} releases each",
+        check=check,
+        what=what,
         measured=f"{lowest:.3f} to {highest:.3f} x planned",
         claimed="1",
         refuted=not all(low <= 1 <= high for low, high in found.values()),
         confidence=1 - significance,
-        figures={"std_over_planned": {name: [finite_or_none(end) for end in ends] for name, ends in found.items()}},
+        figures={figure: {name: [finite_or_none(end) for end in ends] for name, ends in found.items()}},
     )
 
 
