@@ -15,8 +15,9 @@ from pytest import MonkeyPatch
 from dpfl_lightning.client import ClientModule
 from dpfl_lightning.federated import engine, loop, stacked
 from dpfl_lightning.federated.budgets import Budgets
-from dpfl_lightning.privacy import accountant, clipping, fast_clipping, layer_rules, sampling, stacked_clipping
+from dpfl_lightning.privacy import accountant, clipping, fast_clipping, sampling, stacked_clipping
 from dpfl_lightning.privacy.events import Unprotected
+from dpfl_lightning.privacy.float64_sums import Products
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -160,9 +161,12 @@ def noise_of_the_folder(patch: MonkeyPatch) -> None:
 
 def norms_in_float32(patch: MonkeyPatch) -> None:
     """The squares of tiny and huge gradients leave the range of their dtype."""
-    patch.setattr(
-        layer_rules, "row_norms", lambda rows, order=2: torch.linalg.vector_norm(rows, ord=order, dim=1).double()
-    )
+
+    def powers(self: Products, order: int) -> torch.Tensor:
+        each = [[one.norm(p=order, dim=1) for one in pair] for pair in self._pairs]
+        return sum((left * right).pow(order) for left, right in each).double()
+
+    patch.setattr(Products, "powers", powers)
 
 
 def mixing_model(patch: MonkeyPatch) -> None:

@@ -35,12 +35,11 @@ from dpfl_lightning.privacy.clipping import (
     require_proved,
     wanted_of,
 )
-from dpfl_lightning.privacy.float64_sums import summing_dtype
+from dpfl_lightning.privacy.gradient_sums import ChunkGradients, Totals
 from dpfl_lightning.privacy.isolation import CROWD, in_companies
 from dpfl_lightning.privacy.layer_rules import (
     RULES,
     ByName,
-    Grads,
     Inputs,
     Rule,
     Unsupported,
@@ -189,9 +188,9 @@ class FastClippedSum:
         x, wanted = self.enter(x), wanted_of(params, only)
         totals = Totals(wanted, num_groups)
         for rows in chunks_of(len(x), chunk):
-            grads = {name: g.measurable(order) for name, g in self._gradients(params, wanted, x[rows], y[rows]).items()}
-            require_proved(len(x), chunk, max((g.terms for g in grads.values()), default=1))
-            sizes = torch.linalg.vector_norm(torch.stack([g.norms(order) for g in grads.values()]), ord=order, dim=0)
+            grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), order)
+            require_proved(len(x), chunk, grads.terms)
+            sizes = grads.norms()
             if norms is not None:
                 norms.append(sizes)
             totals.add(grads, clip_factors(sizes, clip_norm), None if group is None else group[rows])
@@ -291,40 +290,6 @@ class FastClippedSum:
         finally:
             for handle in handles:
                 handle.remove()
-
-
-class Totals:
-    """The sums `[G, P]` in float64 as their chunks come in, parameter by parameter."""
-
-    def __init__(self, params: Params, num_groups: int) -> None:
-        like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
-        self._sums = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
-        self._parts: dict[str, Tensor] = {}
-        begin = 0
-        for name, p in params.items():
-            self._parts[name] = self._sums[:, begin : begin + p.numel()]
-            begin += p.numel()
-        self._filled: dict[str, tuple[Grads, Tensor]] = {}
-
-    def add(self, grads: ByName, factors: Tensor, group: Tensor | None) -> None:
-        """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
-        if len(self._sums) == 1:
-            group = None
-        elif group is None:
-            group = torch.zeros_like(factors, dtype=torch.long)
-        for name, own in grads.items():
-            if name not in self._filled:  # a part of one row is contiguous and is filled in its place
-                part = self._parts[name]
-                self._filled[name] = own, part if len(part) == 1 else torch.zeros_like(part).contiguous()
-            own.add(self._filled[name][1], factors, group)
-
-    def result(self) -> Tensor:
-        """`[G, P]` in the order of the parameters; zeros for those without gradients."""
-        for name, (own, total) in self._filled.items():
-            arranged = own.arranged(total)
-            if arranged.data_ptr() != self._parts[name].data_ptr():  # it is not in its place already
-                self._parts[name].copy_(arranged)
-        return self._sums
 
 
 def _channels_last(x: Tensor) -> Tensor:

@@ -1,20 +1,15 @@
 """Norms and weighted sums of per-record gradients in float64: what clipping rests on.
 
-A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there. On a CPU compiled
-loops read float32 rows and compute in float64 without a copy, as fast as torch does in float32.
+A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
-
-COLUMNS = 512  # of a sum at a time: 4 KiB in float64 stay in the nearest cache
 
 
 def summing_dtype(like: Tensor) -> torch.dtype:
@@ -27,31 +22,8 @@ def row_norms(rows: Tensor, order: int = 2) -> Tensor:
 
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0**100]])).tolist() == [5.0, 2.0**100]
     True
-    >>> row_norms(torch.tensor([[3.0, 4.0]]), order=1)
-    tensor([7.], dtype=torch.float64)
     """
-    if not _compilable(rows):
-        return torch.linalg.vector_norm(rows, ord=order, dim=1, dtype=summing_dtype(rows))
-    norms = torch.empty(len(rows), dtype=torch.float64)
-    _loops()[0](rows.detach().contiguous().numpy(), order, norms.numpy())
-    return norms.sqrt_() if order == 2 else norms
-
-
-def add_weighted_rows(total: Tensor, rows: Tensor, factors: Tensor, group: Tensor | None) -> None:
-    """Add `factors[j] rows[j]` to row `group[j]` of `total`, for all j; a row whose factor is 0 is not read.
-
-    Args:
-        total: `[G, n]`, contiguous, in `summing_dtype`.
-        rows: `[B, n]`, rows with factor 0 may hold anything.
-        factors: `[B]` in the dtype of `total`.
-        group: `[B]` int64; None adds all rows to row 0.
-    """
-    if _compilable(rows):
-        groups = np.zeros(0, np.int64) if group is None else group.contiguous().numpy()
-        zeros = np.zeros(COLUMNS, np.float32)
-        _loops()[1](rows.detach().contiguous().numpy(), factors.numpy(), groups, zeros, total.numpy())
-    else:
-        total += one_hot(factors, group, len(total)) @ kept(rows, factors)
+    return torch.linalg.vector_norm(rows, ord=order, dim=1, dtype=summing_dtype(rows))
 
 
 def one_hot(factors: Tensor, group: Tensor | None, num_groups: int) -> Tensor:
@@ -66,49 +38,45 @@ def kept(values: Tensor, factors: Tensor) -> Tensor:
     return values.to(factors.dtype).masked_fill((factors == 0).view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
-def _compilable(rows: Tensor) -> bool:
-    return rows.device.type == "cpu" and rows.dtype == torch.float32
+class Products:
+    """Gradients `left[j]^T right[j]` of B records for K parameters, by compiled loops: one call for all parameters.
 
+    The loops read float32 and compute in float64 without a copy. They get addresses, for to hand over K tensors takes
+    longer than what they do with small ones.
 
-@functools.cache
-def _loops() -> tuple[Callable[..., None], Callable[..., None]]:
-    from dpfl_lightning.compiled import compiled  # numba: half a second, for those who need it
+    Args:
+        pairs: length K; left `[B, p]` and right `[B, d]`, float32 on a CPU.
 
-    return compiled(_norms, fastmath={"reassoc", "contract"}), compiled(_add, fastmath={"contract"})
+    >>> products = Products([(torch.ones(1, 1), torch.tensor([[3.0, 4.0]]))])
+    >>> products.powers(order=2), products.powers(order=1)
+    (tensor([25.], dtype=torch.float64), tensor([7.], dtype=torch.float64))
+    """
 
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._pairs = [(left.contiguous(), right.contiguous()) for left, right in pairs]  # kept as long as addresses
+        table = [(left.data_ptr(), left.shape[1], right.data_ptr(), right.shape[1]) for left, right in self._pairs]
+        self._table = np.array(table, np.int64)
 
-def _norms(rows: Any, order: int, norms: Any) -> None:
-    """Fill `norms` `[B]` with sums of squares, or of absolute values for `order` 1."""
-    for j in range(rows.shape[0]):
-        row, total = rows[j], 0.0
-        if order == 1:
-            for i in range(len(row)):
-                total += abs(np.float64(row[i]))
-        else:
-            for i in range(len(row)):
-                total += np.float64(row[i]) * np.float64(row[i])
-        norms[j] = total
+    def powers(self, order: int) -> Tensor:
+        """`|g_j|_2^2`, or `|g_j|_1` for `order` 1, of all parameters together: `[B]` float64, infinite or NaN."""
+        from dpfl_lightning.privacy.product_loops import add_powers  # numba: half a second, for those who need it
 
+        powers = torch.zeros(len(self._pairs[0][0]), dtype=torch.float64)
+        add_powers(self._table, order, powers.numpy())
+        return powers
 
-def _add(rows: Any, factors: Any, groups: Any, zeros: Any, total: Any) -> None:
-    """`add_weighted_rows`: four rows at a time if there are no groups. A row with factor 0 is taken for `zeros`."""
-    records, n = rows.shape
-    fours = 0 if len(groups) else records // 4 * 4
-    for begin in range(0, n, len(zeros)):
-        width = min(len(zeros), n - begin)
-        out = total[0, begin : begin + width]
-        for j in range(0, fours, 4):
-            f0, f1, f2, f3 = factors[j], factors[j + 1], factors[j + 2], factors[j + 3]
-            r0 = rows[j, begin : begin + width] if f0 else zeros[:width]
-            r1 = rows[j + 1, begin : begin + width] if f1 else zeros[:width]
-            r2 = rows[j + 2, begin : begin + width] if f2 else zeros[:width]
-            r3 = rows[j + 3, begin : begin + width] if f3 else zeros[:width]
-            for i in range(width):
-                out[i] += (f0 * r0[i] + f1 * r1[i]) + (f2 * r2[i] + f3 * r3[i])
-        for j in range(fours, records):
-            factor = factors[j]
-            row = rows[j, begin : begin + width] if factor else zeros[:width]
-            if len(groups):
-                out = total[groups[j], begin : begin + width]
-            for i in range(width):
-                out[i] += factor * row[i]
+    def add(self, totals: Sequence[Tensor], factors: Tensor, group: Tensor | None) -> None:
+        """Add `factors[j] left[j]^T right[j]` to row `group[j]` of the parameter's total, for all j and parameters.
+
+        Args:
+            totals: length K, `[G, p * d]` float64; each row is contiguous.
+            factors: `[B]` float64; a record whose factor is 0 is not read.
+            group: `[B]` int64 in [0, G); None adds all records to row 0.
+        """
+        from dpfl_lightning.privacy.product_loops import add_products
+
+        for (left, right), total in zip(self._pairs, totals, strict=True):
+            assert total.shape[1] == left.shape[1] * right.shape[1] and total.stride(1) == 1
+        rows = np.array([(total.data_ptr(), total.stride(0)) for total in totals], np.int64)
+        groups = np.zeros(0, np.int64) if group is None else group.contiguous().numpy()
+        add_products(self._table, rows, factors.contiguous().numpy(), groups)

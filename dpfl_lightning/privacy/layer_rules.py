@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.privacy import sparse_conv
 from dpfl_lightning.privacy.clipping import CANCELLING
-from dpfl_lightning.privacy.float64_sums import add_weighted_rows, kept, one_hot, row_norms, summing_dtype
+from dpfl_lightning.privacy.float64_sums import kept, one_hot, row_norms, summing_dtype
 
 NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
 LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
@@ -38,6 +38,13 @@ class Grads(Protocol):
     def terms(self) -> int:
         """Terms of one gradient that are summed together with those of the other records."""
 
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Which dimensions of a sum `[G, ...]` are those of the parameter; empty if it is in order already."""
+
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        """Left `[B, p]` and right `[B, d]`, if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
+
     def measurable(self, order: int) -> Grads:
         """The same gradients in a form that has norms of this order."""
 
@@ -48,17 +55,13 @@ class Grads(Protocol):
         """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); nothing where a factor is 0.
 
         Args:
-            totals: `[G, n]` float64, contiguous; the n numbers are in an order that only `arranged` knows.
+            totals: `[G, n]` float64, contiguous, to be put in order by `arranged`.
             factors: `[B]` float64.
             group: `[B]` int64.
         """
 
     def arranged(self, totals: Tensor) -> Tensor:
-        """`totals` `[G, n]` in the order of the parameter."""
-
-
-def _arranged(totals: Tensor, shape: tuple[int, ...], order: tuple[int, ...]) -> Tensor:
-    return totals.view(-1, *shape).permute(order).flatten(1) if order else totals
+        """A view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,6 +85,9 @@ class Dense:
     order: tuple[int, ...] = ()
     terms = 1
 
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
+
     def measurable(self, order: int) -> Grads:
         return self
 
@@ -89,10 +95,10 @@ class Dense:
         return row_norms(self.grads.flatten(1), order)
 
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
-        add_weighted_rows(totals, self.grads.flatten(1), factors, group)
+        totals += one_hot(factors, group, len(totals)) @ kept(self.grads.flatten(1), factors)
 
     def arranged(self, totals: Tensor) -> Tensor:
-        return _arranged(totals, self.grads.shape[1:], self.order)
+        return totals.view(-1, *self.grads.shape[1:]).permute(self.order) if self.order else totals
 
 
 @dataclass(frozen=True)
@@ -117,6 +123,9 @@ class Outer:
     def terms(self) -> int:
         return self.left.shape[1]
 
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        return (self.left[:, 0], self.right[:, 0]) if self.terms == 1 else None
+
     def measurable(self, order: int) -> Grads:
         if order == 2 or self.terms == 1:
             return self
@@ -124,8 +133,6 @@ class Outer:
         return Dense(formed.view(len(formed), *self.shape) if self.order else formed, self.order)
 
     def norms(self, order: int = 2) -> Tensor:
-        if self.terms == 1 and self.left.dtype == torch.float32:
-            return row_norms(self.left[:, 0], order) * row_norms(self.right[:, 0], order)
         (left, left_scale), (right, right_scale) = _scaled(self.left), _scaled(self.right)
         lengths = torch.linalg.vector_norm(left, ord=order, dim=2) * torch.linalg.vector_norm(right, ord=order, dim=2)
         uncancelled = lengths.sum(dim=1)
@@ -150,7 +157,7 @@ class Outer:
             by_group += (chosen[:, :, None, None] * left).flatten(1, 2).mT @ right.flatten(0, 1)
 
     def arranged(self, totals: Tensor) -> Tensor:
-        return _arranged(totals, self.shape, self.order)
+        return totals.view(-1, *self.shape).permute(self.order) if self.order else totals
 
 
 @dataclass(frozen=True)
@@ -163,13 +170,16 @@ class Lookup:
     ids: Tensor
     dy: Tensor
     rows: int
-    terms = 1
+    terms, order = 1, ()
 
     @classmethod
     def merged(cls, ids: Tensor, dy: Tensor, rows: int) -> Lookup:
         same = ids[:, :, None] == ids[:, None, :]
         first = ~same.tril(-1).any(dim=2)
         return cls(ids, torch.where(first[:, :, None], same.to(dy.dtype) @ dy, 0.0), rows)
+
+    def pair(self) -> None:
+        return None
 
     def measurable(self, order: int) -> Grads:
         return self

@@ -57,11 +57,11 @@ class RandomGenerator:
 
     def integer_normals(self, count: int, scale: float) -> np.ndarray:
         """Normal numbers of mean 0 and standard deviation `scale`, each rounded to an integer, `[count]` int64."""
-        (loops, layers), noise = _ziggurat(), np.empty(count, np.int64)
-        filled, tail = 0, 0.0
-        while filled < count:
-            words = self.words(count - filled + (count - filled) // 32 + 16)
-            filled, tail = loops(words, *layers, scale, noise, filled, tail)
+        (first, others, layers), words = _ziggurat(), self.words(count)
+        noise, left, settled = np.empty(count, np.int64), np.empty(count, np.int64), 0
+        left = left[: first(words, *layers, scale, noise, left)]
+        while settled < len(left):
+            settled = others(words, left, self.words(4 * (len(left) - settled) + 2), *layers, scale, noise, settled)
         return noise
 
     def integer_laplace(self, count: int, scale: float) -> np.ndarray:
@@ -198,46 +198,53 @@ def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
 
 
 @cache
-def _ziggurat() -> tuple[Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
-    """The compiled loops and their tables."""
+def _ziggurat() -> tuple[Any, Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
+    """Two compiled loops and their tables."""
     from dpfl_lightning.compiled import compiled  # numba: half a second, for those who draw noise
 
-    return compiled(_fill), _layers()
+    return compiled(_first_tries), compiled(_other_tries), _layers()
 
 
-def _fill(words, ends, heights, inside, begin, scale, noise, filled, tail):  # type: ignore[no-untyped-def]
-    """Fill `noise` from place `filled` on, until it is full or `words` are used up; returns how far it came.
+def _first_tries(words, ends, heights, inside, begin, scale, noise, left):  # type: ignore[no-untyped-def]
+    """Fill `noise` from one of `words` each, where that is enough: 63 of 64. The other places fill `left`: how many.
 
-    Every word is used once: 8 bits choose the layer, the upper 54 the place in it, with its sign. A try takes at most
-    two words and begins only where two are left: to give up a try that has begun would favour those that take one.
-
-    Args:
-        tail: sign of a number that was found to lie in the tail when the words ran out, or 0.
+    8 bits of a word choose the layer, the upper 54 the place in it, with its sign.
     """
-    place, last = 0, len(words) - 1
-    while filled < len(noise) and place < last:
-        if tail != 0.0:
-            x = -np.log((float(words[place]) + 0.5) * 2.0**-64) / begin
-            y = -np.log((float(words[place + 1]) + 0.5) * 2.0**-64)
-            place += 2
-            if 2 * y > x * x:
-                noise[filled] = np.int64(np.rint(tail * (begin + x) * scale))
-                filled, tail = filled + 1, 0.0
-            continue
-        word = words[place]
-        place += 1
-        layer = np.int64(word & np.uint64(255))
-        step = float(np.int64(word) >> np.int64(10)) + 0.5  # of 2^53 on either side
-        x = step * (ends[layer] * 2.0**-53)
+    others = 0
+    for i in range(len(words)):
+        layer = words[i] & np.uint64(255)
+        step = float(np.int64(words[i]) >> np.int64(10)) + 0.5  # of 2^53 on either side
         if abs(step) < inside[layer]:
-            noise[filled] = np.int64(np.rint(x * scale))
-            filled += 1
-        elif layer == 0:
-            tail = 1.0 if step > 0 else -1.0
+            noise[i] = np.int64(np.rint(step * (ends[layer] * 2.0**-53) * scale))
         else:
-            height = (float(words[place]) + 0.5) * 2.0**-64
-            place += 1
-            if heights[layer] + height * (heights[layer + 1] - heights[layer]) < np.exp(-0.5 * x * x):
-                noise[filled] = np.int64(np.rint(x * scale))
-                filled += 1
-    return filled, tail
+            left[others] = i
+            others += 1
+    return others
+
+
+def _other_tries(words, left, spare, ends, heights, inside, begin, scale, noise, settled):  # type: ignore[no-untyped-def]
+    """Settle the numbers at `left[settled:]`, in their order; returns how many of `left` are settled then.
+
+    Each takes spare words until one is accepted. A try takes at most two and begins only where two are left: to give up
+    a try that has begun would favour those that take one. The word of a number that goes on waiting stays in `words`.
+    """
+    used, last = 0, len(spare) - 1
+    while settled < len(left) and used < last:
+        i = left[settled]
+        layer = words[i] & np.uint64(255)
+        step = float(np.int64(words[i]) >> np.int64(10)) + 0.5
+        x, accepted = step * (ends[layer] * 2.0**-53), abs(step) < inside[layer]
+        if not accepted and layer == 0:  # in the tail, or a pair more
+            x = -np.log((float(spare[used]) + 0.5) * 2.0**-64) / begin
+            accepted = -2 * np.log((float(spare[used + 1]) + 0.5) * 2.0**-64) > x * x
+            x = begin + x if step > 0 else -begin - x
+            used += 2
+        elif not accepted:
+            height = (float(spare[used]) + 0.5) * 2.0**-64
+            accepted = heights[layer] + height * (heights[layer + 1] - heights[layer]) < np.exp(-0.5 * x * x)
+            words[i] = spare[used + 1]
+            used += 2
+        if accepted:
+            noise[i] = np.int64(np.rint(x * scale))
+            settled += 1
+    return settled

@@ -13,6 +13,7 @@ A window is `kernel height` runs of `kernel width * channels` neighbouring numbe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ def suits(layer: nn.Conv2d, x: Tensor) -> bool:
         and layer.groups == 1
         and layer.dilation == (1, 1)
         and layer.out_channels % LANES == 0
-        and layer.weight[0].numel() >= SMALLEST_WINDOW
+        and math.prod(layer.weight.shape[1:]) >= SMALLEST_WINDOW
         and len(x) > 0
     )
 

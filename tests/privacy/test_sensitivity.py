@@ -12,7 +12,7 @@ from torch.func import functional_call
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping import SUM_ROUNDING, VmapClippedSum, clip_factors, cross_entropy_of, require_proved
 from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for
-from dpfl_lightning.privacy.float64_sums import add_weighted_rows, row_norms
+from dpfl_lightning.privacy.float64_sums import Products
 from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
 
 CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
@@ -156,24 +156,30 @@ def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
 
 @pytest.mark.parametrize("records", [1, 3, 4, 5, 9])
 @pytest.mark.parametrize("groups", [None, 3])
-@pytest.mark.parametrize("numbers", [1, 511, 1500])
-def test_compiled_sums_are_those_of_torch(records, groups, numbers):
+def test_compiled_sums_are_those_of_torch(records, groups):
     generator = torch.Generator().manual_seed(0)
-    rows, factors = (
-        torch.randn(records, numbers, generator=generator),
-        torch.rand(records, generator=generator).double(),
-    )
+    sizes = [(1, 1), (1, 511), (7, 1500), (3, 2), (40, 513)]
+    pairs = [tuple(torch.randn(records, n, generator=generator) for n in pair) for pair in sizes]
+    factors = torch.rand(records, generator=generator).double()
+    formed = [torch.einsum("bp,bd->bpd", left.double(), right.double()).flatten(1) for left, right in pairs]
     for order in (1, 2):
-        torch.testing.assert_close(row_norms(rows, order), rows.double().norm(p=order, dim=1), rtol=1e-13, atol=0)
-    rows[-1], factors[-1] = math.nan, 0.0  # not read
+        expected = torch.cat(formed, dim=1).abs().pow(order).sum(dim=1)
+        torch.testing.assert_close(Products(pairs).powers(order), expected, rtol=1e-13, atol=0)
+    factors[-1] = 0.0
+    for one in (one for pair in pairs for one in pair):
+        one[-1] = math.nan  # not read
     group = None if groups is None else torch.randint(groups, (records,), generator=generator)
-    total = torch.ones(groups or 1, numbers, dtype=torch.float64)
-    expected = total.clone()
+    places = torch.ones(groups or 1, 3 + sum(own.shape[1] for own in formed), dtype=torch.float64)
+    beginning, *totals = places.split([3, *(own.shape[1] for own in formed)], dim=1)
+    rows = torch.zeros(records, dtype=torch.long) if group is None else group
+    expected = [torch.ones_like(total) for total in totals]
     for j in range(records - 1):
-        expected[0 if group is None else group[j]] += factors[j] * rows[j].double()
-    add_weighted_rows(total, rows, factors, group)
-    torch.testing.assert_close(total, expected, rtol=1e-13, atol=1e-13)
-    assert not row_norms(rows)[-1].isfinite()
+        for own, total in zip(formed, expected, strict=True):
+            total[rows[j]] += factors[j] * own[j]
+    Products(pairs).add(totals, factors, group)
+    for total, true in zip(totals, expected, strict=True):
+        torch.testing.assert_close(total, true, rtol=1e-13, atol=1e-13)
+    assert (beginning == 1).all() and not Products(pairs).powers(2)[-1].isfinite()
 
 
 def test_factors_stay_below_the_exact_ones():
