@@ -229,6 +229,8 @@ class FastClippedSum:
         calls = self._pass(params, x, y, wanted, grads, dys)
         for name, dy in dys.items():
             grads |= self._units[name].gradients(wanted, calls[name], dy)
+        if not grads:
+            raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
 
     def _pass(
@@ -245,6 +247,9 @@ class FastClippedSum:
         begins: list[Any] = [*edges.values(), anchor]
         *arrived, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
         dys.update({name: dy for name, dy in zip(edges, arrived, strict=True) if dy is not None})
+        for name, inputs in calls.items():
+            if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
+                raise Unsupported(f"`{name}` does not take and give one row for each record")
         return calls
 
     @contextmanager

@@ -5,7 +5,8 @@ A square or a product of float32 numbers is exact in float64, and neither under-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -45,7 +46,10 @@ class Products:
     longer than what they do with small ones.
 
     Args:
-        pairs: length K; left `[B, p]` and right `[B, d]`, float32 on a CPU.
+        pairs: length K >= 1; left `[B, p]` and right `[B, d]`, float32 on a CPU.
+
+    Raises:
+        ValueError: shapes, dtypes or groups are others; the loops check nothing.
 
     >>> products = Products([(torch.ones(1, 1), torch.tensor([[3.0, 4.0]]))])
     >>> products.powers(order=2), products.powers(order=1)
@@ -53,16 +57,20 @@ class Products:
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._pairs = [(left.contiguous(), right.contiguous()) for left, right in pairs]  # kept as long as addresses
+        # kept as long as their addresses
+        self._pairs = [tuple(one.resolve_neg().contiguous() for one in pair) for pair in pairs]
+        self._records = len(self._pairs[0][0])
+        for one in (one for pair in self._pairs for one in pair):
+            fits = one.dim() == 2 and len(one) == self._records and one.dtype == torch.float32
+            if not fits or one.device.type != "cpu":
+                raise ValueError(f"products of {self._records} records got {one.dtype} {tuple(one.shape)}")
         table = [(left.data_ptr(), left.shape[1], right.data_ptr(), right.shape[1]) for left, right in self._pairs]
         self._table = np.array(table, np.int64)
 
     def powers(self, order: int) -> Tensor:
-        """`|g_j|_2^2`, or `|g_j|_1` for `order` 1, of all parameters together: `[B]` float64, infinite or NaN."""
-        from dpfl_lightning.privacy.product_loops import add_powers  # numba: half a second, for those who need it
-
-        powers = torch.zeros(len(self._pairs[0][0]), dtype=torch.float64)
-        add_powers(self._table, order, powers.numpy())
+        """`|g_j|_2^2`, or `|g_j|_1` for `order` 1, of all parameters together: `[B]` float64, perhaps not finite."""
+        powers = torch.zeros(self._records, dtype=torch.float64)
+        _checked_loops()[0](self._table, order, powers.numpy())
         return powers
 
     def add(self, totals: Sequence[Tensor], factors: Tensor, group: Tensor | None) -> None:
@@ -73,10 +81,45 @@ class Products:
             factors: `[B]` float64; a record whose factor is 0 is not read.
             group: `[B]` int64 in [0, G); None adds all records to row 0.
         """
-        from dpfl_lightning.privacy.product_loops import add_products
-
         for (left, right), total in zip(self._pairs, totals, strict=True):
-            assert total.shape[1] == left.shape[1] * right.shape[1] and total.stride(1) == 1
-        rows = np.array([(total.data_ptr(), total.stride(0)) for total in totals], np.int64)
+            fits = total.shape == (len(totals[0]), left.shape[1] * right.shape[1]) and total.stride(1) == 1
+            if not fits or total.dtype != torch.float64:
+                raise ValueError(f"a total for {left.shape[1]} x {right.shape[1]} numbers has {tuple(total.shape)}")
         groups = np.zeros(0, np.int64) if group is None else group.contiguous().numpy()
-        add_products(self._table, rows, factors.contiguous().numpy(), groups)
+        inside = group is None or (len(groups) and groups.min() >= 0 and groups.max() < len(totals[0]))
+        if len(factors) != self._records or len(groups) not in (0, self._records) or not inside:
+            raise ValueError(f"factors and groups in [0, {len(totals[0])}) are needed for {self._records} records")
+        rows = np.array([(total.data_ptr(), total.stride(0)) for total in totals], np.int64)
+        _checked_loops()[1](self._table, rows, len(totals[0]), factors.contiguous().numpy(), groups)
+
+
+@functools.cache
+def _checked_loops() -> tuple[Callable[..., None], Callable[..., None]]:
+    """The compiled loops.
+
+    Raises:
+        RuntimeError: they do not reproduce torch's sums on this machine.
+    """
+    from dpfl_lightning.privacy import product_loops as loops  # numba: half a second, for those who need it
+
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(7, n, generator=generator) for n in (3, 33))
+    formed = (left.double()[:, :, None] * right.double()[:, None]).flatten(1)
+    table = np.array([(left.data_ptr(), 3, right.data_ptr(), 33)], np.int64)
+    factors, group = torch.arange(7).double(), torch.arange(7) % 2
+    alike = []
+    for order in (1, 2):
+        powers = torch.zeros(7, dtype=torch.float64)
+        loops.add_powers(table, order, powers.numpy())
+        alike.append(torch.allclose(powers, formed.abs().pow(order).sum(dim=1), rtol=1e-12, atol=0))
+    for groups in (None, group):
+        total = torch.zeros(2, 99, dtype=torch.float64)
+        rows = np.array([(total.data_ptr(), 99)], np.int64)
+        loops.add_products(
+            table, rows, 2, factors.numpy(), (np.zeros(0, np.int64) if groups is None else group.numpy())
+        )
+        expected = one_hot(factors, torch.zeros_like(group) if groups is None else group, 2) @ formed
+        alike.append(torch.allclose(total, expected, rtol=1e-12, atol=1e-12))
+    if not all(alike):
+        raise RuntimeError("compiled loops for sums of gradients give wrong ones on this processor: please report it")
+    return loops.add_powers, loops.add_products

@@ -1,4 +1,4 @@
-"""Norms over all parameters of a chunk of records, and the sums `[G, P]` that its gradients add to."""
+"""What a chunk of records adds to a clipped sum: norms over all parameters, and sums `[G, P]`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ChunkGradients:
     def __init__(self, grads: ByName, order: int) -> None:
         self.order = order
         self.by_name = {name: own.measurable(order) for name, own in grads.items()}
-        pairs = {name: pair for name, own in self.by_name.items() if (pair := _compilable(own)) is not None}
+        pairs = {name: pair for name, own in self.by_name.items() if (pair := _float32_pair(own)) is not None}
         self.together = list(pairs)
         self.products = Products(list(pairs.values())) if pairs else None
         self.alone = {name: own for name, own in self.by_name.items() if name not in pairs}
@@ -51,7 +51,7 @@ class Totals:
         like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
         self._sums = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
         self._parts = dict(zip(params, self._sums.split([p.numel() for p in params.values()], dim=1), strict=True))
-        self._elsewhere: dict[str, tuple[Grads, Tensor]] = {}
+        self._elsewhere: dict[tuple[str, tuple[int, ...]], tuple[Grads, Tensor]] = {}  # (parameter, order) -> ...
 
     def add(self, chunk: ChunkGradients, factors: Tensor, group: Tensor | None) -> None:
         """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
@@ -60,28 +60,34 @@ class Totals:
         elif group is None:
             group = torch.zeros_like(factors, dtype=torch.long)
         for name, own in chunk.alone.items():
-            own.add(self._place(name, own, self._parts[name].is_contiguous()), factors, group)
+            own.add(self._place(name, own, strided=False), factors, group)
         if chunk.products is not None:
-            places = [self._place(name, chunk.by_name[name], True) for name in chunk.together]
+            places = [self._place(name, chunk.by_name[name], strided=True) for name in chunk.together]
             chunk.products.add(places, factors, group)
 
-    def _place(self, name: str, own: Grads, suits: bool) -> Tensor:
-        """Where a parameter's sum grows, `[G, n]`: in the result, if that `suits` and its numbers come in order."""
-        if suits and not own.order:
-            return self._parts[name]
-        if name not in self._elsewhere:
-            self._elsewhere[name] = own, torch.zeros_like(self._parts[name], memory_format=torch.contiguous_format)
-        return self._elsewhere[name][1]
+    def _place(self, name: str, own: Grads, strided: bool) -> Tensor:
+        """Where a parameter's sum grows, `[G, n]`: in the result, if its numbers come in order.
+
+        Args:
+            strided: whether rows may be apart from each other, as in the result.
+        """
+        part, key = self._parts[name], (name, own.order)
+        if not own.order and (strided or part.is_contiguous()):
+            return part
+        if key not in self._elsewhere:
+            self._elsewhere[key] = own, torch.zeros_like(part, memory_format=torch.contiguous_format)
+        return self._elsewhere[key][1]
 
     def result(self) -> Tensor:
         """`[G, P]` in the order of the parameters; zeros for those without gradients."""
-        for name, (own, total) in self._elsewhere.items():
+        for (name, _), (own, total) in self._elsewhere.items():
             arranged = own.arranged(total)
-            self._parts[name].unflatten(1, arranged.shape[1:]).copy_(arranged)
+            self._parts[name].unflatten(1, arranged.shape[1:]).add_(arranged)
         return self._sums
 
 
-def _compilable(own: Grads) -> tuple[Tensor, Tensor] | None:
+def _float32_pair(own: Grads) -> tuple[Tensor, Tensor] | None:
+    """What `Products` takes, if the gradients can be had so."""
     pair = own.pair()
     fits = pair is not None and pair[1].device.type == "cpu" and pair[0].dtype == pair[1].dtype == torch.float32
     return pair if fits else None

@@ -56,7 +56,7 @@ class RandomGenerator:
         return (self.words(count).astype(np.float64) + 0.5) * 2.0**-64
 
     def integer_normals(self, count: int, scale: float) -> np.ndarray:
-        """Normal numbers of mean 0 and standard deviation `scale`, each rounded to an integer, `[count]` int64."""
+        """Normal numbers of mean 0 and standard deviation `scale` < 2^58, rounded to integers, `[count]` int64."""
         (first, others, layers), words = _ziggurat(), self.words(count)
         noise, left, settled = np.empty(count, np.int64), np.empty(count, np.int64), 0
         left = left[: first(words, *layers, scale, noise, left)]
@@ -199,7 +199,7 @@ def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
 
 @cache
 def _ziggurat() -> tuple[Any, Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
-    """Two compiled loops and their tables."""
+    """Two compiled loops and their tables, of which the first loop needs some only."""
     from dpfl_lightning.compiled import compiled  # numba: half a second, for those who draw noise
 
     return compiled(_first_tries), compiled(_other_tries), _layers()

@@ -45,7 +45,7 @@ def _add_powers(table, order, powers):  # type: ignore[no-untyped-def]
             powers[j] += lefts * rights
 
 
-def _add_products(table, totals, factors, groups):  # type: ignore[no-untyped-def]
+def _add_products(table, totals, num_groups, factors, groups):  # type: ignore[no-untyped-def]
     """`Products.add`: four records at a time without groups. One with factor 0 is taken for zeros.
 
     Args:
@@ -57,8 +57,7 @@ def _add_products(table, totals, factors, groups):  # type: ignore[no-untyped-de
         p, d = table[k, 1], table[k, 3]
         left = carray(at(table[k, 0]), (records, p), np.float32)
         right = carray(at(table[k, 2]), (records, d), np.float32)
-        last = groups.max() if len(groups) else 0
-        total = carray(at(totals[k, 0]), last * totals[k, 1] + p * d, np.float64)
+        total = carray(at(totals[k, 0]), (num_groups - 1) * totals[k, 1] + p * d, np.float64)
         for begin in range(0, d, COLUMNS):
             width = min(COLUMNS, d - begin)
             for o in range(p):

@@ -13,6 +13,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.clipping import SUM_ROUNDING, VmapClippedSum, clip_factors, cross_entropy_of, require_proved
 from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for
 from dpfl_lightning.privacy.float64_sums import Products
+from dpfl_lightning.privacy.layer_rules import Unsupported
 from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
 
 CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
@@ -180,6 +181,114 @@ def test_compiled_sums_are_those_of_torch(records, groups):
     for total, true in zip(totals, expected, strict=True):
         torch.testing.assert_close(total, true, rtol=1e-13, atol=1e-13)
     assert (beginning == 1).all() and not Products(pairs).powers(2)[-1].isfinite()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda pairs, totals, factors, group: pairs.append((torch.ones(4, 1), torch.ones(4, 2))),
+        lambda pairs, totals, factors, group: pairs.append((torch.ones(5, 1).double(), torch.ones(5, 2))),
+        lambda pairs, totals, factors, group: group.add_(2),
+        lambda pairs, totals, factors, group: group.sub_(1),
+        lambda pairs, totals, factors, group: factors.resize_(4),
+        lambda pairs, totals, factors, group: group.resize_(4),
+        lambda pairs, totals, factors, group: totals.append(totals.pop().float()),
+        lambda pairs, totals, factors, group: totals.append(totals.pop()[:, :2]),
+        lambda pairs, totals, factors, group: totals.append(totals.pop().mT.contiguous().mT),
+    ],
+)
+def test_products_check_what_the_loops_do_not(change):
+    pairs, totals = [(torch.ones(5, 1), torch.ones(5, 3))], [torch.zeros(2, 3).double()]
+    factors, group = torch.ones(5).double(), torch.tensor([0, 1, 1, 0, 1])
+    Products(pairs).add(totals, factors, group)
+    change(pairs, totals, factors, group)
+    with pytest.raises(ValueError):
+        Products(pairs).add(totals, factors, group)
+
+
+class Windows(nn.Module):
+    """Its first layer meets windows, not records; it runs in float32 only, as its check must then."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 3)
+
+    def forward(self, x):
+        windows = x.float().unfold(1, 16, 4).reshape(-1, 16)
+        return self.last(self.first(windows).relu().view(len(x), -1, 32).mean(1))
+
+
+class Asked(nn.Module):
+    """One of its layers meets a question of its own, the same for all records."""
+
+    def __init__(self):
+        super().__init__()
+        self.question, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.last(x * self.question(torch.ones(1, 4, dtype=x.dtype)))
+
+
+@pytest.mark.parametrize(("net", "width", "layer"), [(Windows(), 64, "first"), (Asked(), 8, "question")])
+def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
+    empty = torch.empty(0, width), torch.empty(0, dtype=torch.long)
+    clipped_sum, reason = clipped_sum_for(net, None, *empty)
+    assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` does not take and give one row" in reason
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    with pytest.raises(Unsupported, match=layer):
+        FastClippedSum(net)(params, torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
+
+
+class Trimmed(nn.Module):
+    """It cuts a batch after its longest record: a gradient is a sum over places in one chunk, a product in another."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        places = max(1, int((x != 0).any(dim=2).sum(dim=1).max()))
+        return self.last((self.first(x[:, :places]) * (x[:, :places] != 0).any(dim=2, keepdim=True)).sum(dim=1))
+
+
+def test_chunks_of_other_forms_add_up():
+    torch.manual_seed(0)
+    net, x, y, group = Trimmed(), torch.randn(4, 3, 6), torch.arange(4) % 3, torch.tensor([0, 1, 0, 1])
+    x[2:, 1:] = 0.0
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    expected = FastClippedSum(net.double())(
+        {name: p.double() for name, p in params.items()}, x.double(), y, 1.0, group, 2
+    )
+    ours = FastClippedSum(net.float(), chunk=2)(params, x, y, 1.0, group, 2)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_gradient_that_is_lazily_negated_has_its_sign():
+    net = nn.Sequential(nn.Linear(4, 3))
+    params = {name: p.detach() for name, p in net.named_parameters()}
+
+    def loss(params, x, y):
+        return cross_entropy_of(net)(params, torch._neg_view(x), y)
+
+    x, y = torch.randn(5, 4), torch.arange(5) % 3
+    expected = VmapClippedSum(cross_entropy_of(net))(params, -x, y, 0.1)
+    torch.testing.assert_close(FastClippedSum(net, loss)(params, x, y, 0.1), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_that_no_loss_depends_on_are_refused_alone():
+    class Idle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.idle = nn.Linear(4, 3), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x)
+
+    net = Idle()
+    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.randn(5, 4)
+    assert (FastClippedSum(net)(params, x, torch.zeros(5, dtype=torch.long), 1.0)[:, 15:] == 0).all()
+    with pytest.raises(Unsupported, match=r"no loss depends on `idle\.weight`"):
+        FastClippedSum(net)(params, x, torch.zeros(5, dtype=torch.long), 1.0, only=["idle.weight"])
 
 
 def test_factors_stay_below_the_exact_ones():
