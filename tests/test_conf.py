@@ -19,8 +19,13 @@ FILES = sorted(CONF.glob("*.yaml"))
 
 @pytest.fixture(scope="session")
 def small_fashion(tmp_path_factory) -> Path:
-    """Random images in Fashion-MNIST's own format: 3,200 to train on and 200 to test."""
     folder = tmp_path_factory.mktemp("fashion")
+    write_fashion(folder)
+    return folder
+
+
+def write_fashion(folder: Path) -> None:
+    """Random images in Fashion-MNIST's own format: 3,200 to train on and 200 to test."""
     rng = np.random.default_rng(0)
     for part, count in (("train", 3200), ("t10k", 200)):
         images = rng.integers(0, 256, (count, 28, 28), dtype=np.uint8)
@@ -28,7 +33,6 @@ def small_fashion(tmp_path_factory) -> Path:
         for kind, array in (("images-idx3", images), ("labels-idx1", labels)):
             head = struct.pack(f">I{array.ndim}I", 0x800 + array.ndim, *array.shape)
             (folder / f"{part}-{kind}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes(), 1))
-    return folder
 
 
 def shrunken(path: Path, small_fashion: Path) -> list[str]:

@@ -101,7 +101,7 @@ ONLY_IN = {
     "mlflow": {"tracking/store.py"},
     "matplotlib": {"figures.py"},
     "optuna": {"search/study.py", "search/samplers.py", "search/storage.py"},
-    "numba": {"compiled.py", "privacy/windows.py"},
+    "numba": {"compiled.py", "privacy/product_loops.py", "privacy/windows.py"},
     "llvmlite": {"privacy/windows.py"},
     "opacus": {
         "privacy/accountant.py",

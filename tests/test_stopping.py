@@ -62,7 +62,17 @@ def test_only_the_main_thread_may_and_among_ranks_the_launcher_decides(monkeypat
     assert inside == [signal.SIG_DFL] * 2
 
 
-def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(capfd):
+@pytest.fixture
+def usual_handlers():
+    """Those of a command in the foreground: a shell has what it runs in the background ignore Ctrl-C."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(usual_handlers, capfd):
     """Ctrl-C and SIGTERM, in any order; each handler comes back."""
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     for first, ended in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
