@@ -26,7 +26,7 @@ import torch
 from test_conf import shrunken, write_fashion
 
 KEY = "0123456789abcdef0123456789abcdef"
-SIMULATED = ["--privacy.noise_key", KEY, "--tracking", "null", "--device", "cpu"]
+SIMULATED = ["--privacy.noise_key", KEY, "--tracking", "null", "--engine.device", "cpu"]
 ENGINES = ("serial", "trainer", "fast", "stacked")
 TABLES = ("noise_aware.table3", "clustered.full_batch_cost", "clustered.selection_cost", "clustered.revised_figure8")
 COMMANDS = ("fit", "evaluate", "plan", "sweep", "audit")
@@ -76,9 +76,10 @@ class Checkout:
         """What a finished run released."""
         result = json.loads((folder / "result.json").read_text())
         lines = [json.loads(line) for line in (folder / "ledger.jsonl").read_text().splitlines()[1:]]
+        kept = sorted(path for path in folder.glob("*.pt") if path.name != "checkpoint.pt")
         charges = [[line[key] for key in ("client", "round", "purpose", "event")] for line in lines]
         return {
-            "model": digest_of(torch.load(folder / "model.pt", weights_only=True)),
+            "tensors": {path.name: digest_of(torch.load(path, weights_only=True)) for path in kept},
             "charges": hashlib.sha256(json.dumps(charges, sort_keys=True).encode()).hexdigest(),
             "epsilons": [client.get("epsilon") for client in result["clients"]],
             "accuracy": result["test_accuracy"],
@@ -122,7 +123,8 @@ class Checkout:
             found[f"engine {engine}"] = self.trained(f"engine_{engine}", self.digits("--engine.name", engine))
         found["two ranks"] = self.trained("ranks", self.digits(), ranks=2)
         found["interrupted"] = self.interrupted("interrupted", self.digits("--rounds", "40"))
-        found["not interrupted"] = self.trained("whole", self.digits("--rounds", "40"))
+        if found["interrupted"] != self.trained("whole", self.digits("--rounds", "40")):
+            raise RuntimeError(f"{self.tree}: a run that was interrupted and resumed differs from a whole one")
         for table in TABLES:
             printed = self.run(table, module=self.place("reproduce"))  # the scratch folder holds no finished cells
             found[f"table {table}"] = [line for line in printed.splitlines() if line.startswith("|")]
