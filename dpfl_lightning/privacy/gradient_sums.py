@@ -87,7 +87,7 @@ class Totals:
 
 
 def _float32_pair(own: Grads) -> tuple[Tensor, Tensor] | None:
-    """What `Products` takes, if the gradients can be had so."""
+    """What `Products` takes, if the gradients have that form."""
     pair = own.pair()
     fits = pair is not None and pair[1].device.type == "cpu" and pair[0].dtype == pair[1].dtype == torch.float32
     return pair if fits else None

@@ -286,7 +286,10 @@ def _bisected(costs: _Costs) -> tuple[Vector, float]:
         if not low < middle < high:
             break
         low, high = (middle, high) if quota_at(middle).sum() < costs.total else (low, middle)
-    return quota_at(high), high
+    few, many = quota_at(low), quota_at(high)  # neighbouring prices; where a quota is steep it jumps between them
+    gap = many.sum() - few.sum()
+    share = np.clip((costs.total - few.sum()) / gap, 0.0, 1.0) if gap > 0 else 1.0
+    return few + share * (many - few), high
 
 
 def _price_range(costs: _Costs) -> tuple[float, float]:

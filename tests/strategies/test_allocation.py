@@ -119,7 +119,7 @@ def test_real_quotas_keep_the_conditions_of_a_minimum(problem, capped):
         anchor = 0.0
     quota, price = allocate_real(factor, total, exponent, bias, lower, upper if capped else np.inf, anchor)
     high = np.minimum(upper if capped else np.inf, total)
-    assert quota.sum() == pytest.approx(total, rel=1e-9, abs=1e-7)  # a root of the price, which has 53 bits
+    assert quota.sum() == pytest.approx(total, rel=1e-9, abs=1e-9)
     slope = (exponent + 1) * np.array(factor) * quota**exponent + np.array(bias) + 2 * anchor * quota
     size = np.abs(slope).max() + abs(price) + 1
     free = (quota > np.array(lower) + 1e-9) & (quota < high - 1e-9)
