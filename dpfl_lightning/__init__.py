@@ -8,15 +8,15 @@ __version__ = "0.1.0"
 
 #: public name -> module that defines it; lazily, so that `--help` needs no torch
 _HOME = {
-    "ClientModule": "client",
-    "ClientOptions": "options",
+    "ClientModule": "federated.client.module",
+    "ClientOptions": "config.options",
     "Facts": "data",
-    "FederatedLoop": "federated.loop",
-    "Guarantee": "privacy.guarantee",
+    "FederatedLoop": "federated.server.loop",
+    "Guarantee": "privacy.accounting.guarantee",
     "Population": "data",
-    "PrivacyOptions": "options",
-    "RunResult": "federated.state",
-    "ServerCallback": "federated.callback",
+    "PrivacyOptions": "config.options",
+    "RunResult": "federated.messages.plan",
+    "ServerCallback": "federated.server.strategy",
     "UserError": "errors",
 }
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from dpfl_lightning import __version__
 from dpfl_lightning.errors import UserError, command, nearest
 
-COMMANDS = ("fit", "evaluate", "plan", "sweep", "reproduce", "audit", "bench")
+COMMANDS = ("fit", "evaluate", "plan", "sweep", "audit")
 
 
 @command

@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dpfl_lightning.config import load
+from dpfl_lightning.config.load import load
 from dpfl_lightning.errors import UserError, command
 
 
@@ -22,8 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     from dpfl_lightning.auditing.report import text
     from dpfl_lightning.auditing.run import audit
-    from dpfl_lightning.federated.settings import slow_notice
-    from dpfl_lightning.federated.setup import build_loop
+    from dpfl_lightning.build import build_loop
+    from dpfl_lightning.federated.server.settings import slow_notice
 
     clients = _clients(flags.for_clients, options)
     found = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))

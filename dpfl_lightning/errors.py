@@ -12,8 +12,8 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from dpfl_lightning.launcher import launched
-from dpfl_lightning.stopping import terminable, words_and_status
+from dpfl_lightning.runtime.launcher import launched
+from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
 
 class UserError(ValueError):

@@ -7,9 +7,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from dpfl_lightning.config import load, options_file
+from dpfl_lightning.config.load import load, options_file
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, command
-from dpfl_lightning.options import Options
 
 
 @command
@@ -53,11 +53,11 @@ def evaluate_run(options: Options, run: Path) -> dict:
     """
     import torch
 
-    from dpfl_lightning.client import ClientModule
-    from dpfl_lightning.federated.engine import SerialEngine
-    from dpfl_lightning.federated.evaluation import evaluate
-    from dpfl_lightning.federated.setup import build_net, build_population
-    from dpfl_lightning.federated.state import Delivered
+    from dpfl_lightning.build import build_net, build_population
+    from dpfl_lightning.federated.client.engines.serial import SerialEngine
+    from dpfl_lightning.federated.client.evaluation import evaluate
+    from dpfl_lightning.federated.client.module import ClientModule
+    from dpfl_lightning.federated.messages.plan import Delivered
     from dpfl_lightning.privacy.noise import Streams
 
     if not (run / "result.json").is_file():

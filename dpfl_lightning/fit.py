@@ -12,14 +12,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING
 
-from dpfl_lightning.config import load, options_file
+from dpfl_lightning.config.load import load, options_file
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import command, require
-from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import Options
+from dpfl_lightning.runtime.launcher import launched
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.callback import ServerCallback
-    from dpfl_lightning.federated.state import RunResult
+    from dpfl_lightning.federated.messages.plan import RunResult
+    from dpfl_lightning.federated.server.strategy import ServerCallback
 
 
 @command
@@ -56,7 +56,7 @@ def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallbac
     Raises:
         UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
     """
-    from dpfl_lightning.federated.setup import build_loop
+    from dpfl_lightning.build import build_loop
 
     try:
         return build_loop(options, [*watchers, *_watchers(options)] if launched().rank == 0 else []).run(resume)
@@ -65,11 +65,11 @@ def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallbac
 
 
 def _watchers(options: Options) -> list[ServerCallback]:
-    from dpfl_lightning.watchers.progress import Progress
+    from dpfl_lightning.reporting.progress import Progress
 
     if options.tracking is None:
         return [Progress()]
-    from dpfl_lightning.tracking import Tracking
+    from dpfl_lightning.reporting.mlflow import Tracking
 
     tracking = Tracking(**dataclasses.asdict(options.tracking))
     return [tracking, Progress(next_steps=[tracking.how_to_open])]
@@ -88,8 +88,8 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
         None,
         "For example --output_dir runs/mine.",
     )
-    from dpfl_lightning.federated.ranks import Ranks
-    from dpfl_lightning.federated.setup import so_far
+    from dpfl_lightning.build import so_far
+    from dpfl_lightning.federated.transport.ranks import Ranks
 
     ranks = Ranks(options.engine.device)
     parent, results = Path(str(options.output_dir)), []
@@ -110,7 +110,7 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     """Mean and spread over seeds, and what all runs together reveal."""
-    from dpfl_lightning.privacy.accountant import delta_text, epsilon_text
+    from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
     epsilons = [

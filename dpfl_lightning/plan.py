@@ -13,12 +13,12 @@ from typing import Any
 
 import jsonargparse
 
-from dpfl_lightning.client_plan import ClientPlan, client_plans, plan
 from dpfl_lightning.errors import UserError, command, nearest
-from dpfl_lightning.privacy.accountant import epsilon_text as _epsilon
-from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
-from dpfl_lightning.tables import columns as _columns
+from dpfl_lightning.privacy.accounting.accountant import epsilon_text as _epsilon
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.client_plan import ClientPlan, client_plans, plan
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.runtime.text import columns as _columns
 
 _PROG = "python -m dpfl_lightning.plan"
 
@@ -27,7 +27,7 @@ _PROG = "python -m dpfl_lightning.plan"
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if any(word.partition("=")[0] == "--ledger" for word in words):
-        from dpfl_lightning.ledger_report import main as report_ledger
+        from dpfl_lightning.privacy.ledger.verify import main as report_ledger
 
         return report_ledger(words)
     if any(word.partition("=")[0] == "--config" for word in words):
@@ -77,7 +77,7 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
 
 
 def _plan_run(words: Sequence[str]) -> int:
-    from dpfl_lightning.config import load
+    from dpfl_lightning.config.load import load
 
     options, flags = load(
         words,
@@ -97,7 +97,7 @@ def _plan_run(words: Sequence[str]) -> int:
 
 def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
     """Every client's plan, and its strategies' words; the loop is built, but nobody trains."""
-    from dpfl_lightning.federated.setup import planned_clients
+    from dpfl_lightning.build import planned_clients
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
     loop, schedules = planned_clients(options)

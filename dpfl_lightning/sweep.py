@@ -19,13 +19,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.config import load
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.options import FREE, Options, to_dict
 from dpfl_lightning.errors import UserError, command, require
-from dpfl_lightning.launcher import launched
-from dpfl_lightning.options import FREE, Options, to_dict
+from dpfl_lightning.runtime.launcher import launched
+from dpfl_lightning.runtime.stopping import passed_on
 from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
-from dpfl_lightning.stopping import passed_on
 
 if TYPE_CHECKING:
     from dpfl_lightning.search.objectives import Cost, Outcome
@@ -142,7 +142,7 @@ class Search:
         self.tracking, self.parent = None, None
         if self.options.tracking is None:
             return
-        from dpfl_lightning.tracking import StudyTracking
+        from dpfl_lightning.reporting.mlflow import StudyTracking
 
         own = self.options.tracking
         self.tracking = StudyTracking(own.experiment, own.uri, {**own.tags, "output_dir": str(self.folder.resolve())})
@@ -154,7 +154,7 @@ class Search:
         """What trials have in place of the run's own, so that several can be made at once; the run found has it not."""
         import torch
 
-        from dpfl_lightning.federated.threads import cores
+        from dpfl_lightning.runtime.threads import cores
 
         each = max(1, cores() // workers)
         if self.sweep.objective == "set":
@@ -303,7 +303,7 @@ class Search:
 
     @staticmethod
     def _begun_final(own: Options) -> tuple[bool, dict[str, Any] | None]:
-        from dpfl_lightning.federated.setup import so_far
+        from dpfl_lightning.build import so_far
 
         try:
             return so_far(own)
@@ -349,7 +349,7 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) ->
     )
     if not same:
         return _apart("its clients' records were dealt otherwise (data, seed or clients.count differ)")
-    from dpfl_lightning.ledger_report import ledger_of, read
+    from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 
     try:
         ledgers = [ledger_of(source), ledger_of(final.output_dir or "")]

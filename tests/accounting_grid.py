@@ -1,6 +1,6 @@
 """Our epsilons beside a second library's over a grid, and beside published numbers: `docs/accounting.md`.
 
-python tests/accounting_grid.py            # minutes; writes docs/results/accounting.json and the page
+python tests/accounting_grid.py            # minutes; writes experiments/results/accounting.json and the page
 python tests/accounting_grid.py --page     # the page alone, from the JSON
 """
 
@@ -16,12 +16,12 @@ from statistics import median
 
 from oracle import lower_bound, upper_bound
 
-from dpfl_lightning.privacy.accountant import ADJACENCIES, get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGE = ROOT / "docs" / "results" / "accounting.json", ROOT / "docs" / "accounting.md"
+RESULTS, PAGE = ROOT / "experiments" / "results" / "accounting.json", ROOT / "docs" / "accounting.md"
 COMMAND = "python tests/accounting_grid.py"
 GRID = tuple(
     itertools.product((0.001, 0.01, 0.05, 0.2, 1.0), (0.7, 1.0, 2.0, 8.0), (1, 30, 1000, 10_000), (1e-5, 1e-8))
@@ -122,7 +122,7 @@ def page(results: dict) -> str:
     lines = [
         "# Accounting, checked",
         "",
-        f"Written by `{COMMAND}` from `docs/results/accounting.json` ({results['libraries']}).",
+        f"Written by `{COMMAND}` from `experiments/results/accounting.json` ({results['libraries']}).",
         "",
         "## Against a second library",
         "",

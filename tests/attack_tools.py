@@ -1,6 +1,6 @@
 """What the attack tests share: a recorder of releases, power cuts, and judges of what releases give away.
 
-The statistics here are written anew, independent of `dpfl_lightning.privacy.audit`, so that one judges the other.
+The statistics here are written anew, independent of `dpfl_lightning.auditing.bounds`, so that one judges the other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from conftest import PowerCut
 from scipy.stats import beta
 
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.query import MeanLoss
-from dpfl_lightning.federated.state import View
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.federated.messages.plan import View
+from dpfl_lightning.federated.messages.query import MeanLoss
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 

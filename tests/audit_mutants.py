@@ -19,10 +19,10 @@ from pytest import MonkeyPatch
 
 from dpfl_lightning.auditing.report import claim_words, row
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.config import load
-from dpfl_lightning.federated.setup import build_loop
-from dpfl_lightning.pages import fill_page
-from dpfl_lightning.tables import markdown
+from dpfl_lightning.build import build_loop
+from dpfl_lightning.config.load import load
+from dpfl_lightning.reporting.pages import fill_page
+from dpfl_lightning.runtime.text import markdown
 
 ROOT = Path(__file__).parents[1]
 SOUND = "as it is"

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 
 torch.set_num_threads(1)  # tests run side by side
@@ -56,7 +56,7 @@ def cut_at(loop, round: int) -> None:
 @pytest.fixture(autouse=True)
 def no_calibrations_of_others(tmp_path_factory, monkeypatch):
     """What is solved in a test does not depend on what was solved on this machine before."""
-    for user in ("client_plan", "federated.settings"):
+    for user in ("privacy.accounting.client_plan", "federated.server.settings"):
         own = tmp_path_factory.getbasetemp() / "cache"
         monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
 

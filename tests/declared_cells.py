@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterable
 from pathlib import Path
 
-from dpfl_lightning.options import Options
-from dpfl_lightning.reproduction.cells import Cell, wanted
-from dpfl_lightning.reproduction.experiment import Experiment, Training
-from dpfl_lightning.reproduction.run import Work, how, options_of
+from dpfl_lightning.config.options import Options
+from experiments.papers.cells import Cell, wanted
+from experiments.papers.experiment import Experiment, Training
+from experiments.papers.run import Work, how, options_of
 
 
 def some_cells(experiments: Iterable[Experiment]) -> list[Cell]:

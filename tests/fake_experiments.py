@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from dpfl_lightning.reproduction.cells import Cell
-from dpfl_lightning.reproduction.experiment import Column, Computation, Experiment, Row, Training
+from experiments.papers.cells import Cell
+from experiments.papers.experiment import Column, Computation, Experiment, Row, Training
 
 CELL = Cell("fake.table1", "ours", "a", "small", 0)
 

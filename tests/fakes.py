@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Facts
-from dpfl_lightning.federated.state import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
-from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
-from dpfl_lightning.privacy.guarantee import Guarantee
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 

@@ -11,12 +11,12 @@ from conftest import FIXED_KEY
 from torch import nn
 
 from dpfl_lightning import data, models
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.strategies.distillation import Distillation
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 CLASSES = 3
 SHAPE = (1, 8, 8)

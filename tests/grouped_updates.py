@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from dpfl_lightning.strategies.update_geometry import Updates, centred_gram
+from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
 
 TRUE = np.repeat(range(4), [3, 6, 6, 6])
 CNN = 28_938  # parameters

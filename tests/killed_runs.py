@@ -19,10 +19,10 @@ import torch
 from _pytest.monkeypatch import MonkeyPatch
 from conftest import blobs, small_net
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import ServerCallback
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 RATE = 0.3

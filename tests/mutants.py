@@ -12,12 +12,18 @@ import numpy as np
 import torch
 from pytest import MonkeyPatch
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated import engine, loop, stacked
-from dpfl_lightning.federated.budgets import Budgets
-from dpfl_lightning.privacy import accountant, clipping, fast_clipping, sampling, stacked_clipping
-from dpfl_lightning.privacy.events import Unprotected
-from dpfl_lightning.privacy.float64_sums import Products
+from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.federated.client.engines import serial as engine
+from dpfl_lightning.federated.client.engines import stacked
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server import loop
+from dpfl_lightning.kernels.float64_sums import Products
+from dpfl_lightning.privacy import sampling
+from dpfl_lightning.privacy.accounting import accountant
+from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.clipping import fast as fast_clipping
+from dpfl_lightning.privacy.clipping import reference as clipping
+from dpfl_lightning.privacy.clipping import stacked as stacked_clipping
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 

@@ -8,9 +8,9 @@ import torch
 from reference import paper_noise_multipliers
 from torch import Tensor
 
-from dpfl_lightning.published import BATCH_SIZES, EPSILONS
-from dpfl_lightning.strategies.noise_estimators import update_noise_var
-from dpfl_lightning.strategies.noise_weights import weights
+from dpfl_lightning.algorithms.noise_estimators import update_noise_var
+from dpfl_lightning.algorithms.noise_weights import weights
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 
 CLIP_NORM = 3.0
 NUM_PARAMS = 28_938  # of the paper's CNN

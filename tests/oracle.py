@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dpfl_lightning.privacy.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent
 
 
 def lower_bound(events: Sequence[Event], delta: float, adjacency: str = "add_remove") -> float:

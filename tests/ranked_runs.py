@@ -17,15 +17,15 @@ from conftest import FIXED_KEY, blobs, small_net
 
 from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, ServerCallback
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.query import SelectModel
-from dpfl_lightning.federated.stacked import StackedEngine
-from dpfl_lightning.federated.state import ClassGradients
-from dpfl_lightning.launcher import launched
-from dpfl_lightning.privacy.events import SelectionEvent
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.engines.stacked import StackedEngine
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.privacy.accounting.events import SelectionEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.runtime.launcher import launched
 
 
 def make_loop(

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from dpfl_lightning.privacy.rdp import sampled_gaussian_rdp
+from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
 
 
 def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float, order: int = 2) -> Tensor:

@@ -16,12 +16,12 @@ import pytest
 from dpfl_lightning.audit import main
 from dpfl_lightning.auditing import exact
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.auditing.subject import subjects
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.pages import fill_page
-from dpfl_lightning.privacy.events import SelectionEvent
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.auditing.target import subjects
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.events import SelectionEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.reporting.pages import fill_page
 
 ROOT = Path(__file__).parents[1]
 DIGITS = ["--config", str(ROOT / "conf" / "digits.yaml")]
@@ -176,13 +176,15 @@ def test_a_simulation_is_not_said_to_have_fresh_noise(make_loop):
 def test_the_docs_show_the_saved_figures(tmp_path):
     page, committed = tmp_path / "page.md", ROOT / "docs" / "audit.md"
     shutil.copy(committed, page)
-    fill_page(page, "audit", audit_mutants.report(json.loads((ROOT / "docs" / "results" / "audit.json").read_text())))
-    again = "python tests/audit_mutants.py --load docs/results/audit.json --page docs/audit.md"
+    fill_page(
+        page, "audit", audit_mutants.report(json.loads((ROOT / "experiments" / "results" / "audit.json").read_text()))
+    )
+    again = "python tests/audit_mutants.py --load experiments/results/audit.json --page docs/audit.md"
     assert page.read_text() == committed.read_text(), f"write the page anew: {again}"
 
 
 def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
-    found = json.loads((ROOT / "docs" / "results" / "audit.json").read_text())
+    found = json.loads((ROOT / "experiments" / "results" / "audit.json").read_text())
     assert found["options"] == audit_mutants.CASES
     for builds in found["cases"].values():
         broken = mutants.MUTANTS | mutants.OF_RULES

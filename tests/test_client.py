@@ -9,8 +9,8 @@ from conftest import small_net
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.module import ClientModule
 
 
 def test_a_bare_trainer_is_refused_for_it_has_no_ledger(tmp_path):
@@ -54,7 +54,7 @@ def test_a_loss_of_ones_own_is_what_every_engine_differentiates(make_loop):
         def loss(self, output, y):
             return 0.5 * super().loss(output, y)
 
-    from dpfl_lightning.federated.setup import ENGINES
+    from dpfl_lightning.build import ENGINES
 
     models = []
     for name in ENGINES:

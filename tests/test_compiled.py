@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dpfl_lightning.compiled import compiled
 from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.kernels.compiled import compiled
 
 LOOP = """
 def outer(factor):

@@ -13,9 +13,8 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.config import from_mapping, load, save, to_yaml
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.options import (
+from dpfl_lightning.config.load import from_mapping, load, save, to_yaml
+from dpfl_lightning.config.options import (
     ClientOptions,
     DataOptions,
     EngineOptions,
@@ -26,7 +25,8 @@ from dpfl_lightning.options import (
     check,
     departures,
 )
-from dpfl_lightning.yaml_text import parse_yaml
+from dpfl_lightning.config.yaml_text import parse_yaml
+from dpfl_lightning.errors import UserError
 
 CONF = Path(__file__).parents[1] / "conf"
 NOISE_KEY = "0123456789abcdef" * 2
@@ -275,7 +275,7 @@ def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning.data.datasets import names as dataset_names
     from dpfl_lightning.data.groups import names as group_names
     from dpfl_lightning.data.partition import names as partition_names
-    from dpfl_lightning.privacy.accountant import get_accountant
+    from dpfl_lightning.privacy.accounting.accountant import get_accountant
 
     assert data is not None
     for key, names in {
@@ -486,7 +486,7 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.Captu
 
 
 def test_every_option_of_a_name_has_a_type_in_words() -> None:
-    from dpfl_lightning import option_help
+    from dpfl_lightning.config import option_help
 
     for key in option_help.FLAGS.values():
         for line in option_help.told(key, None).split("\n\n")[0].splitlines():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from dpfl_lightning.config import load
+from dpfl_lightning.config.load import load
 from dpfl_lightning.data.sources import SOURCES
 
 ROOT = Path(__file__).parents[1]

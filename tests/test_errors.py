@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 from dpfl_lightning.errors import UserError, UserNotice, command, nearest, require
-from dpfl_lightning.stopping import Terminated
+from dpfl_lightning.runtime.stopping import Terminated
 
 
 def test_the_sentence():

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from fakes import a_result, a_view
 
-from dpfl_lightning.federated.state import Sketch
-from dpfl_lightning.figures import figures
+from dpfl_lightning.federated.messages.plan import Sketch
+from dpfl_lightning.reporting.figures import figures
 
 
 @pytest.mark.parametrize(

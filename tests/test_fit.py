@@ -9,8 +9,8 @@ import weakref
 import pytest
 import torch
 
+from dpfl_lightning import build as setup
 from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.federated import setup
 from dpfl_lightning.fit import main as fit
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so it is no mistake")

@@ -1,160 +1,90 @@
-"""Arrows point down, and each heavy third-party import lives in its one place."""
+"""Imports point from higher floors to lower ones, and each third-party library is imported in one place."""
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import pytest
+from rooms import PACKAGE, arrows, imported, sources
 
-PACKAGE = Path(__file__).parents[1] / "dpfl_lightning"
-FILES = sorted(PACKAGE.rglob("*.py"))
-
-#: part -> parts it may import at run time
-ALLOWED = {
-    "launcher": set(),
-    "stopping": {"launcher"},
-    "errors": {"launcher", "stopping"},
-    "folders": set(),
-    "notice": set(),
-    "registry": {"errors"},
-    "pages": {"errors"},
-    "published": set(),
-    "per_client": {"errors", "published", "registry"},
-    "options": {"errors", "per_client"},
-    "yaml_text": {"errors"},
-    "option_help": {"errors", "options", "registry"},
-    "config": {"errors", "option_help", "options", "yaml_text"},
-    "compiled": {"errors"},
-    "privacy": {"compiled", "errors"},
-    "client_plan": {"errors", "folders", "notice", "privacy"},
-    "data": {"errors", "folders", "registry"},
-    "models": {"errors", "registry"},
-    "client": {"errors", "privacy", "models"},
-    "federated": {
-        "errors",
-        "launcher",
-        "folders",
-        "notice",
-        "options",
-        "per_client",
-        "yaml_text",
-        "privacy",
-        "data",
-        "models",
-        "client",
-        "stopping",
-        "strategies",
-    },
-    "strategies": {"compiled", "errors", "registry", "tables", "privacy", "data", "client", "federated"},
-    "watchers": {"errors", "privacy", "federated", "tables"},
-    "figures": {"federated"},
-    "distilled": {"federated", "tracking"},
-    "tables": set(),
-    "ledger_report": {"errors", "privacy", "tables"},
-    "auditing": {"errors", "options", "tables", "privacy", "data", "client", "federated"},
-    "benchmark": {
-        "errors",
-        "options",
-        "pages",
-        "tables",
-        "privacy",
-        "data",
-        "models",
-        "client",
-        "federated",
-        "strategies",
-    },
-    "reproduction": {
-        "errors",
-        "config",
-        "options",
-        "pages",
-        "published",
-        "privacy",
-        "data",
-        "client",
-        "federated",
-        "strategies",
-        "stopping",
-        "tables",
-    },
-    "search": {
-        "errors",
-        "config",
-        "options",
-        "registry",
-        "stopping",
-        "tables",
-        "privacy",
-        "data",
-        "client",
-        "federated",
-        "strategies",
-        "distilled",
-        "yaml_text",
-    },
-    "tracking": {"errors", "privacy", "federated", "figures"},
+#: rooms from top to bottom; a room imports from floors below its own only
+FLOORS = (
+    ("commands",),
+    ("search", "auditing"),
+    ("build",),
+    ("federated.transport", "reporting", "strategies"),
+    ("federated.client", "strategies.clustering", "strategies.selection", "strategies.distillation"),
+    ("data", "strategies.aggregation", "algorithms"),
+    ("federated.server",),
+    ("federated.messages",),
+    ("models",),
+    ("privacy.clipping", "privacy.ledger"),
+    ("privacy",),
+    ("privacy.accounting", "kernels"),
+    ("config",),
+    ("errors",),
+    ("runtime",),
+)
+#: imports that still have to go
+PENDING = {
+    ("algorithms", "federated.client"),
+    ("federated.messages", "data"),
+    ("federated.messages", "federated.client"),
+    ("federated.messages", "federated.server"),
+    ("federated.server", "data"),
+    ("federated.server", "federated.client"),
+    ("federated.server", "federated.transport"),
+    ("federated.server", "privacy.ledger"),
+    ("federated.server", "reporting"),
+    ("federated.server", "strategies.aggregation"),
+    ("models", "federated.client"),
+    ("privacy", "privacy.clipping"),
+    ("reporting", "federated.client"),
+    ("strategies.aggregation", "algorithms"),
 }
-COMMANDS = {"fit", "evaluate", "plan", "bench", "audit", "reproduce", "sweep"}
+#: the server's side sees messages only
+SERVER_SIDE = ("strategies", "federated.server", "reporting")
+CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
-    "mlflow": {"tracking/store.py"},
-    "matplotlib": {"figures.py"},
-    "optuna": {"search/study.py", "search/samplers.py", "search/storage.py"},
-    "numba": {"compiled.py", "privacy/product_loops.py", "privacy/windows.py"},
-    "llvmlite": {"privacy/windows.py"},
-    "opacus": {
-        "privacy/accountant.py",
-        "privacy/prv.py",
-        "benchmark/contestants.py",
-        "benchmark/peer_scripts/flower.py",
-    },
-    "flwr": {"benchmark/peer_scripts/flower.py"},
-    "pfl": {"benchmark/peer_scripts/pfl_research.py"},
-    "jsonargparse": {"config.py", "plan.py"},
-    "pooch": {"data/sources.py", "folders.py"},
-    "rich": {"watchers/progress.py"},
-    "torchmetrics": {"federated/evaluation.py"},
-    "lightning": {"client.py", "federated/engine.py", "federated/ranks.py"},
+    "mlflow": {"reporting.mlflow.store"},
+    "matplotlib": {"reporting.figures"},
+    "optuna": {"search.study", "search.samplers", "search.storage"},
+    "numba": {"kernels.compiled", "kernels.product_loops", "kernels.windows"},
+    "llvmlite": {"kernels.windows"},
+    "opacus": {"privacy.accounting.accountant", "privacy.accounting.prv"},
+    "jsonargparse": {"config.load", "plan"},
+    "pooch": {"data.sources", "runtime.folders"},
+    "rich": {"reporting.progress"},
+    "torchmetrics": {"federated.client.evaluation"},
+    "lightning": {"federated.client.module", "federated.client.engines.serial", "federated.transport.ranks"},
 }
 
 
-def imports(path: Path) -> set[str]:
-    """Every absolute module name that a file imports, type-checking blocks aside."""
-    found = set()
-    tree = ast.parse(path.read_text())
-    skipped = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for inner in ast.walk(node)
+def test_every_room_has_its_floor():
+    rooms = {room for pair in arrows() for room in pair}
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+def test_imports_point_down():
+    floor_of = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+    upward = {pair: users for pair, users in arrows().items() if floor_of[pair[0]] >= floor_of[pair[1]]}
+    assert upward.keys() <= PENDING, upward
+
+
+def test_the_servers_side_does_not_import_the_clients_side():
+    crossing = {
+        pair: users
+        for pair, users in arrows().items()
+        if pair[0].startswith(SERVER_SIDE) and pair[1].startswith(CLIENT_SIDE)
     }
-    for node in ast.walk(tree):
-        if id(node) in skipped:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_arrows_point_down(path):
-    part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-    if part in COMMANDS | {"__init__", "__main__"}:
-        return
-    used = {name.split(".")[1] for name in imports(path) if name.startswith("dpfl_lightning.")} - {part, "__version__"}
-    assert used <= ALLOWED[part], f"{path.name} imports {used - ALLOWED[part]}"
+    assert crossing.keys() <= PENDING, crossing
 
 
 @pytest.mark.parametrize("library", ONLY_IN)
-def test_each_library_is_imported_in_its_one_place(library):
-    users = {str(p.relative_to(PACKAGE)) for p in FILES if any(n.split(".")[0] == library for n in imports(p))}
-    assert users <= ONLY_IN[library]
+def test_each_library_is_imported_in_one_place(library):
+    users = {name for name, path in sources().items() if library in {one.split(".")[0] for one in imported(path)}}
+    assert users <= {f"{PACKAGE.name}.{place}" for place in ONLY_IN[library]}
 
 
-def test_the_private_core_knows_neither_lightning_nor_data():
-    for path in (PACKAGE / "privacy").glob("*.py"):
-        heads = {name.split(".")[0] for name in imports(path)}
-        assert not heads & {"lightning", "sklearn", "mlflow"}, path.name
+def test_the_private_core_imports_neither_lightning_nor_data():
+    for name, path in sources().items():
+        if name.startswith(f"{PACKAGE.name}.privacy"):
+            assert not {one.split(".")[0] for one in imported(path)} & {"lightning", "sklearn", "mlflow"}, name

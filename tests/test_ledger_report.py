@@ -12,16 +12,16 @@ import pytest
 from conftest import FIXED_KEY
 from fakes import two_phases
 
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import SelectModel
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.plan import main
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.ledger import Charge, Ledger
-from dpfl_lightning.privacy.ledger_file import Header, head_file
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.ledger.file import Header, head_file
+from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
 

@@ -37,7 +37,7 @@ def test_the_commands_are_listed_with_the_version(capsys):
     ("imported", "absent"),
     [
         ("dpfl_lightning", {"torch", "lightning", "mlflow", "optuna", "matplotlib"}),
-        ("dpfl_lightning.federated.loop", {"mlflow", "optuna"}),
+        ("dpfl_lightning.federated.server.loop", {"mlflow", "optuna"}),
     ],
 )
 def test_importing_is_cheap(imported, absent):

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dpfl_lightning.config.per_client import resolve, sample_epsilons
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.per_client import resolve, sample_epsilons
-from dpfl_lightning.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
 
 DISTS = [f"dist{i}" for i in range(1, 10)]
 

@@ -15,9 +15,9 @@ import pytest
 from dpfl_lightning import plan as command
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.plan import main, plan
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
 
 CLIENT = ["--num_records", "2400", "--batch_size", "128", "--rounds", "10", "--delta", "1e-4"]
 
@@ -220,14 +220,18 @@ def test_laplace_noise_has_pure_budgets(capsys):
 def test_accountant_and_adjacency_go_together(monkeypatch):
     asked = []
     rdp = get_accountant("rdp")
-    monkeypatch.setattr("dpfl_lightning.client_plan.get_accountant", lambda *names: asked.append(names) or rdp)
+    monkeypatch.setattr(
+        "dpfl_lightning.privacy.accounting.client_plan.get_accountant", lambda *names: asked.append(names) or rdp
+    )
     clustered(2.0, adjacency="replace_one", accountant="prv")
     assert asked == [("prv", "replace_one")]
 
 
 def test_a_second_plan_is_not_solved_again(monkeypatch):
     first = clustered(2.5)
-    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)])
+    monkeypatch.setattr(
+        "dpfl_lightning.privacy.accounting.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)]
+    )
     assert clustered(2.5) == first
 
 
@@ -386,8 +390,10 @@ def test_a_whole_run(capsys, monkeypatch):
         population=types.SimpleNamespace(num_records=(100, 100)),
         outline=lambda: ["both take part in every round"],
     )
-    monkeypatch.setattr("dpfl_lightning.federated.setup.planned_clients", lambda options: (loop, schedules))
-    monkeypatch.setattr("dpfl_lightning.config.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True)))
+    monkeypatch.setattr("dpfl_lightning.build.planned_clients", lambda options: (loop, schedules))
+    monkeypatch.setattr(
+        "dpfl_lightning.config.load.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True))
+    )
     assert main(["--config=any.yaml", "--json"]) == 0
     text = capsys.readouterr().out
     found = json.loads(text.splitlines()[-1])

@@ -18,7 +18,7 @@ import ranked_runs
 import warm
 from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 
-from dpfl_lightning.config import load
+from dpfl_lightning.config.load import load
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

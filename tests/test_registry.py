@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.registry import call
 
 
 def scale(x: float, by: float, times: int = 1, unit: str = "", steps: Sequence[int] = ()) -> tuple:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from dpfl_lightning.benchmark.memory import peak_memory
+from experiments.speed.memory import peak_memory
 
 ALL_UPDATES = """
 import json, resource, sys, torch
@@ -57,9 +57,9 @@ def test_all_updates_of_a_model_of_eleven_million_parameters_fit(tmp_path):
 
 COHORTS = """
 import json, sys
-from dpfl_lightning.config import from_mapping
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.setup import build_loop
+from dpfl_lightning.config.load import from_mapping
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.build import build_loop
 
 class Memory(ServerCallback):
     "Resident MiB after each round."

@@ -11,16 +11,16 @@ from conftest import FIXED_KEY, small_net
 from fakes import two_phases
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import SelectModel
-from dpfl_lightning.federated.state import ClassGradients, Delivered
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, Delivered
+from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 
 class KMeansRoutes(ServerCallback):

@@ -17,8 +17,8 @@ import yaml
 from mlflow.tracking import MlflowClient
 from test_sweep import SMALL
 
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.stopping import Terminated, between_rounds, passed_on, terminable
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.runtime.stopping import Terminated, between_rounds, passed_on, terminable
 
 ROOT = Path(__file__).parents[1]
 

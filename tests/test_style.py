@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy dpfl_lightning"])
+@pytest.mark.parametrize("tool", ["ruff check .", "ruff format --check .", "mypy dpfl_lightning experiments"])
 def test_tool_is_content(tool):
     done = subprocess.run([sys.executable, "-m", *tool.split()], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

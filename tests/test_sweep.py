@@ -17,17 +17,17 @@ import yaml
 from mlflow.tracking import MlflowClient
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
-from dpfl_lightning.config import load
+from dpfl_lightning.build import build_population
+from dpfl_lightning.config.load import load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.distilled import DistilledSet
-from dpfl_lightning.federated.setup import build_population
-from dpfl_lightning.federated.threads import cores
-from dpfl_lightning.privacy.accountant import delta_text, epsilon_text
+from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
+from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.objectives import Cost, Pruned, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import cost_text, set_text, total_cost
 from dpfl_lightning.search.space import check_trials_with
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.sweep import Search
 from dpfl_lightning.sweep import main as sweep
 
@@ -304,7 +304,7 @@ def test_a_trial_that_died_counts_with_its_whole_budget():
 
 
 def options_of(raw: dict):
-    from dpfl_lightning.config import from_mapping
+    from dpfl_lightning.config.load import from_mapping
 
     return from_mapping({key: value for key, value in raw.items() if key != "sweep"})
 

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from test_sweep import SMALL
 
-from dpfl_lightning.config import from_mapping
-from dpfl_lightning.distilled import load_distilled
+from dpfl_lightning.config.load import from_mapping
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.ledger_report import read
+from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.sweep import main as sweep
 from dpfl_lightning.sweep import with_the_set
 

@@ -16,13 +16,13 @@ from fakes import a_report, a_result, a_view
 from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import register
-from dpfl_lightning.federated.distilled import DistilledSet
-from dpfl_lightning.federated.state import Sketch
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.tracking import Tracking, how_to_open, log_report, store_uri
+from dpfl_lightning.federated.messages.plan import Sketch
+from dpfl_lightning.federated.server.strategy import register
+from dpfl_lightning.reporting.distilled import load_distilled
+from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, log_report, store_uri
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 SECRET = "0123456789abcdef0123456789abcdef"
 

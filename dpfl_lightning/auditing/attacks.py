@@ -15,27 +15,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.auditing.bounds import std_interval, threshold_epsilon
 from dpfl_lightning.auditing.exact import moved
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing.harness import NOBODY, Rig
 from dpfl_lightning.auditing.noisy import as_planned
 from dpfl_lightning.auditing.records import made_up
-from dpfl_lightning.auditing.rig import NOBODY, Rig
-from dpfl_lightning.auditing.subject import Subject
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.build import build_engine
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.query import LowestLoss, MeanLoss, NoMechanism
-from dpfl_lightning.federated.setup import build_engine
-from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining, RoundPlan, RunSchedule, View
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.audit import std_interval, threshold_epsilon
-from dpfl_lightning.privacy.events import GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan, RunSchedule, View
+from dpfl_lightning.federated.messages.query import LowestLoss, MeanLoss, NoMechanism
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned
 
 BITS = 200  # releases with a record, and as many without, whose bits are read
 _NUMBERS = 1 << 24  # noisy numbers for that, at most

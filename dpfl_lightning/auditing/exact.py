@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.auditing.bounds import rate_interval
 from dpfl_lightning.auditing.findings import Finding
+from dpfl_lightning.auditing.harness import NOBODY, OneNoise, Rig
 from dpfl_lightning.auditing.records import made_up, most_opposed
-from dpfl_lightning.auditing.rig import NOBODY, OneNoise, Rig
-from dpfl_lightning.auditing.subject import Subject
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.setup import ENGINES, build_engine
-from dpfl_lightning.federated.state import ClassGradients, Job, LocalTraining
-from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.audit import rate_interval
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfl_lightning.privacy.accountant import epsilon_text
+from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std_interval, threshold_epsilon
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.rig import NOBODY, Rig
-from dpfl_lightning.auditing.subject import Subject
-from dpfl_lightning.privacy.accountant import finite_or_none, gaussian_epsilon
-from dpfl_lightning.privacy.audit import releases_to_tell, shift_interval, std_interval, threshold_epsilon
+from dpfl_lightning.auditing.harness import NOBODY, Rig
+from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 VALUES = 20_000  # noised numbers of each kind: their std is known to 0.5 %

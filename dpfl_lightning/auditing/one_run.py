@@ -9,11 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.rig import NOBODY, Rig
-from dpfl_lightning.auditing.subject import Subject
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.audit import (
+from dpfl_lightning.auditing.bounds import (
     Curve,
     curve_of_points,
     guesses,
@@ -21,7 +17,11 @@ from dpfl_lightning.privacy.audit import (
     one_run_epsilon,
     one_run_weakness,
 )
-from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing.harness import NOBODY, Rig
+from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 MOST, FEWEST = 400, 20  # canaries

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dpfl_lightning.auditing.findings import at_most
-from dpfl_lightning.tables import markdown
+from dpfl_lightning.runtime.text import markdown
 
 HEAD = ("check", "what", "measured", "claimed", "confidence", "verdict")
 

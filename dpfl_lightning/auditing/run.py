@@ -15,12 +15,12 @@ from torch import Tensor
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
 from dpfl_lightning.auditing.findings import Finding
+from dpfl_lightning.auditing.harness import Rig
 from dpfl_lightning.auditing.records import made_up, most_opposed
-from dpfl_lightning.auditing.rig import Rig
-from dpfl_lightning.auditing.subject import Subject, subjects
+from dpfl_lightning.auditing.target import Subject, subjects
+from dpfl_lightning.build import build_engine
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.setup import build_engine
+from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import require
-from dpfl_lightning.registry import call
 
 Shift = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 

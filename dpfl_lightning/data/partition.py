@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.registry import call
 
 Parts = list[np.ndarray]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.given import check_alike, pair
 from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.mislabelling import mislabelled as with_wrong_labels
+from dpfl_lightning.data.label_noise import mislabelled as with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
@@ -173,7 +173,7 @@ class Population:
                 or to test, are as its group has them. Then there is no common test set (a test record looks different
                 in every group), and the mean over clients on their own held-out records stands in for it. Public
                 records stay as they are. Partitions and test shares go by the labels before the shift.
-            mislabelled: units of `dpfl_lightning.data.mislabelling` and their options: which training records have
+            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have
                 wrong labels. Partitions and test shares go by the right ones.
             seed: of the division (public).
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.clipping import SUM_ROUNDING
-from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
 from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
 
 #: what the noise covers beside `clip_norm`, relative to it: twice the rounding of the sum, and the grid (at most 1/400)

@@ -200,7 +200,7 @@ def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
 @cache
 def _ziggurat() -> tuple[Any, Any, tuple[np.ndarray, np.ndarray, np.ndarray, float]]:
     """Two compiled loops and their tables, of which the first loop needs some only."""
-    from dpfl_lightning.compiled import compiled  # numba: half a second, for those who draw noise
+    from dpfl_lightning.kernels.compiled import compiled  # numba: half a second, for those who draw noise
 
     return compiled(_first_tries), compiled(_other_tries), _layers()
 

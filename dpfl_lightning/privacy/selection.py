@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.events import SelectionEvent
+from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.noise import RandomGenerator
 
 

@@ -15,25 +15,25 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.server_training import Training, public_generator
+from dpfl_lightning.build import build_loop, build_net, build_population
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.data import Facts, Population
-from dpfl_lightning.distilled import load_distilled
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.distilled import DistilledSet
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.setup import build_loop, build_net, build_population
-from dpfl_lightning.federated.state import RoundReport, View
-from dpfl_lightning.options import Options
-from dpfl_lightning.privacy.accountant import finite_or_none
-from dpfl_lightning.privacy.events import Caveat, Event, Unprotected
-from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import RoundReport, View
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, Unprotected
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.sampling import SAMPLINGS
-from dpfl_lightning.registry import call
+from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.train_and_score import taught
 from dpfl_lightning.search.trial import Pruned
-from dpfl_lightning.strategies.server_training import Training, public_generator
-from dpfl_lightning.strategies.taught import taught
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 #: tells an accuracy in [0, 1] that is known after a step; answers whether the trial is to end there
 Report = Callable[[int, float], bool]

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpfl_lightning.options import Options, departures
-from dpfl_lightning.privacy.accountant import delta_text, rounded_up
-from dpfl_lightning.privacy.accountant import epsilon_text as epsilon
+from dpfl_lightning.config.options import Options, departures
+from dpfl_lightning.config.yaml_text import dump
+from dpfl_lightning.privacy.accounting.accountant import delta_text, rounded_up
+from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
+from dpfl_lightning.runtime.text import columns, duration
 from dpfl_lightning.search.trial import Trial
-from dpfl_lightning.tables import columns, duration
-from dpfl_lightning.yaml_text import dump
 
 _MOST_ROWS = 10
 _MOST_CLIENTS = 30

@@ -22,8 +22,8 @@ from optuna.samplers import (
     TPESampler,
 )
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.registry import call
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import Dimension
 from dpfl_lightning.search.storage import quietly

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dpfl_lightning.config import with_values
+from dpfl_lightning.config.load import with_values
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.options import Options
 
 _SIMPLE = (bool, int, float, str, type(None))
 

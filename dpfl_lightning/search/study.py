@@ -13,12 +13,12 @@ from optuna.storages import RetryHeartbeatStaleTrialCallback
 from optuna.trial import FrozenTrial, TrialState
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import SCORES, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
 from dpfl_lightning.search.trial import Pruned, Trial
-from dpfl_lightning.stopping import words_and_status
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
 

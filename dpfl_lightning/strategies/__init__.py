@@ -7,32 +7,32 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, nearest
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.registry import call
+from dpfl_lightning.federated.server.strategy import ServerCallback
 
 #: registry name -> (file, class)
 STRATEGIES = {
-    "biased_selection": ("biased_selection", "BiasedSelection"),
-    "clustered": ("clustered", "Clustered"),
-    "distillation": ("distillation", "Distillation"),
-    "epsilon_weighted": ("epsilon_weighted", "EpsilonWeighted"),
-    "fedprox": ("fedprox", "FedProx"),
-    "ifca": ("ifca", "Ifca"),
-    "inverse_noise": ("inverse_noise", "InverseNoise"),
-    "kmeans_clusters": ("kmeans_clusters", "KMeansClusters"),
-    "learning_rate_decay": ("learning_rate_decay", "LearningRateDecay"),
-    "local": ("local", "Local"),
-    "minimum_epsilon": ("minimum_epsilon", "MinimumEpsilon"),
-    "mr_mtl": ("mr_mtl", "MrMtl"),
-    "noise_aware": ("noise_aware", "NoiseAware"),
-    "oracle_clusters": ("oracle_clusters", "OracleClusters"),
-    "pfa": ("pfa", "Pfa"),
-    "reweighted_selection": ("reweighted_selection", "ReweightedSelection"),
-    "size_weighted": ("size_weighted", "SizeWeighted"),
-    "two_stage_selection": ("two_stage_selection", "TwoStageSelection"),
-    "uniform": ("uniform", "Uniform"),
-    "uniform_selection": ("uniform_selection", "UniformSelection"),
+    "biased_selection": ("selection.biased_selection", "BiasedSelection"),
+    "clustered": ("clustering.clustered", "Clustered"),
+    "distillation": ("distillation.distillation", "Distillation"),
+    "epsilon_weighted": ("aggregation.epsilon_weighted", "EpsilonWeighted"),
+    "fedprox": ("aggregation.fedprox", "FedProx"),
+    "ifca": ("clustering.ifca", "Ifca"),
+    "inverse_noise": ("aggregation.inverse_noise", "InverseNoise"),
+    "kmeans_clusters": ("clustering.kmeans_clusters", "KMeansClusters"),
+    "learning_rate_decay": ("aggregation.learning_rate_decay", "LearningRateDecay"),
+    "local": ("clustering.local", "Local"),
+    "minimum_epsilon": ("aggregation.minimum_epsilon", "MinimumEpsilon"),
+    "mr_mtl": ("clustering.mr_mtl", "MrMtl"),
+    "noise_aware": ("aggregation.noise_aware", "NoiseAware"),
+    "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
+    "pfa": ("aggregation.pfa", "Pfa"),
+    "reweighted_selection": ("selection.reweighted_selection", "ReweightedSelection"),
+    "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),
+    "two_stage_selection": ("selection.two_stage_selection", "TwoStageSelection"),
+    "uniform": ("aggregation.uniform", "Uniform"),
+    "uniform_selection": ("selection.uniform_selection", "UniformSelection"),
 }
 
 

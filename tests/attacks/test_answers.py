@@ -7,11 +7,11 @@ import json
 import pytest
 from conftest import blobs, small_net
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.plan import main as plan
-from dpfl_lightning.strategies.ifca import Ifca
+from dpfl_lightning.strategies.clustering.ifca import Ifca
 
 
 @pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])

@@ -10,12 +10,12 @@ from attack_tools import Releases
 from conftest import blobs
 from torch import Tensor, nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
 
 NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
 

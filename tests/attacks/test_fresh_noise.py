@@ -12,16 +12,16 @@ from attack_tools import CutBetweenRounds, Releases, cut_after_training, indepen
 from conftest import FIXED_KEY, PowerCut, blobs, small_net
 from torch.nn import functional as F
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.query import MeanLoss
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import MeanLoss
+from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25

@@ -8,7 +8,7 @@ from attack_tools import independent, noise_apart, overspent
 from conftest import FIXED_KEY
 from killed_runs import BUDGETS, DELTA, RATE, Killed, killed, loop_of
 
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 KILLS = [pytest.param(2, 8), pytest.param(60, 300, marks=pytest.mark.slow)]  # and rounds
 

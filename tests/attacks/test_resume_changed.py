@@ -14,20 +14,20 @@ from attack_tools import CutBetweenRounds, cut_after_training, overspent
 from conftest import FIXED_KEY, PowerCut, blobs, small_net
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.config import load
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.load import load
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.yaml_text import dump, read_yaml
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.fit import fit, main
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.fedprox import FedProx
-from dpfl_lightning.strategies.uniform import Uniform
-from dpfl_lightning.strategies.uniform_selection import UniformSelection
-from dpfl_lightning.yaml_text import dump, read_yaml
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 ROUNDS, DONE = 4, 2
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3

@@ -20,16 +20,16 @@ from attack_tools import Releases, attack, finest_bit, mean_loss
 from scipy.special import ndtr
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.federated.query import MeanLoss
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.federated.state import ClassGradients
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.query import MeanLoss
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
 
 NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
 DELTA = 1e-5

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from dpfl_lightning.auditing import exact
 from dpfl_lightning.auditing.records import most_opposed
-from dpfl_lightning.auditing.subject import subjects
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.auditing.target import subjects
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.loop import FederatedLoop
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.layer_rules import RULES
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.privacy.clipping.layer_rules import RULES
 
 ENGINES = ("fast", "serial", "stacked")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it
 
@@ -92,7 +92,7 @@ def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monke
 def test_a_gradient_that_is_not_finite_is_not_let_through(monkeypatch):
     """A build that lets a broken record in loses its release: no number, and refuted."""
     torch.manual_seed(0)
-    monkeypatch.setattr("dpfl_lightning.privacy.clipping.kept", lambda values, factors: values)
+    monkeypatch.setattr("dpfl_lightning.privacy.clipping.reference.kept", lambda values, factors: values)
     found = moves(NETS[nn.Linear](), "serial")
     assert found.refuted and found.figures["most_without_noise"] is None
 

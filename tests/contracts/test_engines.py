@@ -12,21 +12,21 @@ from conftest import FIXED_KEY, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated import aggregate
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.federated.state import ClassGradients, ServerState
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, ServerState
+from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
-from dpfl_lightning.strategies.fedprox import FedProx
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 
 #: the same for every engine
 STREAMS = Streams(bytes(32))

@@ -10,12 +10,12 @@ import torch
 from conftest import FIXED_KEY, blobs
 
 from dpfl_lightning import strategies
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.state import ClientUpdates, ServerState
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import NoisedEvent
+from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
 #: what a strategy needs of four clients: its options, and the loop's
@@ -159,5 +159,5 @@ def test_bad_names_and_options_are_one_sentence(configuration, words):
 
 
 def test_a_users_own_strategy_by_its_path():
-    (own,) = strategies.build({"dpfl_lightning.strategies.uniform.Uniform": {}})
+    (own,) = strategies.build({"dpfl_lightning.strategies.aggregation.uniform.Uniform": {}})
     assert type(own).__name__ == "Uniform"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpfl_lightning.data.augmentation import OPERATIONS, ClassAugmentation, augmented
+from dpfl_lightning.models.augmentation import OPERATIONS, ClassAugmentation, augmented
 
 NAMES = sorted(OPERATIONS)
 

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Dataset, Population
 from dpfl_lightning.data.groups import grouped, names, renamed, stored, turned
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.evaluation import evaluate
-from dpfl_lightning.federated.identity import data_digests
-from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.evaluation import evaluate
+from dpfl_lightning.federated.client.identity import data_digests
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import Delivered
 from dpfl_lightning.privacy.noise import Streams
 
 CLASSES = 5

@@ -9,10 +9,10 @@ import torch
 from conftest import blobs
 from torch import nn
 
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import ClientOptions
-from dpfl_lightning.strategies.uniform import Uniform
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 
 @pytest.mark.parametrize("role", ["base", "route"])

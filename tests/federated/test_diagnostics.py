@@ -12,14 +12,14 @@ import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at
 from rich.console import Console
 
-from dpfl_lightning import ledger_report
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.options import PrivacyOptions
 from dpfl_lightning.plan import main as plan
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.watchers.progress import Progress
+from dpfl_lightning.privacy.ledger import verify as ledger_report
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.reporting.progress import Progress
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 SHOWING = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY, diagnostics=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.distilled import CARD, TENSORS, DistilledSet
+from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 
 def a_set(shape=(1, 4, 4), seed=0) -> DistilledSet:

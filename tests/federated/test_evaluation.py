@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Dataset, Population
-from dpfl_lightning.federated import evaluation
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.state import Delivered
+from dpfl_lightning.federated.client import evaluation
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import Delivered
 from dpfl_lightning.privacy.noise import Streams
 
 

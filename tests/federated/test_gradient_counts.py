@@ -12,16 +12,16 @@ import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 from rich.console import Console
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.federated.state import ClassGradients
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.clipping import VmapClippedSum
-from dpfl_lightning.privacy.fast_clipping import FastClippedSum
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.sampling import draw_steps
-from dpfl_lightning.watchers.progress import Progress
+from dpfl_lightning.reporting.progress import Progress
 
 #: client -> its broken records, and what they hold
 BROKEN = {1: {0: math.nan, 7: math.inf, 30: -math.inf}, 3: {2: math.nan}}

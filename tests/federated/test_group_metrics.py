@@ -14,9 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import strategies
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.group_metrics import accuracy_of_groups, clustering, fairness_gap, smallest, true_groups
-from dpfl_lightning.federated.state import Sketch
+from dpfl_lightning.federated.messages.plan import Sketch
+from dpfl_lightning.federated.server.group_metrics import (
+    accuracy_of_groups,
+    clustering,
+    fairness_gap,
+    smallest,
+    true_groups,
+)
+from dpfl_lightning.federated.server.strategy import ServerCallback
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
 

@@ -8,9 +8,9 @@ from html.parser import HTMLParser
 
 from fakes import FRAME, a_result, a_view
 
-from dpfl_lightning.federated.guarantee_page import guarantee_page
-from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee
+from dpfl_lightning.config.options import PrivacyOptions
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
+from dpfl_lightning.reporting.guarantee_page import guarantee_page
 
 EVIL = "<script>alert('1')</script> & \"q\""
 

@@ -13,15 +13,15 @@ import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.identity import data_digests, module_digest, object_digest, strategy_digests
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import ClientOptions, NetworkOptions, PrivacyOptions
-from dpfl_lightning.strategies.fedprox import FedProx
-from dpfl_lightning.strategies.uniform import Uniform
+from dpfl_lightning.federated.client.identity import data_digests, module_digest, object_digest, strategy_digests
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 PRIVACY = PrivacyOptions(epsilon=8.0, delta=1e-3, reserve_rounds=1)
 CLIENTS = ClientOptions(count=4, batch_size=16, learning_rate=0.3)

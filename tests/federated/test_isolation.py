@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.synthetic import _check_alone
-from dpfl_lightning.privacy.clipping import VmapClippedSum
-from dpfl_lightning.privacy.fast_clipping import clipped_sum_for
+from dpfl_lightning.federated.client.dummy_data import _check_alone
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 
 
 class Small(nn.Module):

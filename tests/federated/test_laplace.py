@@ -8,11 +8,11 @@ import pytest
 import torch
 from conftest import FIXED_KEY
 
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.plan import main as plan
-from dpfl_lightning.privacy.events import LaplaceEvent
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.accounting.events import LaplaceEvent
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Laplace
 
 FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.3)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from conftest import FIXED_KEY, blobs, small_net
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import HOOKS, ServerCallback
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.uniform import Uniform
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import HOOKS, ServerCallback
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 
 def test_a_run_learns_and_leaves_its_record(make_loop):
@@ -53,7 +53,9 @@ def test_a_run_without_privacy_says_so(make_loop):
 
 def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
     planned = make_loop().plan_schedule()
-    monkeypatch.setattr("dpfl_lightning.privacy.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)])
+    monkeypatch.setattr(
+        "dpfl_lightning.privacy.accounting.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)]
+    )
     assert make_loop().plan_schedule() == planned
 
 

@@ -11,12 +11,12 @@ from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated import one_step
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.stacked import StackedEngine
-from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.engines.stacked import StackedEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, ServerState
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams
 

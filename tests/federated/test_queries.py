@@ -18,26 +18,26 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.client_plan import client_plans
-from dpfl_lightning.federated import answers
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import NoMechanism, Query, event_of
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.federated.messages.query import NoMechanism, Query, event_of
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.plan import main as plan_command
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import client_plans
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.privacy.spending import SpentEpsilon
-from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.two_stage_selection import UNSOUND
-from dpfl_lightning.tracking.run import _round_values
-from dpfl_lightning.watchers.progress import Progress
+from dpfl_lightning.reporting.mlflow.run import _round_values
+from dpfl_lightning.reporting.progress import Progress
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
+from dpfl_lightning.strategies.selection.two_stage_selection import UNSOUND
 
 MODULE = ClientModule(small_net())
 

@@ -17,10 +17,10 @@ from conftest import FIXED_KEY
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfl_lightning.federated.ranked import spread
+from dpfl_lightning.federated.transport.ranked import spread
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.launcher import launched
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.runtime.launcher import launched
 
 ROOT = Path(__file__).parents[2]
 DIGITS = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
@@ -191,8 +191,8 @@ def test_what_ended_a_run_is_said_though_the_launcher_sends_its_signal_late(srun
         "import os, signal, sys\n"
         "from ranked_runs import make_loop\n"
         "from dpfl_lightning.errors import UserError, command\n"
-        "from dpfl_lightning.federated.ranked import RankedEngine\n"
-        "from dpfl_lightning.launcher import launched\n"
+        "from dpfl_lightning.federated.transport.ranked import RankedEngine\n"
+        "from dpfl_lightning.runtime.launcher import launched\n"
         "def main(argv):\n"
         "    loop = make_loop(sys.argv[1])\n"
         "    if launched().rank == 1:\n"
@@ -290,7 +290,7 @@ def test_ranks_with_other_data_are_refused(srun, tmp_path):
         "import sys, torch\n"
         "from ranked_runs import make_loop\n"
         "from dpfl_lightning.errors import command\n"
-        "from dpfl_lightning.launcher import launched\n"
+        "from dpfl_lightning.runtime.launcher import launched\n"
         "def main(argv):\n"
         "    loop = make_loop(sys.argv[1])\n"
         "    loop.population.x[0, 0] += launched().rank\n"

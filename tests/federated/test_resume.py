@@ -15,13 +15,13 @@ import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, cut_at, small_net
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.ledger import Ledger, read_ledger
-from dpfl_lightning.privacy.ledger_file import Head, chain_of, head_bytes, head_file, read_head
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.ledger.file import Head, chain_of, head_bytes, head_file, read_head
+from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS, reserve_rounds=2)

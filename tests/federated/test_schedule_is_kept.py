@@ -12,12 +12,12 @@ from conftest import FIXED_KEY, small_net
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy import sampling
-from dpfl_lightning.privacy.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.mechanism import Gaussian, MechanismRows
 
 

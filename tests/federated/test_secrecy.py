@@ -14,18 +14,18 @@ import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, cut_at, small_net
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.evaluate import main as evaluate
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.identity import data_digests
-from dpfl_lightning.federated.query import SelectModel
-from dpfl_lightning.federated.setup import ENGINES
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.identity import data_digests
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import SelectModel
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import SelectionEvent
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.accounting.events import SelectionEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
@@ -91,7 +91,7 @@ def test_the_data_key_lives_as_long_as_the_run(make_loop):
 
 
 def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path, new_store, make_loop):
-    from dpfl_lightning.tracking import Tracking
+    from dpfl_lightning.reporting.mlflow import Tracking
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = type("Own", (ClientModule,), {"personal": ("0.bias",)})(small_net())

@@ -7,18 +7,18 @@ import math
 
 import pytest
 
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.settings import (
+from dpfl_lightning.federated.server.settings import (
     accountant_of,
     client_settings,
     default_schedule,
     reported_epsilons,
     solved,
 )
-from dpfl_lightning.notice import slow_notice
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.schedule import Planned
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.runtime.notice import slow_notice
 
 
 def test_each_client_has_its_own():

@@ -16,17 +16,17 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import vmap
 
-from dpfl_lightning.client import ClientModule
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated import stacked
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.stacked import SIZES, StackedEngine, captured, padded_width
-from dpfl_lightning.federated.state import ClassGradients, LocalTraining, RoundPlan, ServerState
-from dpfl_lightning.privacy.clipping import VmapClippedSum
+from dpfl_lightning.federated.client.engines import stacked
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.engines.stacked import SIZES, StackedEngine, captured, padded_width
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.clipping.stacked import stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams
-from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
 
 DTYPES = {torch.float32: 1e-5, torch.float64: 1e-10}
 

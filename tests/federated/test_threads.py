@@ -8,9 +8,9 @@ import pytest
 import torch
 from conftest import blobs
 
-from dpfl_lightning.federated import one_step
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.threads import cores, one_thread_an_operator, side_by_side, thread_pool
+from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side, thread_pool
 
 several_cores = pytest.mark.skipif(cores() < 2, reason="on one core every thread has one within")
 

@@ -8,9 +8,9 @@ import pytest
 from conftest import PowerCut, cut_at
 
 from dpfl_lightning import strategies
+from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.traffic import Network
-from dpfl_lightning.options import NetworkOptions
+from dpfl_lightning.federated.server.traffic import Network
 
 SLOW = NetworkOptions(down_megabits_per_second=[8, 4, 8, 8], up_megabits_per_second=2, latency_seconds=0.25)
 

@@ -10,12 +10,12 @@ from conftest import small_net
 from torch import nn
 
 from dpfl_lightning import models
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated.fast import FastEngine
-from dpfl_lightning.federated.unclipped import FEWEST, UnclippedSum
-from dpfl_lightning.privacy.clipping import VmapClippedSum
-from dpfl_lightning.privacy.fast_clipping import FastClippedSum
-from dpfl_lightning.strategies.fast_loss import FastLoss
+from dpfl_lightning.federated.client.engines.fast import FastEngine
+from dpfl_lightning.federated.client.engines.unclipped import FEWEST, UnclippedSum
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 
 RECORDS = 6 * FEWEST
 

@@ -16,10 +16,10 @@ from opacus.accountants import RDPAccountant
 from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accountant import Prv, Rdp, get_accountant, rounded_up
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, Unprotected, repeated
-from dpfl_lightning.privacy.guarantee import Guarantee, guarantee
-from dpfl_lightning.privacy.rdp import ORDERS, converted, sampled_gaussian_rdp
+from dpfl_lightning.privacy.accounting.accountant import Prv, Rdp, get_accountant, rounded_up
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, Unprotected, repeated
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted, sampled_gaussian_rdp
 
 RDP, PRV, GDP, MA = (get_accountant(name) for name in ("rdp", "prv", "gdp", "paper_ma"))
 OPACUS_ORDERS = tuple(RDPAccountant.DEFAULT_ALPHAS)

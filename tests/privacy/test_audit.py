@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import binom, norm
 
+from dpfl_lightning.auditing import bounds as audit
 from dpfl_lightning.auditing import one_run
-from dpfl_lightning.privacy import audit
-from dpfl_lightning.privacy.accountant import gaussian_epsilon
+from dpfl_lightning.privacy.accounting.accountant import gaussian_epsilon
 
 
 def hull(inside: np.ndarray, outside: np.ndarray) -> list[audit.Tally]:

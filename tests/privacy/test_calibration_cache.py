@@ -12,11 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.privacy import calibration_cache, schedule
-from dpfl_lightning.privacy.accountant import Gdp, Prv, Rdp, get_accountant
-from dpfl_lightning.privacy.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting import calibration_cache, schedule
+from dpfl_lightning.privacy.accounting.accountant import Gdp, Prv, Rdp, get_accountant
+from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 

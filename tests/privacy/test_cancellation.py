@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpfl_lightning.privacy.clipping import CANCELLING
-from dpfl_lightning.privacy.fast_clipping import FastClippedSum
-from dpfl_lightning.privacy.layer_rules import Lookup, Outer
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum
+from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer
+from dpfl_lightning.privacy.clipping.reference import CANCELLING
 
 OFFSETS = [0.0, 10.0, 1e3, 1e5]
 

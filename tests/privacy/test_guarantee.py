@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import math
 
-from dpfl_lightning.privacy.accountant import Rdp, epsilon_text, get_accountant
-from dpfl_lightning.privacy.events import (
+from dpfl_lightning.privacy.accounting.accountant import Rdp, epsilon_text, get_accountant
+from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     GaussianEvent,
     LaplaceEvent,
@@ -14,7 +14,7 @@ from dpfl_lightning.privacy.events import (
     Unprotected,
     repeated,
 )
-from dpfl_lightning.privacy.guarantee import NOT_COVERED, Guarantee, _released, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee
 
 RDP = get_accountant("rdp")
 ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)

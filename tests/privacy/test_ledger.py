@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy import ledger_file
-from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.ledger import Charge, Ledger, read_ledger
-from dpfl_lightning.privacy.ledger_file import Head, Header, head_bytes, head_file, read_head, verify
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.ledger import file as ledger_file
+from dpfl_lightning.privacy.ledger.file import Head, Header, head_bytes, head_file, read_head, verify
+from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger, read_ledger
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
 HEADER = Header(
@@ -71,7 +71,7 @@ def test_charges_of_a_client_and_round_are_counted_whatever_they_are_for(path):
 
 def test_everything_is_synced_before_a_charge_returns_the_head_last(path, monkeypatch):
     ledger, synced = Ledger(path, HEADER), []
-    monkeypatch.setattr("dpfl_lightning.privacy.ledger._sync", lambda file: synced.append(os.fstat(file).st_ino))
+    monkeypatch.setattr("dpfl_lightning.privacy.ledger.ledger._sync", lambda file: synced.append(os.fstat(file).st_ino))
     ledger.charge([charge(client) for client in range(4)])
     assert synced == [path.stat().st_ino, head_file(path).stat().st_ino]
     ledger.charge([])
@@ -121,7 +121,7 @@ def test_another_process_is_refused_but_may_read(path):
     ledger = Ledger(path, HEADER)
     ledger.charge([charge()])
     code = (
-        "import sys; from pathlib import Path; from dpfl_lightning.privacy.ledger import *\n"
+        "import sys; from pathlib import Path; from dpfl_lightning.privacy.ledger.ledger import *\n"
         "assert len(read_ledger(Path(sys.argv[1]))) == 1\n"
         "Ledger(Path(sys.argv[1]), Header('rdp', 'add_remove', 'poisson', (1e-4,), (1.0,)))"
     )
@@ -156,7 +156,7 @@ def test_a_run_whose_charges_mean_something_else_is_refused(written):
 def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
     ledger = Ledger(path, HEADER)
     with monkeypatch.context() as patch:
-        patch.setattr("dpfl_lightning.privacy.ledger._sync", lambda file: 1 / 0)
+        patch.setattr("dpfl_lightning.privacy.ledger.ledger._sync", lambda file: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             ledger.charge([charge(0)])
     with pytest.raises(ValueError, match="closed file"):

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from oracle import lower_bound
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accountant import ADJACENCIES, get_accountant
-from dpfl_lightning.privacy.composition import composed
-from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent, SelectionEvent
-from dpfl_lightning.privacy.prv import prv_epsilon
-from dpfl_lightning.privacy.rdp import ORDERS, classically_converted, laplace_rdp, sampled_gaussian_rdp
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
+from dpfl_lightning.privacy.accounting.composition import composed
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.prv import prv_epsilon
+from dpfl_lightning.privacy.accounting.rdp import ORDERS, classically_converted, laplace_rdp, sampled_gaussian_rdp
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
 
 ALL = ("rdp", "prv", "gdp", "paper_ma")
 
@@ -131,7 +131,7 @@ def test_calibration_knows_the_relation():
 
 def test_both_directions_of_a_removal_are_composed(monkeypatch):
     """With everything but the added record left out, PRV would still be right for this pair, and smaller."""
-    from dpfl_lightning.privacy import prv
+    from dpfl_lightning.privacy.accounting import prv
 
     events, seen = [GaussianEvent(0.3, 0.8, 5)], []
     real = prv._losses

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import paper_noise_multipliers
 
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import Caveat, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.schedule import (
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.accounting.schedule import (
     ClientSchedule,
     Planned,
     affordable_count,
@@ -24,7 +25,6 @@ from dpfl_lightning.privacy.schedule import (
     calibrate,
     cut_to_budgets,
 )
-from dpfl_lightning.published import BATCH_SIZES, EPSILONS
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 

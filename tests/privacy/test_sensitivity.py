@@ -10,11 +10,17 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.clipping import SUM_ROUNDING, VmapClippedSum, clip_factors, cross_entropy_of, require_proved
-from dpfl_lightning.privacy.fast_clipping import FastClippedSum, clipped_sum_for
-from dpfl_lightning.privacy.float64_sums import Products
-from dpfl_lightning.privacy.layer_rules import Unsupported
-from dpfl_lightning.privacy.stacked_clipping import stacked_clipped_sums
+from dpfl_lightning.kernels.float64_sums import Products
+from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for
+from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
+from dpfl_lightning.privacy.clipping.reference import (
+    SUM_ROUNDING,
+    VmapClippedSum,
+    clip_factors,
+    cross_entropy_of,
+    require_proved,
+)
+from dpfl_lightning.privacy.clipping.stacked import stacked_clipped_sums
 
 CLIP_NORMS = (1e-12, 1e-5, 0.003, 1.0, 1e6)
 MAGNITUDES = (0.0, 1e-44, 1e-38, 1e-30, 1e-19, 1e-5, 1.0, 1e5, 1e19, 1e30, 3e38)

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dpfl_lightning.privacy import layer_rules, sparse_conv
+from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.privacy.clipping import layer_rules
 
 KERNELS = [(2, 2, 16), (4, 1, 40), (1, 3, 20), (5, 5, 1), (3, 3, 40)]  # few: each is compiled, in a second
 
@@ -104,7 +105,7 @@ def test_few_numbers_are_what_max_pooling_leaves():
 
 
 def test_loops_that_go_wrong_are_refused(monkeypatch):
-    from dpfl_lightning.privacy import windows
+    from dpfl_lightning.kernels import windows
 
     monkeypatch.setattr(
         windows, "convolution_backward", lambda rows, run: lambda x, dy, w, dw, dx, *sizes: dw.fill(0.0)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dpfl_lightning.config.options import ClientOptions, Options
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.options import ClientOptions, Options
 from dpfl_lightning.search.options import SweepOptions, check
 from dpfl_lightning.search.space import check_values, drawn, options_of, parse
 

@@ -12,9 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies import allocation
-from dpfl_lightning.strategies.allocation import (
+from dpfl_lightning.algorithms import allocation
+from dpfl_lightning.algorithms.allocation import (
     allocate_int,
     allocate_real,
     anchor_strength,
@@ -22,6 +21,7 @@ from dpfl_lightning.strategies.allocation import (
     noise_only,
     objective,
 )
+from dpfl_lightning.errors import UserError
 
 FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
 

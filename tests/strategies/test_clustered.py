@@ -13,24 +13,24 @@ from conftest import FIXED_KEY, PowerCut, cut_at
 from scipy.stats import chisquare
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.update_geometry import expected_separation
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.biased_selection import BiasedSelection
-from dpfl_lightning.strategies.clustered import Clustered, drawn_groups
-from dpfl_lightning.strategies.fedprox import FedProx
-from dpfl_lightning.strategies.ifca import Ifca
-from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES
-from dpfl_lightning.strategies.noise_aware import NoiseAware
-from dpfl_lightning.strategies.oracle_clusters import OracleClusters
-from dpfl_lightning.strategies.reweighted_selection import ReweightedSelection
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.uniform_selection import UniformSelection
-from dpfl_lightning.strategies.update_geometry import expected_separation
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.fedprox import FedProx
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
+from dpfl_lightning.strategies.clustering.ifca import Ifca
+from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
+from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
+from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
+from dpfl_lightning.strategies.selection.reweighted_selection import ReweightedSelection
+from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
 TRUE = (0, 0, 1, 1, 1, 2, 2, 2, 2)

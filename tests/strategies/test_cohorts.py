@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfl_lightning.algorithms.allocation import allocate_int
+from dpfl_lightning.algorithms.cohorts import SAMPLERS, draw_cohort, systematic
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies.allocation import allocate_int
-from dpfl_lightning.strategies.cohorts import SAMPLERS, draw_cohort, systematic
 
 
 def some_quotas(clients=100, each_round=20, rounds=200, seed=0):

@@ -31,17 +31,17 @@ from few_digits import (
 from torch import nn
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.gradient_matching import matched_names
+from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.data.augmentation import ClassAugmentation
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.strategies.distillation import Distillation, mean_of_holders
-from dpfl_lightning.strategies.distillation_options import loops
-from dpfl_lightning.strategies.gradient_matching import matched_names
-from dpfl_lightning.strategies.server_training import public_generator, torch_seed
-from dpfl_lightning.strategies.uniform import Uniform
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.distillation.distillation import Distillation, mean_of_holders
+from dpfl_lightning.strategies.distillation.options import loops
 
 # --- federated and centralised
 

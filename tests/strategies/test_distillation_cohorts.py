@@ -9,12 +9,12 @@ import torch
 from conftest import PowerCut, cut_at
 from few_digits import EQUAL, NOTICE, SMALL, a_net, digits, new_net, private
 
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.budgets import Budgets
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import ClientOptions
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
+from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 
 class Away(ServerCallback):

@@ -9,14 +9,14 @@ from conftest import FIXED_KEY
 from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, a_net, digits, new_net, private
 
 from dpfl_lightning import models
+from dpfl_lightning.algorithms.gradient_matching import matched_names
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.traffic import BYTES
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.prv import EPS_ERROR
-from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
-from dpfl_lightning.strategies.distillation_facts import (
+from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.prv import EPS_ERROR
+from dpfl_lightning.strategies.distillation.costs import (
     Sent,
     break_even,
     paper_epsilon,
@@ -25,7 +25,7 @@ from dpfl_lightning.strategies.distillation_facts import (
     traffic,
     traffic_words,
 )
-from dpfl_lightning.strategies.gradient_matching import matched_names
+from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 EXACT = get_accountant("gdp")
 

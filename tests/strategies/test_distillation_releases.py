@@ -28,17 +28,17 @@ from few_digits import (
 )
 from torch import nn
 
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.federated.state import ClassGradients
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.strategies.distillation import PURPOSE, Distillation
+from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 
 def test_a_round_costs_one_step_however_many_classes(make_loop):

@@ -7,10 +7,10 @@ import torch
 from conftest import PowerCut, cut_at
 from few_digits import EQUAL, NOTICE, SMALL, a_net, digits, distilled, images_of, new_net, private
 
-from dpfl_lightning.distilled import load_distilled
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.options import ClientOptions
-from dpfl_lightning.strategies.distillation import Distillation
+from dpfl_lightning.reporting.distilled import load_distilled
+from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 
 def a_loop(make_loop, batch_size=12, strategy=SMALL, **options):

@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from dpfl_lightning import models
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.federated.threads import side_by_side
-from dpfl_lightning.strategies.direct_convolution import DirectConvolution
-from dpfl_lightning.strategies.fast_loss import FastLoss
-from dpfl_lightning.strategies.gradient_matching import Matching, class_by_class, fastest_class_gradients
+from dpfl_lightning.algorithms.gradient_matching import Matching, class_by_class, fastest_class_gradients
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.kernels.direct_convolution import DirectConvolution
+from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.runtime.threads import side_by_side
 
 
 def like(shape, labels=torch.long):

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.func import grad, vmap
 
-from dpfl_lightning.strategies import fused_planes, plane_loops
-from dpfl_lightning.strategies.fused_planes import FusedPlanes, as_torch, norm_relu_pool
+from dpfl_lightning.kernels import fused_planes, plane_loops
+from dpfl_lightning.kernels.fused_planes import FusedPlanes, as_torch, norm_relu_pool
 
 EPS = 1e-5
 SHAPES = [(6, 5, 4), (2, 3, 8, 8), (4, 2, 2), (1, 7, 7), (2, 2, 3, 3, 2)]

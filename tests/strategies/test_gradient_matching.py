@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpfl_lightning import models
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.data.augmentation import ClassAugmentation
-from dpfl_lightning.strategies.gradient_matching import (
+from dpfl_lightning.algorithms.gradient_matching import (
     MATCHINGS,
     Matching,
     SyntheticSet,
@@ -28,6 +26,8 @@ from dpfl_lightning.strategies.gradient_matching import (
     noise_aware_rows,
     num_rows,
 )
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.models.augmentation import ClassAugmentation
 
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}
 ROWS = 6 + 4 + 3

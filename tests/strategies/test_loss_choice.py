@@ -14,21 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
-from dpfl_lightning.client import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.build import ENGINES
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated import answers
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import LowestLoss, NoMechanism, SelectModel, summed_losses
-from dpfl_lightning.federated.setup import ENGINES
-from dpfl_lightning.federated.state import RunSchedule
-from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.federated.messages.plan import RunSchedule
+from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel, summed_losses
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES, LossChoice
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, LossChoice
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 

@@ -13,19 +13,19 @@ from conftest import FIXED_KEY, PowerCut, blobs, cut_at
 from noisy_updates import true_noise_var
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
+from dpfl_lightning.algorithms.noise_weights import weights
+from dpfl_lightning.algorithms.robust_pca import PRESETS
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.state import ClientUpdates, ServerState
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.published import BATCH_SIZES, EPSILONS
-from dpfl_lightning.strategies.epsilon_weighted import EpsilonWeighted
-from dpfl_lightning.strategies.learning_rate_decay import LearningRateDecay
-from dpfl_lightning.strategies.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
-from dpfl_lightning.strategies.noise_estimators import EstimatorOptions, estimate
-from dpfl_lightning.strategies.noise_weights import weights
-from dpfl_lightning.strategies.robust_pca import PRESETS
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
+from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy noise_aware.*clients count:UserWarning")
 

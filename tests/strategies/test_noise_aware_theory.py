@@ -12,13 +12,13 @@ import torch
 from conftest import FIXED_KEY
 from torch import nn
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.strategies.noise_aware import NoiseAware
+from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
 
 NUM_PARAMS = 1200
 EPOCHS = (2, 3, 4)  # local steps of the three clients, each on all records

@@ -13,11 +13,7 @@ from hypothesis import strategies as st
 from noisy_updates import CLIP_NORM, NUM_PARAMS, excess, noisy_updates, total_variation, true_noise_var
 from reference import paper_noise_multipliers
 
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
-from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.published import BATCH_SIZES, EPSILONS
-from dpfl_lightning.strategies.noise_estimators import (
+from dpfl_lightning.algorithms.noise_estimators import (
     ESTIMATORS,
     EstimatorOptions,
     chosen_rows,
@@ -25,7 +21,11 @@ from dpfl_lightning.strategies.noise_estimators import (
     estimate,
     update_noise_var,
 )
-from dpfl_lightning.strategies.noise_weights import weights
+from dpfl_lightning.algorithms.noise_weights import weights
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
+from dpfl_lightning.privacy.noise import RandomGenerator
 
 BLIND = sorted(set(ESTIMATORS) - {"oracle"})
 DISTS = [f"dist{number}" for number in range(1, 10)]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies.noise_weights import weights
 
 variances = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=20)
 

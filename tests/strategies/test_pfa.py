@@ -8,9 +8,9 @@ import torch
 from conftest import FIXED_KEY
 
 from dpfl_lightning import strategies
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.options import PrivacyOptions
-from dpfl_lightning.strategies.pfa import larger_budgets, projected_mean
+from dpfl_lightning.strategies.aggregation.pfa import larger_budgets, projected_mean
 
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])
 

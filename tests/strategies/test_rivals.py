@@ -14,15 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.state import ClientUpdates, ServerState
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.plan import main as plan_command
-from dpfl_lightning.privacy.ledger import read_ledger
-from dpfl_lightning.strategies.kmeans_clusters import coordinates, kmeans
-from dpfl_lightning.strategies.loss_choice import PLAIN_CHOICES
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates, kmeans
+from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 
 GROUPS = (0, 1, 0, 1)
 RIVALS = {

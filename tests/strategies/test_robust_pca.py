@@ -15,9 +15,9 @@ from noisy_updates import excess, noisy_updates, total_variation
 from reference import principal_component_pursuit
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dpfl_lightning.algorithms import robust_pca as module
+from dpfl_lightning.algorithms.robust_pca import PRESETS, PcpSettings, robust_pca, shrinkage
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.strategies import robust_pca as module
-from dpfl_lightning.strategies.robust_pca import PRESETS, PcpSettings, robust_pca, shrinkage
 
 FAST = PRESETS["fast"]
 CASES = [("dist1", 5e-3), ("dist3", 5e-3), ("dist8", 1e-3)]

@@ -12,22 +12,22 @@ import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.engine import SerialEngine
-from dpfl_lightning.federated.state import ClientUpdates, ServerState
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
+from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.models import PersonalInput
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import gaussian_mu
-from dpfl_lightning.strategies.allocation import allocate_int, anchor_strength, noise_gain
-from dpfl_lightning.strategies.biased_selection import BiasedSelection, participation_noise
-from dpfl_lightning.strategies.inverse_noise import InverseNoise
-from dpfl_lightning.strategies.learning_rate_decay import LearningRateDecay
-from dpfl_lightning.strategies.reweighted_selection import ReweightedSelection
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.uniform import Uniform
-from dpfl_lightning.strategies.uniform_selection import UniformSelection
+from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
+from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
+from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, participation_noise
+from dpfl_lightning.strategies.selection.reweighted_selection import ReweightedSelection
+from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, COHORT, ROUNDS, DELTA = len(EPSILON), 3, 8, 1e-3

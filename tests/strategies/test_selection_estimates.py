@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dpfl_lightning.strategies.allocation import allocate_real, noise_only
-from dpfl_lightning.strategies.selection_estimates import (
+from dpfl_lightning.algorithms.allocation import allocate_real, noise_only
+from dpfl_lightning.algorithms.selection_estimates import (
     Constants,
     FirstStage,
     estimated_skew,
@@ -15,7 +15,7 @@ from dpfl_lightning.strategies.selection_estimates import (
     predicted_loss,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.strategies.selection_theory import NoiseModel, gaussian_noise
+from dpfl_lightning.algorithms.selection_noise import NoiseModel, gaussian_noise
 
 
 def some_reports(draw, spread):

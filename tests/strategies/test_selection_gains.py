@@ -11,11 +11,11 @@ from conftest import FIXED_KEY
 from torch import nn
 
 from dpfl_lightning import strategies
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.data.partition import partition
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.federated.client.module import ClientModule
 
 CLIENTS, COHORT = 30, 6
 UNIFORM = {"uniform_selection": {"clients_per_round": COHORT}}

@@ -8,10 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accountant import gaussian_delta, gaussian_mu
-from dpfl_lightning.strategies.allocation import allocate_int, allocate_real, noise_only, objective
-from dpfl_lightning.strategies.selection_theory import (
+from dpfl_lightning.algorithms.allocation import allocate_int, allocate_real, noise_only, objective
+from dpfl_lightning.algorithms.selection_noise import (
     PAPER_BIAS,
     SOUND_BIAS,
     Curvature,
@@ -26,6 +24,8 @@ from dpfl_lightning.strategies.selection_theory import (
     selection_skew,
     smallest_c2,
 )
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.accounting.accountant import gaussian_delta, gaussian_mu
 
 EPSILONS = np.array([0.1, 0.5, 1, 1.5, 3, 4, 6, 10])
 INVERSE_MU = {

@@ -7,13 +7,13 @@ from conftest import small_net
 from torch import nn
 from torch.nn import functional as F
 
-from dpfl_lightning.client import ClientModule
-from dpfl_lightning.strategies.server_training import (
+from dpfl_lightning.algorithms.server_training import (
     Training,
     public_generator,
     torch_seed,
     trained_on,
 )
+from dpfl_lightning.federated.client.module import ClientModule
 
 
 def some_records(shape=(6,), count=40):

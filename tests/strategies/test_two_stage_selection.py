@@ -10,21 +10,21 @@ import pytest
 import torch
 from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
 
-from dpfl_lightning.client import ClientModule
+from dpfl_lightning.algorithms.allocation import allocate_int
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated import answers
-from dpfl_lightning.federated.callback import ServerCallback
-from dpfl_lightning.federated.query import LossesAroundStep, MeanLoss, NoMechanism, event_of
-from dpfl_lightning.federated.run_folder import RunFolder
-from dpfl_lightning.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.privacy.accountant import gaussian_mu
-from dpfl_lightning.privacy.events import Unprotected
-from dpfl_lightning.privacy.ledger import read_ledger
+from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.server.folder import RunFolder
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
+from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.strategies.allocation import allocate_int
-from dpfl_lightning.strategies.two_stage_selection import FILTER, UNSOUND, TwoStageSelection
+from dpfl_lightning.strategies.selection.two_stage_selection import FILTER, UNSOUND, TwoStageSelection
 
 EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, COHORT, ROUNDS, WARMUP, DELTA = len(EPSILON), 3, 12, 4, 1e-3

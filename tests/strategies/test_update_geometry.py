@@ -10,13 +10,13 @@ import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.stats import multivariate_normal
 
-from dpfl_lightning.client_plan import plan
-from dpfl_lightning.privacy.accountant import get_accountant
-from dpfl_lightning.privacy.events import GaussianEvent
-from dpfl_lightning.privacy.rdp import sampled_gaussian_rdp
-from dpfl_lightning.privacy.schedule import ClientSchedule, Planned, calibrate
-from dpfl_lightning.strategies.noise_estimators import update_noise_var
-from dpfl_lightning.strategies.update_geometry import Updates, WardTree, centred_gram, expected_separation, overlap
+from dpfl_lightning.algorithms.noise_estimators import update_noise_var
+from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred_gram, expected_separation, overlap
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.client_plan import plan
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
 
 RECORDS, ROUNDS, DELTA = 6600, 200, 1e-4
 RESNET = 11_181_642  # parameters
@@ -119,7 +119,7 @@ def test_the_gram_matrix_is_that_of_the_centred_updates(monkeypatch):
     x = random_updates(np.random.default_rng(0))
     centred = x - x.mean(axis=0)
     np.testing.assert_allclose(centred_gram(torch.from_numpy(x)), centred @ centred.T, atol=1e-12)
-    monkeypatch.setattr("dpfl_lightning.strategies.update_geometry._COLUMNS", 7)
+    monkeypatch.setattr("dpfl_lightning.algorithms.update_geometry._COLUMNS", 7)
     np.testing.assert_allclose(centred_gram(torch.from_numpy(x)), centred @ centred.T, atol=1e-12)
     same = torch.full((5, 11), 1 / 3)
     assert not centred_gram(same).any(), "no rounding noise where updates are the same"

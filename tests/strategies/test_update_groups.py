@@ -11,10 +11,10 @@ import pytest
 from grouped_updates import CNN, TRUE, grouped, updates_of
 from sklearn.metrics import adjusted_rand_score
 
+from dpfl_lightning.algorithms import null_separation
+from dpfl_lightning.algorithms.null_separation import any_cut, given_cut, noise_alone, two_way
+from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.strategies import null_separation
-from dpfl_lightning.strategies.null_separation import any_cut, given_cut, noise_alone, two_way
-from dpfl_lightning.strategies.update_groups import GroupOptions, find_groups
 
 RULES = ("split", "mss")
 

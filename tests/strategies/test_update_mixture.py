@@ -14,9 +14,9 @@ from sklearn.metrics import adjusted_rand_score
 from sklearn.mixture import GaussianMixture
 from sklearn.preprocessing import MinMaxScaler, StandardScaler
 
-from dpfl_lightning.strategies.update_geometry import overlap
-from dpfl_lightning.strategies.update_groups import GroupOptions
-from dpfl_lightning.strategies.update_mixture import (
+from dpfl_lightning.algorithms.update_geometry import overlap
+from dpfl_lightning.algorithms.update_groups import GroupOptions
+from dpfl_lightning.algorithms.update_mixture import (
     memberships,
     paper_mixture,
     robust_mixture,

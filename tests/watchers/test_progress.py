@@ -10,9 +10,9 @@ import pytest
 from fakes import a_report, a_result, a_view
 from rich.console import Console
 
-from dpfl_lightning.federated.callback import register
-from dpfl_lightning.strategies.size_weighted import SizeWeighted
-from dpfl_lightning.watchers.progress import Progress, shown_epsilon
+from dpfl_lightning.federated.server.strategy import register
+from dpfl_lightning.reporting.progress import Progress, shown_epsilon
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_plain_lines_where_there_is_no_terminal(paper, tmp_path):
 
 def test_a_log_is_silent_for_a_minute_at_most(paper, tmp_path, monkeypatch):
     progress, view, now = Progress(paper), a_view(tmp_path), [1000.0]
-    monkeypatch.setattr("dpfl_lightning.watchers.progress.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("dpfl_lightning.reporting.progress.time.monotonic", lambda: now[0])
     progress.on_run_start(view)
     unevaluated = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
     for round in range(1, 10):  # 25 seconds each

@@ -1,0 +1,159 @@
+"""How many groups do updates fall into, and which: Ward's cuts, held against what noise and sampling would show."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from dpfl_lightning.algorithms import null_separation
+from dpfl_lightning.algorithms.update_geometry import Updates, in_order
+from dpfl_lightning.errors import nearest, require
+
+CHOICES = ("split", "mss")
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """How groups are found.
+
+    Args:
+        num_groups: M, if it is known; None: found by `choose`.
+        choose: `split` cuts in two, and the parts again, as long as a cut is wider than noise explains: it sees
+            groups within groups. `mss` takes the number of groups with the largest least separation: no group too
+            many, but it sees the coarsest level only.
+        min_size: fewer clients than this are no group, >= 1.
+        data_floor: a separation must also be above this share of what sampled records can explain at most, >= 0.
+    """
+
+    num_groups: int | None = None
+    choose: str = "split"
+    min_size: int = 2
+    data_floor: float = 0.6
+
+    def __post_init__(self) -> None:
+        known = self.num_groups is None or self.num_groups >= 1
+        require(known, "num_clusters", "be `auto` or at least 1", self.num_groups)
+        hint = nearest(self.choose, CHOICES)
+        require(self.choose in CHOICES, "choose_m", f"be one of {', '.join(CHOICES)}", self.choose, hint)
+        require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
+        require(self.data_floor >= 0, "data_floor", "be at least 0", self.data_floor)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which clients belong together.
+
+    Args:
+        members: rows of each group, ascending, groups in the order of their first members.
+        confident: noise and sampling do not explain the groups; never so for one group.
+        separation: least one of two groups; of one group that of the best cut in two. See `Updates.separation`.
+        threshold: what the (first) separation was held against.
+        curve: number of groups -> least separation of Ward's cut.
+    """
+
+    members: tuple[np.ndarray, ...]
+    confident: bool
+    separation: float
+    threshold: float
+    curve: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Group of each client, `[n]`."""
+        labels = np.empty(sum(map(len, self.members)), dtype=int)
+        for group, members in enumerate(self.members):
+            labels[members] = group
+        return labels
+
+
+def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
+    """Ward's groups of the first round's updates, and whether they are more than noise.
+
+    A group's number of clients is small and P is large: means of pure noise lie about `P^(1/4)` apart, in noise
+    standard deviations, once the mean of that noise is taken off. So separations are held against a parametric
+    bootstrap, not against 3.
+
+    Args:
+        updates: of the n clients.
+        options: see there; a number of groups above n counts as n.
+
+    **Guarantees** If clients differ by Gaussian noise of `noise_std` alone, it finds groups (or is confident of a
+    given number) in 1 % of runs. `split` parts any of the groups that are there in at most 1 % of runs: a cut of m of
+    the n clients may give a false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
+
+    **Privacy** Post-processing.
+
+    >>> noise = next(null_separation.noise_alone(1000, [1.0] * 12, seed=[1]))
+    >>> find_groups(noise).members[0].tolist(), find_groups(noise).confident
+    ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11], False)
+    """
+    options = options or GroupOptions()
+    count = len(updates.gram)
+    curve = {groups: updates.separation(updates.tree.cut(groups)) for groups in null_separation.candidates(count)}
+    if count == 1 or options.num_groups == 1:
+        found: Sequence[np.ndarray] = [np.arange(count)]
+        threshold, confident = math.inf, False
+    elif options.num_groups is not None:
+        groups = min(options.num_groups, count)
+        found = updates.tree.cut(groups)
+        noise = null_separation.given_cut(updates.num_params, _relative_noise(updates), groups, options.min_size)
+        threshold = _threshold(updates, noise, options)
+        enough = min(map(len, found)) >= options.min_size
+        confident = groups == options.num_groups and enough and updates.separation(found) > threshold
+    else:
+        found, threshold = _RULES[options.choose](updates, options)
+        confident = len(found) > 1
+    cut = found if len(found) > 1 or count == 1 else updates.tree.cut(2)
+    return Groups(tuple(found), confident, updates.separation(cut) if count > 1 else 0.0, threshold, curve)
+
+
+def _by_splits(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
+    tree = updates.tree
+    first = math.inf
+    leaves, open_nodes = [], [tree.root]
+    while open_nodes:
+        node = open_nodes.pop()
+        members = tree.members(node)
+        if len(members) >= 2 * options.min_size:
+            parts = tree.parts(node)
+            pair = [tree.members(part) for part in parts]
+            share = len(members) / tree.size  # of false alarms: those of the groups that are there sum up to 1 %
+            relative = _relative_noise(updates, members)
+            noise = null_separation.two_way(updates.num_params, relative, options.min_size, share)
+            threshold = _threshold(updates, noise, options)
+            first = threshold if node == tree.root else first
+            if min(map(len, pair)) >= options.min_size and updates.separation(pair) > threshold:
+                open_nodes += parts
+                continue
+        leaves.append(members)
+    return in_order(leaves), first
+
+
+def _by_mss(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
+    noise = null_separation.any_cut(updates.num_params, _relative_noise(updates), options.min_size)
+    threshold = _threshold(updates, noise, options)
+    cuts = [updates.tree.cut(groups) for groups in null_separation.candidates(len(updates.gram))]
+    cuts = [cut for cut in cuts if min(map(len, cut)) >= options.min_size and updates.separation(cut) > threshold]
+    return max(cuts, key=updates.separation, default=[np.arange(len(updates.gram))]), threshold
+
+
+_RULES: dict[str, Callable[[Updates, GroupOptions], tuple[list[np.ndarray], float]]] = {
+    "split": _by_splits,
+    "mss": _by_mss,
+}
+
+
+def _relative_noise(updates: Updates, members: np.ndarray | None = None) -> np.ndarray:
+    own = updates.noise_std if members is None else updates.noise_std[members]
+    return own / updates.unit if updates.unit > 0 else np.zeros(len(own))
+
+
+def _threshold(updates: Updates, noise: float, options: GroupOptions) -> float:
+    """A separation that neither noise nor sampling explains: `sqrt(noise^2 + floor^2 * sampling^2)`."""
+    sampling = options.data_floor * math.sqrt(float(np.mean(updates.sampling_std**2)))
+    if updates.unit > 0:
+        return math.hypot(noise, sampling / updates.unit)
+    return math.inf if sampling > 0 else 0.0

@@ -1,0 +1,153 @@
+"""A real engine over made-up data sets: what an audit drives in place of a run's clients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.engines.serial import Batch, SerialEngine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.noise import RandomGenerator, Streams
+
+NOBODY = "nobody"  # a data set whose every Poisson draw is empty
+_NEVER = 1e-12  # its sampling rate
+_NUMBERS = 1 << 25  # of gradients or releases that are held at once
+
+
+class OneNoise(Streams):
+    """All clients get the same noise: in the difference of two releases it is gone."""
+
+    def generator(self, purpose: str, round: int, client: int, attempt: int = 0) -> RandomGenerator:
+        return super().generator(purpose, round, 0, attempt)
+
+
+class Rig:
+    """One engine, set up once, that releases as a run would: sampling, clipping, noise, divisor, learning rate.
+
+    Args:
+        engine: not set up yet.
+        module: its net gives the records their meaning.
+        like: whose shape, classes and dtype the records have; its own records are not read.
+        records: the pool, x `[n, *X]`, y `[n]`.
+        datasets: rows `[b]` of the pool, b >= 1, by name.
+        streams: of noise and draws.
+        copies: clients that hold the same data set: as many of its releases come at once (fewer of a large net).
+        sampling: "poisson" or "shuffle".
+    """
+
+    def __init__(
+        self,
+        engine: SerialEngine,
+        module: ClientModule,
+        like: Population,
+        records: Batch,
+        datasets: Mapping[str, Tensor],
+        streams: Streams,
+        copies: int = 1,
+        sampling: str = "poisson",
+    ) -> None:
+        self.at_once = max(1, _NUMBERS // module.num_params)
+        copies = min(copies, self.at_once)
+        datasets = {NOBODY: torch.zeros(1, dtype=torch.long), **datasets}
+        self._first = {name: number * copies for number, name in enumerate(datasets)}
+        self._clients, self._attempt, self.engine, self.copies = copies * len(datasets), 0, engine, copies
+        self.population = dataclasses.replace(
+            like,
+            x=records[0],
+            y=records[1],
+            train_of=[rows.to(module.device) for rows in datasets.values() for _ in range(copies)],
+            held_out_of=[torch.zeros(0, dtype=torch.long, device=module.device)] * self._clients,
+            test=None,
+            public=None,
+            caveats=(),
+        )
+        engine.setup(module, self.population, streams, sampling)
+
+    def gradients(self, start: Tensor, rows: Tensor, mechanism: Mechanism) -> Tensor:
+        """Each record's gradient at `start` `[P]`, clipped as the mechanism wants it: `[len(rows), P]`."""
+        params, parts = self.engine.module.unflatten(start), []
+        for some in rows.to(start.device).split(min(32, self.at_once)):
+            own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
+            bound, order = mechanism.clip_norm, mechanism.clip_order
+            parts.append(self.engine.clipped_sum(params, x, y, bound, own, len(some), order=order))
+        return torch.cat(parts).to(start.dtype)
+
+    def releases(
+        self,
+        names: Sequence[str],
+        mechanism: Mechanism,
+        steps: int,
+        learning_rate: float,
+        start: Tensor,
+        *,
+        together: bool = False,
+        job: Job | None = None,
+        round: int = 1,
+        again: bool = False,
+    ) -> Tensor:
+        """What clients with these data sets release from `start` `[P]`, each with noise and draws of its own.
+
+        Args:
+            names: of data sets, each at most `copies` times.
+            steps: local steps, >= 1.
+            together: let the engine put clients that take one step into one batch, as it does in a run.
+            again: make the last releases again, with the same numbers of charges.
+
+        Returns:
+            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
+        """
+        self._attempt -= again
+        plan, state, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
+        updates = self.engine.train(plan, state, attempts)
+        shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
+        found = start.new_full((len(names), *shape), torch.inf)
+        if updates.deltas is not None:
+            arrived = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
+            found[arrived] = updates.deltas
+        return found
+
+    def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
+        """The rows that the engine draws for each of `steps` steps of one client."""
+        plan, state, attempts = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
+        return list(self.engine.local_task(plan, 0, state, attempts[0])[2].draws)
+
+    def _plan(
+        self,
+        names: Sequence[str],
+        mechanism: Mechanism,
+        steps: int,
+        learning_rate: float,
+        start: Tensor,
+        together: bool,
+        job: Job | None,
+        round: int,
+    ) -> tuple[RoundPlan, ServerState, list[int]]:
+        taken: Counter[str] = Counter()
+        clients = []
+        for name in names:
+            clients.append(self._first[name] + taken[name])
+            taken[name] += 1
+        if max(taken.values()) > self.copies:
+            raise ValueError(f"at most {self.copies} releases of a data set at once")
+        self._attempt += 1
+        empty = dataclasses.replace(mechanism, sample_rate=_NEVER)
+        count = len(names)
+        plan = RoundPlan(
+            round=round,
+            clients=tuple(clients),
+            model_of=(0,) * count if together else tuple(range(count)),
+            mechanism_of=tuple(empty if name == NOBODY else mechanism for name in names),
+            steps=(steps,) * count,
+            learning_rate_of=(learning_rate,) * count,
+            job=job or LocalTraining(),
+        )
+        state = ServerState(start.expand(count, -1), (0,) * self._clients)
+        return plan, state, [self._attempt] * count

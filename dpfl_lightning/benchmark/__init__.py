@@ -1,1 +1,0 @@
-"""What `python -m dpfl_lightning.bench` measures, and how."""

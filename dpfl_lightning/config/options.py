@@ -1,0 +1,394 @@
+"""The options of a run: their types, ranges and the text of `--help`. Imports neither torch nor lightning.
+
+What a name chooses (partition, model, strategies) keeps its options in a plain mapping, which its own registry checks;
+every other key is typed. The docstring's line of a field is its text in `--help`. `config.py` reads and writes them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+
+from dpfl_lightning.config.per_client import Bound, resolve
+from dpfl_lightning.errors import nearest, require
+
+#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
+FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
+
+# One value for all clients, a list with one a client, or a named distribution: see `per_client`.
+PerClientInt = int | tuple[int, ...] | dict
+PerClientFloat = float | tuple[float, ...] | dict
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """Whose records, and how they are dealt to the clients.
+
+    Args:
+        name: data set: fashion_mnist, mnist, cifar10, cifar100, or digits and diabetes (a regression), which need no
+            download.
+        folder: folder with its files; null looks for the system's package and in the cache.
+        download: fetch files that are not found, with checksum.
+        records_per_client: training records of each client, >= 1; null deals out all records.
+        held_out_per_client: records that each client holds out beside them to be evaluated on: a fraction
+            below 1 or a number of records; 0 gives it a share of the test set instead.
+        test_per_client: test records that each client draws in place of such a share, >= 1, whatever the others draw;
+            null deals out disjoint shares.
+        public_records: the last so many training records belong to no client and are public, >= 0.
+        use_public: deal out the public records instead, to choose settings without a look at private ones.
+        partition: who gets which records: {name, options}; iid, stratified, dirichlet (alpha), shards
+            (max_classes), sizes (sizes), overlapping.
+        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; rotation
+            (images of group k turned by 90 k degrees) or label_shift (label y + k); null is none. Test accuracy is then
+            the clients' mean on their own held-out or test records, which are shifted like those they train on.
+        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} of each client's
+            records, or {name: clients, share: 0.2} of the clients, all records; null is none.
+    """
+
+    name: str = "fashion_mnist"
+    folder: str | None = None
+    download: bool = True
+    records_per_client: int | None = None
+    held_out_per_client: float = 0.0
+    test_per_client: int | None = None
+    public_records: int = 0
+    use_public: bool = False
+    partition: dict = field(default_factory=lambda: {"name": "iid"})
+    groups: dict | None = None
+    mislabelled: dict | None = None
+
+
+@dataclass(frozen=True)
+class ClientOptions:
+    """What each client does in a round.
+
+    All but `count` are one value, a list with one value a client, or {name: uniform, low, high},
+    {name: normal, mean, std, floor}, {name: choice, values}.
+
+    Args:
+        count: number of clients, >= 1.
+        batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's; null is
+            all records of the client in every step (a full batch).
+        local_epochs: passes over the own records in a round, >= 1.
+        learning_rate: of local SGD, > 0.
+        reported_epsilon: budgets that clients claim to the server's strategies, > 0, named as privacy.epsilon's;
+            null is the truth. Noise, ledger and guarantees follow the true ones, whatever is claimed.
+    """
+
+    count: int = 20
+    batch_size: PerClientInt | None = 32
+    local_epochs: PerClientInt = 1
+    learning_rate: PerClientFloat = 0.1
+    reported_epsilon: PerClientFloat | None = None
+
+
+@dataclass(frozen=True)
+class PrivacyOptions:
+    """What each client's releases may reveal about one record; `privacy: null` is a run without privacy.
+
+    epsilon, delta, clip_norm and noise_multiplier are one value, a list with one value a client, or a named
+    distribution as for the clients. Set epsilon, noise_multiplier or both.
+
+    Args:
+        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the noise-aware paper's
+            budgets (source: published or sampled; scale); null is no budget: epsilon is only reported.
+        delta: probability with which epsilon need not hold, in (0, 1), usually below 1 / records; 0 is possible with
+            mechanism laplace, and its epsilons are then added up.
+        mechanism: gaussian, or laplace (L1 clipping, full batches): far noisier, but its delta can be 0.
+        clip_norm: norm to which the gradient of one record is clipped, > 0: L2, or L1 with mechanism laplace.
+        noise_multiplier: noise std (of Laplace noise: scale) / clip_norm on the sum of gradients, >= 0; null solves it
+            from epsilon. With both given, a client whose budget is spent sits out.
+        accountant: rdp, prv (tighter, slower), gdp (exact, for full batches only) or paper_ma (the noise-aware
+            paper's: valid, with more noise than needed).
+        adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
+            record is another, about twice the epsilon).
+        sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
+        reserve_rounds: rounds of budget set aside, >= 0, one for each time that a crash breaks off a round: that
+            round is charged again when the run goes on. Without a reserve the last round is not paid.
+        noise_key: 32 hexadecimal digits that make a reproducible SIMULATION: the same configuration gives the same
+            bits, and nobody is protected, for whoever knows them can remove the noise. null draws fresh noise from
+            the operating system for every release.
+        diagnostics: show in every round which fraction of each client's gradients was clipped and how many were not
+            finite. Both are shown without noise: such a run has no guarantee, and says so.
+    """
+
+    epsilon: PerClientFloat | None = None
+    delta: PerClientFloat = 1e-4
+    mechanism: Literal["gaussian", "laplace"] = "gaussian"
+    clip_norm: PerClientFloat = 1.0
+    noise_multiplier: PerClientFloat | None = None
+    accountant: Literal["rdp", "prv", "gdp", "paper_ma"] = "rdp"
+    adjacency: Literal["add_remove", "replace_one"] = "add_remove"
+    sampling: Literal["poisson", "shuffle"] = "poisson"
+    reserve_rounds: int = 0
+    noise_key: str | None = None
+    diagnostics: bool = False
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How the local steps are computed: speed, never meaning.
+
+    Args:
+        name: fast, serial (the reference), stacked (many clients as one batch, for a GPU with small models) or trainer
+            (a lightning.Trainer for each client).
+        device: auto takes a GPU where there is one.
+        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU. With
+            several ranks (torchrun, srun): on each rank; null then shares the host's cores among its ranks.
+    """
+
+    name: Literal["fast", "serial", "stacked", "trainer"] = "fast"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    workers: int | None = None
+
+
+@dataclass(frozen=True)
+class NetworkOptions:
+    """A network to simulate: how long what a run sends would take there. It changes nothing of the run.
+
+    Args:
+        down_megabits_per_second: from the server to a client, > 0; null takes no time.
+        up_megabits_per_second: from a client to the server, > 0; null takes no time.
+        latency_seconds: of one exchange with a client, however little is sent, >= 0.
+    """
+
+    down_megabits_per_second: PerClientFloat | None = None
+    up_megabits_per_second: PerClientFloat | None = None
+    latency_seconds: PerClientFloat = 0.0
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """When the model is evaluated.
+
+    Args:
+        every: rounds from one evaluation to the next, >= 1; the last round is always evaluated.
+    """
+
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class TrackingOptions:
+    """Where MLflow keeps the run; `tracking: null` does not track.
+
+    Args:
+        experiment: name of the MLflow experiment.
+        run_name: name of the run; null takes the name of the output folder.
+        uri: MLflow server or store; null takes MLFLOW_TRACKING_URI, else an SQLite file.
+        tags: further tags of the run, {name: text}.
+    """
+
+    experiment: str = "dpfl_lightning"
+    run_name: str | None = None
+    uri: str | None = None
+    tags: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Everything that decides a run.
+
+    Args:
+        rounds: federated rounds, >= 1.
+        seed: root of initialisation, partition and drawn options, >= 0; never of the noise.
+        data: see DataOptions.
+        model: the net: {name, options}; cnn_small, cnn_tiny, cnn_femnist, lenet5, convnet, resnet18, resnet20,
+            resnet34, logistic, linear; personal_input: true gives each client an input transformation of its own
+            (PRIVATEFL); or your own net: {class_path: package.module.Class, init_args: {...}}.
+        clients: see ClientOptions.
+        privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
+        strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
+            epsilon_weighted, inverse_noise, minimum_epsilon, noise_aware, pfa, distillation; who takes part:
+            biased_selection, uniform_selection, two_stage_selection, reweighted_selection (clients_per_round); several
+            models: clustered, ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull),
+            learning_rate_decay (half_after); or your own by package.module.Class.
+        engine: see EngineOptions.
+        network: see NetworkOptions.
+        evaluation: see EvaluationOptions.
+        tracking: see TrackingOptions; None does not track.
+        output_dir: new or empty folder for results, ledger and checkpoints; null makes one under runs/.
+
+    >>> Options(rounds=5).clients.count
+    20
+    """
+
+    rounds: int = 10
+    seed: int = 0
+    data: DataOptions = field(default_factory=DataOptions)
+    model: dict = field(default_factory=lambda: {"name": "cnn_small"})
+    clients: ClientOptions = field(default_factory=ClientOptions)
+    privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
+    strategies: dict[str, dict | None] = field(default_factory=lambda: {"size_weighted": {}})
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
+    tracking: TrackingOptions | None = field(default_factory=TrackingOptions)
+    output_dir: str | None = None
+
+
+def to_dict(options: Options) -> dict[str, Any]:
+    """The resolved configuration, nested."""
+    return dataclasses.asdict(options)
+
+
+def departures(options: Options) -> dict[str, Any]:
+    """Only what differs from the defaults, nested.
+
+    >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
+    {'rounds': 3, 'data': {'name': 'digits'}}
+    """
+    differing: dict[str, Any] = {}
+    defaults = to_dict(Options())
+    for name, value in to_dict(options).items():
+        if name in SECTIONS and value is not None:
+            value = {key: one for key, one in value.items() if one != defaults[name][key]}
+            if value:
+                differing[name] = value
+        elif value != defaults[name]:
+            differing[name] = value
+    return differing
+
+
+# ---- ranges
+
+
+_AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
+_AT_LEAST_ZERO = Bound("be >= 0", lambda value: value >= 0)
+_FRACTION_OR_COUNT = Bound(
+    "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
+)
+_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
+_SCALARS = {
+    "rounds": _AT_LEAST_ONE,
+    "seed": _AT_LEAST_ZERO,
+    "data.records_per_client": _AT_LEAST_ONE,
+    "data.held_out_per_client": _FRACTION_OR_COUNT,
+    "data.test_per_client": _AT_LEAST_ONE,
+    "data.public_records": _AT_LEAST_ZERO,
+    "clients.count": _AT_LEAST_ONE,
+    "privacy.reserve_rounds": _AT_LEAST_ZERO,
+    "privacy.noise_key": _NOISE_KEY,
+    "engine.workers": _AT_LEAST_ONE,
+    "evaluation.every": _AT_LEAST_ONE,
+}
+_PER_CLIENT: dict[str, type[int] | type[float]] = {
+    "clients.batch_size": int,
+    "clients.local_epochs": int,
+    "clients.learning_rate": float,
+    "clients.reported_epsilon": float,
+    "privacy.epsilon": float,
+    "privacy.delta": float,
+    "privacy.clip_norm": float,
+    "privacy.noise_multiplier": float,
+    "network.down_megabits_per_second": float,
+    "network.up_megabits_per_second": float,
+    "network.latency_seconds": float,
+}
+
+
+def check(options: Options) -> None:
+    """Check the range of every value, also of every client's.
+
+    Raises:
+        UserError: the first value out of range.
+    """
+    for key, bound in _SCALARS.items():
+        value = _at(options, key)
+        require(value is None or bound.holds(value), key, bound.words, value)
+    for key, kind in _PER_CLIENT.items():
+        value = _at(options, key)
+        if value is not None:
+            resolve(key, value, options.clients.count, options.seed, kind)
+    partition, model = options.data.partition, options.model
+    require("name" in partition, "data.partition", "have a `name`", partition)
+    for key in ("data.groups", "data.mislabelled"):
+        value = _at(options, key)
+        require(value is None or "name" in value, key, "have a `name` or be null", value)
+    require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
+    require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
+    if options.privacy is not None and options.privacy.noise_multiplier is None:
+        advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
+        must = "be a budget to solve the noise from"
+        require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
+
+
+def _at(options: Options, key: str) -> Any:
+    """The value at a dotted key; None below a section that is None."""
+    value: Any = options
+    for name in key.split("."):
+        value = None if value is None else getattr(value, name)
+    return value
+
+
+# ---- keys and their types
+
+
+class Key(NamedTuple):
+    hint: Any
+    default: Any
+    help: str
+
+
+def hints(of: type) -> dict[str, Any]:
+    """Field name -> type of an option class."""
+    return get_type_hints(of, globals())
+
+
+SECTIONS: dict[str, type] = {
+    name: kind
+    for name, hint in hints(Options).items()
+    for kind in (hint, *get_args(hint))
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+}
+MAY_BE_NULL = {name for name, hint in hints(Options).items() if types.NoneType in get_args(hint)}
+
+
+@functools.cache
+def all_keys() -> dict[str, Key]:
+    """Every dotted key that holds a value (sections hold keys)."""
+    import docstring_parser
+
+    keys = {}
+    for section, kind in [("", Options), *SECTIONS.items()]:
+        lines = docstring_parser.parse(kind.__doc__ or "").params
+        texts = {line.arg_name: " ".join((line.description or "").split()) for line in lines}
+        for name, hint in hints(kind).items():
+            if section or name not in SECTIONS:
+                key = f"{section}.{name}" if section else name
+                keys[key] = Key(hint, getattr(kind(), name), texts[name])
+    return keys
+
+
+def nearest_key(key: str, flags: Iterable[str] = ()) -> str:
+    """The hint for an unknown key: the same last part in another section, else the most alike."""
+    everything = [*all_keys(), *SECTIONS, "model.name", "data.partition.name", "data.groups.name", *flags]
+    same_end = [one for one in everything if one.rpartition(".")[2] == key.rpartition(".")[2]]
+    return nearest(key, same_end) or nearest(key, everything)
+
+
+_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    types.NoneType: "null",
+}
+
+
+def in_words(hint: Any) -> str:
+    """`int | None` as "a whole number or null"."""
+    if hint in _WORDS:
+        return _WORDS[hint]
+    if get_origin(hint) is Literal:
+        return "one of " + ", ".join(get_args(hint))
+    if get_origin(hint) is tuple:
+        return f"a list of {in_words(get_args(hint)[0]).removeprefix('a ')}s"
+    if hint is dict or get_origin(hint) is dict:
+        return "a mapping"
+    return " or ".join(in_words(one) for one in get_args(hint))

@@ -1,0 +1,209 @@
+"""A per-client option: one value for all clients, a list with one a client, or a named distribution.
+
+The named ones, with their options:
+
+* `{name: uniform, low: , high: }`: uniform between `low` and `high` (whole-number options: both included)
+* `{name: choice, values: [...]}`: for each client one of `values`, each equally likely
+* `{name: normal, mean: , std: , floor: }`: normal; draws below `floor` are raised to it
+* `{name: dist1}` ... `{name: dist9}`: privacy budgets of the noise-aware paper. `source: published` (default)
+  takes its lists for 20, 40 or 60 clients, `source: sampled` draws from its distribution (draws below
+  `floor`, 0.15, are raised to it); `scale` multiplies them (10 for CIFAR-100)
+* `{name: published}`: its batch sizes for 20, 40 or 60 clients
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
+from dpfl_lightning.config.registry import call
+from dpfl_lightning.errors import nearest, require
+
+
+class Bound(NamedTuple):
+    """What every value of an option must hold: in words (after "must"), and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+# By the last part of an option's key; all others must be above 0, whole numbers therefore at least 1.
+_BOUNDS = {
+    "delta": Bound("be in [0, 1)", lambda value: 0 <= value < 1),
+    "learning_rate": Bound("be above 0 and finite", lambda value: 0 < value < math.inf),
+    "noise_multiplier": Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf),
+    "latency_seconds": Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf),
+}
+_POSITIVE = Bound("be above 0", lambda value: value > 0)
+
+
+def resolve(
+    key: str, value: object, num_clients: int, seed: int, kind: type[int] | type[float] = float
+) -> tuple[Any, ...]:
+    """The value of one option for each client.
+
+    Args:
+        key: the option's dotted name. Messages name it, options with different names are drawn independently,
+            and its last part gives the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf),
+            `learning_rate` in (0, inf), everything else above 0.
+        value: a number, a sequence of `num_clients` numbers, or a mapping with a `name` (the module's head).
+        num_clients: N, >= 1.
+        seed: root seed of the draws; equal arguments give equal values.
+        kind: `int` for an option that counts something; normal draws are then rounded.
+
+    Returns:
+        N numbers of type `kind`, index = client.
+
+    Raises:
+        UserError: a wrong number of values, an unknown name or option, a value of wrong type or out of range.
+
+    >>> resolve("clients.batch_size", [16, 64], num_clients=2, seed=0, kind=int)
+    (16, 64)
+    >>> resolve("privacy.epsilon", {"name": "dist1"}, num_clients=20, seed=0)[:3]
+    (2.81, 1.69, 1.74)
+    """
+    values: Sequence[Any]
+    if isinstance(value, Mapping):
+        values, one_each = _drawn(key, value, num_clients, seed, kind), True
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        advice = "Give one number for all clients, or a list with one a client."
+        must = f"have {num_clients} values, one a client"
+        require(len(value) == num_clients, key, must, len(value), advice)
+        values, one_each = value, True
+    else:
+        values, one_each = [value] * num_clients, False
+    bound = _BOUNDS.get(key.rpartition(".")[2], _POSITIVE)
+    for client, one in enumerate(values):
+        whose = f"It is the value of client {client}." if one_each else ""
+        _check_number(key, one, kind, whose)
+        require(bound.holds(one), key, bound.words, one, whose)
+    return tuple(kind(one) for one in values)
+
+
+def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15) -> tuple[float, ...]:
+    """Privacy budgets drawn from one of the noise-aware paper's nine distributions.
+
+    Use it for a number of clients for which the paper published no list.
+
+    Args:
+        dist: "dist1" ... "dist9": normal, a mixture of normals (each client draws its component), or uniform.
+        num_clients: N, >= 1.
+        seed: of the draw.
+        floor: smaller draws are raised to it, > 0.
+
+    Returns:
+        N epsilons, index = client.
+
+    Raises:
+        UserError: an unknown distribution, or a floor that is not above 0.
+
+    Reference: Malekmohammadi et al. (2024), Table 7. The paper states no floor; its published lists show
+    0.25 for dist1. Ours lies just above the least epsilon that its accountant can certify.
+
+    >>> [round(epsilon, 3) for epsilon in sample_epsilons("dist9", num_clients=3, seed=0)]
+    [0.391, 0.281, 0.212]
+    """
+    known = sorted(EPSILONS)
+    require(dist in known, "dist", f"be one of {', '.join(known)}", dist, nearest(dist, known))
+    require(floor > 0, "floor", "be above 0", floor)
+    rng = np.random.default_rng(seed)
+    if dist in UNIFORMS:
+        draws = rng.uniform(*UNIFORMS[dist], size=num_clients)
+    else:
+        probability, mean, std = np.array(NORMAL_MIXTURES[dist]).T
+        component = rng.choice(len(probability), size=num_clients, p=probability)
+        draws = rng.normal(mean[component], std[component])
+    return tuple(np.maximum(draws, floor).tolist())
+
+
+class _Draw(NamedTuple):
+    """What every named distribution is told; its own options follow by keyword."""
+
+    key: str
+    num_clients: int
+    seed: Sequence[int]
+    kind: type[int] | type[float]
+
+    @property
+    def rng(self) -> np.random.Generator:
+        return np.random.default_rng(self.seed)
+
+
+def _uniform(draw: _Draw, low: float, high: float) -> list:
+    _check_number(f"{draw.key}.low", low, draw.kind)
+    _check_number(f"{draw.key}.high", high, draw.kind)
+    must = f"be finite and at most `high`, {high}"
+    require(-math.inf < low <= high < math.inf, f"{draw.key}.low", must, low)
+    if draw.kind is int:
+        return draw.rng.integers(int(low), int(high), size=draw.num_clients, endpoint=True).tolist()
+    return draw.rng.uniform(low, high, size=draw.num_clients).tolist()
+
+
+def _choice(draw: _Draw, values: Any) -> list:
+    listed = isinstance(values, Sequence) and not isinstance(values, str) and len(values) > 0
+    require(listed, f"{draw.key}.values", "be a list of at least one number", values)
+    return [values[i] for i in draw.rng.integers(len(values), size=draw.num_clients)]
+
+
+def _normal(draw: _Draw, mean: float, std: float, floor: float) -> list:
+    require(0 <= std < math.inf, f"{draw.key}.std", "be >= 0 and finite", std)
+    values = np.maximum(draw.rng.normal(mean, std, size=draw.num_clients), floor)
+    return (np.rint(values).astype(int) if draw.kind is int else values).tolist()
+
+
+def _published_batch_sizes(draw: _Draw) -> list:
+    _check_published(draw, "Give a list, or {name: choice, values: [16, 32, 64, 128]}.")
+    return list(BATCH_SIZES[draw.num_clients])
+
+
+def _budgets(dist: str) -> Callable[..., list]:
+    def budgets(draw: _Draw, source: str = "published", scale: float = 1.0, floor: Any = None) -> list:
+        sources = ("published", "sampled")
+        near = nearest(source, sources)
+        require(source in sources, f"{draw.key}.source", "be published or sampled", source, near)
+        if source == "published":
+            _check_published(draw, f"Draw your own: {{name: {dist}, source: sampled}}.")
+            require(floor is None, f"{draw.key}.floor", "come with `source: sampled`", floor, "Leave it out.")
+            epsilons = EPSILONS[dist][draw.num_clients]
+        elif floor is None:
+            epsilons = sample_epsilons(dist, draw.num_clients, draw.seed)
+        else:
+            _check_number(f"{draw.key}.floor", floor, float)
+            epsilons = sample_epsilons(dist, draw.num_clients, draw.seed, floor)
+        return [epsilon * scale for epsilon in epsilons]
+
+    return budgets
+
+
+_ANYWHERE: dict[str, Callable[..., list]] = {"uniform": _uniform, "choice": _choice, "normal": _normal}
+# Names that make sense for one option only, by the last part of its key.
+_DISTS: dict[str, Callable[..., list]] = {dist: _budgets(dist) for dist in sorted(EPSILONS)}
+_ONLY_FOR: dict[str, dict[str, Callable[..., list]]] = {
+    "batch_size": {"published": _published_batch_sizes},
+    "epsilon": _DISTS,
+    "reported_epsilon": _DISTS,
+}
+
+
+def _drawn(key: str, value: Mapping[str, Any], num_clients: int, seed: int, kind: type) -> list:
+    known = _ANYWHERE | _ONLY_FOR.get(key.rpartition(".")[2], {})
+    options = {str(option): one for option, one in value.items()}
+    name = str(options.pop("name", None))
+    # The key is part of the seed, so that two options of one client are drawn independently.
+    return call(key, known, name, _Draw(key, num_clients, [seed, *key.encode()], kind), **options)
+
+
+def _check_number(key: str, value: Any, kind: type, advice: str = "") -> None:
+    number, words = (Integral, "be a whole number") if kind is int else (Real, "be a number")
+    require(isinstance(value, number) and not isinstance(value, bool), key, words, value, advice)
+    require(not math.isnan(value), key, words, value, advice)
+
+
+def _check_published(draw: _Draw, advice: str) -> None:
+    must = "be used with 20, 40 or 60 clients, for which lists were published"
+    require(draw.num_clients in BATCH_SIZES, draw.key, must, draw.num_clients, advice)

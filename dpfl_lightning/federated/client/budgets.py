@@ -1,0 +1,209 @@
+"""Every client's budget in a running federation: what it affords, what is charged for a round, what it has spent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, RunSchedule
+from dpfl_lightning.federated.messages.query import Query, event_of
+from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.privacy.accounting.accountant import Accountant
+from dpfl_lightning.privacy.accounting.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    NoisedEvent,
+    SelectionEvent,
+    Unprotected,
+)
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
+from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+
+_OURS = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
+_SHOWN = "shown"  # the purpose under which the ledger holds what is shown without noise
+
+
+class Budgets:
+    """Planned releases against paid ones.
+
+    Args:
+        schedule: calibrated.
+        simulated: whether noise follows from a given key, so that what a crash broke off is made again bit for bit and
+            is not charged twice.
+        caveats: travel into every guarantee.
+        unprotected: what is shown of every client without noise: charged at once, so that every epsilon is infinite.
+
+    **Guarantees** What is charged is what was planned: another event than the schedule's is refused, and so is one more
+    than it plans. A copy of the run's folder is another run, of which this ledger knows nothing: its epsilons add up.
+    Counters are integers. Every release is charged, also one that a crash broke off and that is made anew, with fresh
+    noise.
+    """
+
+    def __init__(
+        self,
+        schedule: RunSchedule,
+        ledger: Ledger,
+        accountant: Accountant,
+        sampling: str,
+        simulated: bool = False,
+        caveats: Sequence[Caveat] = (),
+        unprotected: Sequence[Unprotected] = (),
+    ) -> None:
+        self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
+        self.sampling, self.caveats = sampling, tuple(caveats)
+        self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
+        self._spent, self._changed = SpentEpsilon(accountant), False
+        self._live: list[float] = []  # epsilon of each client, as of the last time it was asked for
+        self._paid = set(range(len(schedule.clients)))  # who has paid since then
+        told = [client for client in range(len(schedule.clients)) if not ledger.used(client, _SHOWN)]
+        ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in told])
+
+    def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
+        """The plan without the clients that cannot pay, charged and synced, and the number of each one's charge."""
+        kinds = {type(plan), type(plan.job), *map(type, plan.mechanism_of)}
+        kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
+        if not kinds <= _OURS:  # a subclass could state another event, or send another value
+            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _OURS}")
+        charges = {}
+        for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
+            event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
+            charges[client] = self._next(client, plan.round, plan.purpose, event)
+        plan = plan.only(lambda client: self._payable(charges[client]))
+        return plan, self._charge([charges[client] for client in plan.clients])
+
+    def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
+        """The clients that can pay for their answer, charged and synced, and the number of each one's charge."""
+        charges = [self._next(client, round, query.purpose, event_of(query, client)) for client in query.clients]
+        charges = [charge for charge in charges if self._payable(charge)]
+        return tuple(charge.client for charge in charges), self._charge(charges)
+
+    def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
+        """The client's next charge in a round: numbered by the ledger, or in a simulation by this process."""
+        counted = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
+        return Charge(client, round, purpose, event, counted)
+
+    def _charge(self, charges: Sequence[Charge]) -> list[int]:
+        self._paid.update(charge.client for charge in charges)
+        if self._numbers is not None:
+            self._numbers.update((charge.client, charge.round) for charge in charges)
+        self.ledger.charge([charge for charge in charges if not self._holds_already(charge)])
+        return [charge.number for charge in charges]
+
+    def _holds_already(self, charge: Charge) -> bool:
+        """Whether a simulation makes again what it was charged for before it was interrupted."""
+        return charge.number < self.ledger.charges(charge.client, charge.round)
+
+    def change(self, schedule: RunSchedule) -> None:
+        """Go on with another schedule, its noise solved, chosen from what was released so far.
+
+        **Guarantees** What was paid for is part of it, and the whole still fits the budget, which is then what
+        guarantees state: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic
+        2021, Koskela et al. 2023; Rogers et al. 2016).
+
+        Raises:
+            UserError: other releases, of which this is not known.
+        """
+        for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
+            self._check_paid(client, after)
+            if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
+                raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
+            _check_filter(after, self.accountant)
+        self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
+
+    def _check_paid(self, client: int, own: ClientSchedule) -> None:
+        """Refuse a new schedule that is not what the client has paid for so far and something more."""
+        planned = {line.purpose: line for line in own.planned}
+        for purpose, events in self.ledger.paid(client).items():
+            line = planned.get(purpose)
+            if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
+                raise UserError(
+                    f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
+                    f"releases for {purpose!r} of other noise or number: another version chose the noise from the same "
+                    "releases. Go on with what the run began with, or start a new run."
+                )
+
+    def anyone_affords(self) -> bool:
+        """Whether any client has any planned release left."""
+        return any(
+            self.ledger.used(client, line.purpose) < line.count
+            for client, own in enumerate(self.schedule.clients)
+            for line in own.planned
+        )
+
+    def spent(self) -> tuple[float, ...]:
+        """Live epsilon of each client, rounded up; of those who have paid since it was last asked for it is new."""
+        live = self._live or [0.0] * len(self.schedule.clients)
+        for client in self._paid:
+            live[client] = self._spent_by(client)
+        self._live, self._paid = live, set()
+        return tuple(live)
+
+    def _spent_by(self, client: int) -> float:
+        if self.ledger.used(client, _SHOWN):
+            return math.inf
+        return self._spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
+
+    def noise_multiplier(self, client: int) -> float | None:
+        """Of the client's most frequent noised sum; None for one that is planned for none."""
+        own = self.schedule.clients[client]
+        return (own.main.noise_multiplier or 0.0) if any(own.releases) else None
+
+    def steps(self, client: int) -> int:
+        """Noised steps the client has paid for."""
+        return sum(event.steps for event in self.ledger.events(client) if isinstance(event, NoisedEvent))
+
+    def releases(self, client: int) -> int:
+        """Releases the client has paid for."""
+        return len(self.ledger.events(client))
+
+    def was_charged(self, round: int) -> bool:
+        """Whether any client has paid for a release of that round."""
+        return any(self.ledger.charges(client, round) for client in range(len(self.schedule.clients)))
+
+    def releases_of_all(self) -> int:
+        """Releases that all clients have paid for."""
+        return sum(self.releases(client) for client in range(len(self.schedule.clients)))
+
+    def guarantees(self) -> tuple[Guarantee, ...]:
+        """Each client's guarantee so far, composed again from the ledger."""
+        schedules = self.schedule.clients
+        queries = [([*self.ledger.events(client), *self.caveats], own.delta) for client, own in enumerate(schedules)]
+        found = map(self._holds, schedules, self.accountant.bounds(queries))
+        planned = [[line.event for line in own.planned] for own in schedules]  # before the first release, too
+        return tuple(
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=own)
+            for (events, delta), lines, own in zip(queries, planned, found, strict=True)
+        )
+
+    def _holds(self, own: ClientSchedule, composed: tuple[float, str]) -> tuple[float, str]:
+        """The composed bound, or the budget where later noise was chosen from earlier releases."""
+        epsilon, how = composed
+        if self._changed and 0 < epsilon <= own.target_epsilon < math.inf:
+            return own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
+        return composed
+
+    def _payable(self, charge: Charge) -> bool:
+        planned = self.schedule.planned(charge.client, charge.purpose)
+        if charge.event != planned.event:
+            raise RuntimeError(
+                f"client {charge.client} was to release {charge.event} in round {charge.round}, but its schedule plans "
+                f"{planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares it in `plan_run`"
+            )
+        return self._holds_already(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
+
+
+def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
+    """Refuse a schedule that follows from releases, unless its composition is known to hold then."""
+    events = [line.event for line in own.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
+    gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
+    pure = own.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+    must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
+    require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
+    known = accountant.name in ("gdp", "rdp")
+    require(known, "privacy.accountant", "be gdp or rdp where later noise follows from releases", accountant.name)

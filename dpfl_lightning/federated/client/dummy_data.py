@@ -1,0 +1,159 @@
+"""Random data of a population's public shape: for checks and timing before anything private is touched."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.engines.serial import Engine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
+from dpfl_lightning.privacy.clipping.reference import evaluating
+
+
+def synthetic_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Random data of the population's public shape: for self-checks and timing, never private records."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(records, *population.input_shape, generator=generator)
+    if not population.x.is_floating_point():
+        x = (x > 0).float()  # whole numbers may be rows of a table
+    if population.y.is_floating_point():
+        y = torch.randn(records, generator=generator)
+    else:
+        y = torch.randint(population.num_classes, (records,), generator=generator)
+    return x.to(device, population.x.dtype), y.to(device, population.y.dtype)
+
+
+@torch.no_grad()
+def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
+    """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
+    x, y = synthetic_batch(population, records=batch_size, device=module.device)
+    params, times = module.unflatten(module.flat), []
+    for _ in range(3):
+        begun = time.perf_counter()
+        float(engine.clipped_sum(params, x, y, 1.0).sum())
+        times.append(time.perf_counter() - begun)
+    return min(times) / len(x) / (engine.workers or 1)
+
+
+def check_fits(module: ClientModule, population: Population) -> None:
+    """Refuse a module that cannot take the population's records one by one, before a run begins.
+
+    Raises:
+        UserError: its `sample_loss` raises, does not give one loss a record, or gives a record another loss in other
+            company, with dropout and without; or a loss changes its buffers. Says what came.
+    """
+    x, y = synthetic_batch(population, records=2, device=module.device)
+    if not y.is_floating_point():
+        y = torch.full_like(y, population.num_classes - 1)  # as many outputs as classes, or this one is out of range
+    try:
+        with torch.no_grad():
+            losses = module.sample_loss(module.named_trainable, x, y)
+        problem = "" if losses.shape == (2,) else f"losses of shape {tuple(losses.shape)} for 2 records"
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        problem = str(error).strip().splitlines()[0]
+    if problem:
+        outputs = f"{population.num_classes} output{'s' * (population.num_classes != 1)}"
+        regression = "Real numbers as labels make a regression: of classes pass y.long(). " * y.is_floating_point()
+        raise UserError(
+            f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
+            f"{regression}Choose another model, or another shape of data."
+        )
+    _check_alone(copy.deepcopy(module), *synthetic_batch(population, records=4, device=module.device))
+
+
+def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
+    """Refuse a net in which one record moves another's loss, or leaves a trace: clipping bounds neither."""
+    with evaluating(module.net):
+        changed = _changed_buffers(module, x, y)
+        isolated = _same_in_company(module, x, y)
+    if not isolated or (module.net.training and not _same_in_company(module, x, y)):
+        raise UserError(
+            "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
+            "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
+        )
+    if changed:
+        raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
+
+
+@torch.no_grad()
+def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+    """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
+
+    Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
+    record the same loss alone: it is compared in two batches of one size, which draw the same numbers.
+    """
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        buffers = {name: value.clone() for name, value in module.net.named_buffers()}
+        try:
+            with _drawing_alike(module.device):
+                return module.sample_loss(module.named_trainable, x, y)
+        finally:  # some layers update buffers in training that have nothing to do with records
+            for name, value in module.net.named_buffers():
+                value.copy_(buffers[name])
+
+    def same(x: Tensor, tolerance: float) -> bool:
+        draws = draws_random_numbers(module, x, y)
+        alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
+
+        def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
+            expected = losses(*in_company(x, y, (1.0,), len(some_x))[:2])[places] if draws else alone
+            found = losses(some_x, some_y)[places]
+            return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+        return all(in_companies(like_alone, x, y))
+
+    try:
+        module.double()
+        return same(x.double() if x.is_floating_point() else x, 1e-8)
+    except (RuntimeError, TypeError):
+        module.float()
+        return same(x, 1e-3)
+
+
+@torch.no_grad()
+def _changed_buffers(module: ClientModule, x: Tensor, y: Tensor) -> list[str]:
+    """The buffers that a forward pass changes, by name."""
+    before = {name: value.clone() for name, value in module.net.named_buffers()}
+    with _drawing_alike(module.device):
+        module.sample_loss(module.named_trainable, x, y)
+    return [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
+
+
+@torch.no_grad()
+def draws_random_numbers(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+    """Whether a forward pass asks torch's, numpy's or Python's generator, which are put back."""
+    with _drawing_alike(module.device):
+        before = _generator_states(module.device)
+        module.sample_loss(module.named_trainable, x, y)
+        return _generator_states(module.device) != before
+
+
+def _generator_states(device: torch.device) -> list[object]:
+    on_device = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
+    return [torch.get_rng_state().tolist(), on_device, repr(np.random.get_state()), random.getstate()]
+
+
+@contextmanager
+def _drawing_alike(device: torch.device) -> Iterator[None]:
+    """All generators from the same state; each is put back afterwards."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        np.random.seed(0)
+        random.seed(0)
+        try:
+            yield
+        finally:
+            np.random.set_state(numpy_state)
+            random.setstate(python_state)

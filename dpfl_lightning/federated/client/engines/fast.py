@@ -1,0 +1,161 @@
+"""The default engine: exact per-record gradients by layer rules, plain SGD on one flat vector."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.dummy_data import synthetic_batch
+from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
+from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule, LocalTask
+from dpfl_lightning.federated.messages.plan import RoundPlan, ServerState
+from dpfl_lightning.federated.messages.query import Answers, Query
+from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.reference import ClippedSum
+from dpfl_lightning.privacy.noise import Streams
+from dpfl_lightning.runtime.threads import cores, thread_pool
+
+T = TypeVar("T")
+
+
+class FastEngine(SerialEngine):
+    """`SerialEngine` without its costs, and clients side by side.
+
+    No optimiser objects, no summed gradient, views into one vector `[P]`. Clients are trained by `workers` threads that
+    live as long as the run, each with a module of its own. Several small operators gain more from two clients at once
+    than from two threads in one operator, and a busy neighbour on the machine costs its share and no more.
+
+    Layer rules are used when they reproduce `vmap(grad)` for this very net on random data, else `vmap(grad)` itself;
+    `description` says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB more).
+
+    Args:
+        workers: clients trained at the same time, >= 1; None is one for each core (one on a GPU).
+
+    **Guarantees** The same bits for any number of workers: a client's release depends on its own streams only, and
+    the threads within an operator are chosen from cores and clients alone.
+
+    Raises:
+        UserError: the module overrides `training_step` or `configure_optimizers`, which this engine would not run.
+    """
+
+    name = "fast"
+    description = ""
+
+    def __init__(self, workers: int | None = None) -> None:
+        require(workers is None or workers >= 1, "engine.workers", "be >= 1", workers)
+        self.workers = workers
+
+    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
+        on_cpu = module.device.type == "cpu"
+        self.workers = min(self.workers or (cores() if on_cpu else 1), population.num_clients)
+        if on_cpu:  # as if every core had a worker: the bits then do not depend on how many there are
+            torch.set_num_threads(max(1, cores() // population.num_clients))
+            keep_freed_memory()
+        super().setup(module, population, streams, sampling)
+        if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
+            self.clipped_sum(
+                module.unflatten(module.flat), *synthetic_batch(population, 8, module.device), clip_norm=1.0
+            )
+        self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
+        for number in range(self.workers):
+            self._seats.put(self if number == 0 else self._another_seat())
+        self._pool: ThreadPoolExecutor | None = None  # not yet: of ranks, the first says how many threads are within
+
+    def choose_clipped_sum(self) -> ClippedSum:
+        clipped_sum, reason = checked_clipped_sum(self)
+        self.description = reason.removeprefix("fast: ")
+        return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
+
+    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
+        done = self._side_by_side(
+            lambda seat, number: one_step.releases(seat, plan, groups[number], state, attempts), range(len(groups))
+        )
+        for number, released in done:
+            yield from zip(groups[number], released, strict=True)
+
+    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+        done = dict(
+            self._side_by_side(
+                lambda seat, row: seat.answer(query, query.clients[row], round, attempts[row]), range(len(attempts))
+            )
+        )
+        return {client: done[row] for row, client in enumerate(query.clients)}
+
+    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
+        parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
+        done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
+        return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
+
+    def _side_by_side(self, work: Callable[[SerialEngine, int], T], numbers: Sequence[int]) -> Iterator[tuple[int, T]]:
+        """`work(seat, number)` for all numbers, as they are done; only so many are begun that few results wait."""
+
+        def seated(number: int) -> T:
+            seat = self._seats.get()
+            try:
+                return work(seat, number)
+            finally:
+                self._seats.put(seat)
+
+        pool = self._pool = self._pool or thread_pool(self.workers or 1, "client", torch.get_num_threads())
+        running: dict[Future[T], int] = {}
+        waiting = iter(numbers)
+        try:
+            while True:
+                for number in itertools.islice(waiting, 2 * (self.workers or 1) - len(running)):
+                    running[pool.submit(seated, number)] = number
+                if not running:
+                    return
+                done, _ = wait(running, return_when=FIRST_COMPLETED)
+                for task in done:
+                    yield running.pop(task), task.result()
+        finally:
+            for task in running:
+                task.cancel()
+
+    def _another_seat(self) -> SerialEngine:
+        """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
+        seat = copy.copy(self)
+        seat.module = copy.deepcopy(self.module)
+        seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
+        return seat
+
+    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+        theta = start.clone()
+        params = self.module.unflatten(theta)  # views: they follow theta
+        mechanism, learning_rate = task.mechanism, task.learning_rate
+        for x, y in batches:
+            clipped = task.clipped_sum(params, x, y, mechanism.clip_norm)
+            step = mechanism.privatise(clipped, task.noise, theta.dtype)[0]
+            if task.anchor is not None:
+                step.add_(theta - task.anchor, alpha=task.pull)
+            theta.add_(step, alpha=-learning_rate)
+        return theta
+
+
+def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
+    """What `clipped_sum_for` chooses for the engine's module, for engines that take plain SGD steps of their own.
+
+    Raises:
+        UserError: the module overrides `training_step` or `configure_optimizers`, which they would not run.
+    """
+    module = engine.module
+    for hook in ("training_step", "configure_optimizers"):
+        if getattr(type(module), hook) is not getattr(ClientModule, hook):
+            raise UserError(
+                f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got {engine.name!r}, "
+                f"which never calls it. Use `engine: {{name: serial}}`."
+            )
+    x, y = synthetic_batch(engine.population, records=4, device=module.device)
+    return clipped_sum_for(module.net, module.sample_loss, x, y)

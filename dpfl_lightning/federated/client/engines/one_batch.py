@@ -1,0 +1,80 @@
+"""Clients that take one step from one model are one batch: a pass's fixed cost is paid once, not by each client."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.gradient_counts import fates
+from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan, ServerState
+
+MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
+FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
+MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
+
+
+def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
+    """The rows of the plan, those together that make one batch: one step, one start, one clip norm, few records.
+
+    Who is with whom follows from the clients' numbers, the module's size and the job: the bits of a release depend
+    neither on workers nor on memory, nor on the other groups of the plan.
+    """
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
+    alike = defaultdict(list)
+    for row, client in enumerate(plan.clients):
+        mechanism = plan.mechanism_of[row]
+        fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
+        block = client // most if fits else -1 - client  # a number of its own: alone
+        alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
+    return list(alike.values())
+
+
+@torch.no_grad()  # in any thread
+def releases(
+    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], state: ServerState, attempts: Sequence[int]
+) -> list[Tensor]:
+    """What each client of one group sends: draws, noise and meaning of `engine.release`, row by row.
+
+    Args:
+        rows: one of `groups(plan, engine.module)`.
+        attempts: `[C]`, of all clients of the plan.
+    """
+    if len(rows) == 1:
+        return [engine.release(plan, row, state, attempts[row]) for row in rows]
+    tasks, starts, drawn = zip(*(engine.local_task(plan, row, state, attempts[row]) for row in rows), strict=True)
+    xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
+    x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
+    params = engine.module.unflatten(starts[0])
+    clip_norm, norms = plan.clip_norm(rows[0]), [torch.empty(0, device=y.device)]
+    order = tasks[0].mechanism.clip_order
+    group, only = owner, None
+    if isinstance(job, ClassGradients):
+        x, group, only = job.seen(x, y), owner * num_blocks + y, job.parameters
+    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order, only)
+    clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
+    engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
+    clipped = sums.split(num_blocks)
+    if isinstance(job, ClassGradients):
+        held = [engine.held_labels(plan.clients[row]) for row in rows]
+        each = zip(clipped, tasks, ys, held, strict=True)
+        return [job.released(own, task, starts[0].dtype, *labels) for own, task, *labels in each]
+    return [_change(task, *own) for task, *own in zip(tasks, starts, clipped, strict=True)]
+
+
+def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
+    """One client's change `[P]` from its clipped sum `[1, P]`."""
+    step = task.mechanism.privatise(clipped, task.noise, start.dtype)[0]
+    if task.anchor is not None:
+        step.add_(start - task.anchor, alpha=task.pull)
+    return step.mul_(-task.learning_rate)
+
+
+def blocks(plan: RoundPlan) -> int:
+    """G: rows of one client's sums, one or one for each class."""
+    return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1

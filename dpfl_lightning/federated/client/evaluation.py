@@ -1,0 +1,112 @@
+"""Accuracy of delivered models on test and held-out records (torchmetrics), outside what the guarantee covers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.classification import multiclass_accuracy
+
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.engines.serial import Engine
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import Delivered
+
+
+@dataclass(frozen=True)
+class Score:
+    """On n records: accuracy in [0, 1] (None for regression, or without records) and mean loss."""
+
+    accuracy: float | None
+    loss: float
+
+
+_NOTHING = Score(None, math.nan)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """`test`: mean over clients of the client's own model on the test set. `clients`: on its own held-out records."""
+
+    test: Score
+    clients: tuple[Score, ...]
+
+
+def evaluate(
+    module: ClientModule,
+    population: Population,
+    delivered: Delivered,
+    engine: Engine,
+) -> Evaluation:
+    """Each client's delivered model on the common test set and on the client's own held-out records.
+
+    A model sees a record once, also where clients hold out parts of the test set. Without a common test set the mean
+    over clients on their held-out records stands in for it.
+
+    Args:
+        engine: set up for `module` and `population`; it runs the nets and puts personal parameters in.
+    """
+    everyone, model_of = range(population.num_clients), delivered.model_of
+    groups = [[client] for client in everyone] if module.personal else _by_model(model_of)
+    clients: list[Score] = [_NOTHING] * population.num_clients
+    tests: list[Score] = [_NOTHING] * population.num_clients
+    for group in groups:
+        model = engine.personalised(delivered.models[model_of[group[0]]], group[0])
+        wanted = [population.held_out_of[client] for client in group]
+        test = population.test if population.test is not None else wanted[0][:0]
+        on_test, *own = _scores(module, model, population, [test, *wanted], engine)
+        for client, score in zip(group, own, strict=True):
+            clients[client], tests[client] = score, on_test
+    return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
+
+
+def _by_model(model_of: Sequence[int]) -> list[list[int]]:
+    """The clients of each delivered model that has any."""
+    groups: dict[int, list[int]] = {}
+    for client, row in enumerate(model_of):
+        groups.setdefault(row, []).append(client)
+    return list(groups.values())
+
+
+def _scores(
+    module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
+) -> list[Score]:
+    """One model's score on each of several sets of rows, which may overlap: a record is seen once."""
+    rows, place = torch.cat(list(sets)).unique(return_inverse=True)
+    if len(rows) == 0:
+        return [_NOTHING] * len(sets)
+    output, y = engine.outputs(model, rows), population.y[rows]
+    with torch.inference_mode():
+        losses = module.loss(output, y).double()
+    values = losses[None] if y.is_floating_point() else torch.stack([losses, _hits(output, y, population.num_classes)])
+    sizes = torch.tensor([len(one) for one in sets], device=rows.device)
+    of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
+    sums = values.new_zeros(len(values), len(sets)).index_add_(1, of_set, values[:, place])
+    means = (sums / sizes).tolist()  # 0 / 0 is NaN: a set without records
+    accuracies = [None] * len(sets) if y.is_floating_point() else means[1]
+    return [
+        _NOTHING if math.isnan(loss) and size == 0 else Score(accuracy, loss)
+        for accuracy, loss, size in zip(accuracies, means[0], sizes.tolist(), strict=True)
+    ]
+
+
+def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
+    """1.0 for each record whose class is the likeliest, else 0.0, `[n]`."""
+    classes = max(num_classes, output.shape[1])  # a net may know more classes than there are here
+    hits = multiclass_accuracy(
+        output.argmax(dim=1, keepdim=True), y[:, None], classes, average="micro", multidim_average="samplewise"
+    )
+    return hits.double()
+
+
+def _mean(scores: Sequence[Score]) -> Score:
+    """Unweighted mean over those that had records."""
+    scored = [one for one in scores if not math.isnan(one.loss)]
+    if not scored:
+        return _NOTHING
+    accuracies = [one.accuracy for one in scored if one.accuracy is not None]
+    return Score(fmean(accuracies) if accuracies else None, fmean(one.loss for one in scored))

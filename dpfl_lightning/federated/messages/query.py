@@ -1,0 +1,269 @@
+"""Questions to clients other than training. A query declares a mechanism; the framework bounds, sums and noises."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Self, final
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
+from dpfl_lightning.privacy.accounting.events import Event, Unprotected
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, evaluating, summing_dtype
+from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
+from dpfl_lightning.privacy.selection import ExponentialMechanism
+
+Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
+
+
+@dataclass(frozen=True)
+class NoMechanism:
+    """An answer of which nothing bounds what one record changes: the client's epsilon becomes infinite.
+
+    Args:
+        words: what is shown and why nothing protects it, for the guarantee.
+        noise: is added to the answer nevertheless, to reproduce methods that do so; None adds nothing.
+    """
+
+    words: str
+    noise: Mechanism | None = None
+
+    def event(self, count: int) -> Unprotected:
+        """What the answer releases, however often it is given."""
+        return Unprotected(self.words)
+
+
+AnswerMechanism = Mechanism | ExponentialMechanism | NoMechanism
+_KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Query:
+    """A question to some clients. Subclasses are dataclasses that implement `rows`, or `answer` for `NoMechanism`.
+
+    The methods `rows` and `answer` run at the client, `read` at the server. No method receives a random generator, and
+    the event that is charged follows from the mechanism alone.
+
+    Args:
+        purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
+        mechanism_of: asked client -> mechanism of its answer. `Gaussian` and `Laplace` release the noised sum of the
+            records' rows, divided by `expected_batch_size`; each row is clipped to `clip_norm` in the mechanism's norm,
+            and the sample rate must be 1. `ExponentialMechanism` releases the index of the column with the largest
+            noised sum; scores are clamped to [0, 1]. A row or score that is not finite counts as zero.
+
+    **Privacy** One `event(1)` of each asked client's mechanism, charged before the question is asked.
+    """
+
+    purpose: str
+    mechanism_of: Mapping[int, AnswerMechanism]
+
+    @property
+    def clients(self) -> tuple[int, ...]:
+        """Who is asked."""
+        return tuple(self.mechanism_of)
+
+    def only(self, clients: Collection[int]) -> Self:
+        """The same question to these of its clients."""
+        return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
+
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """A row of statistics for each record, `[b, k]`, of the records `x [b, *X]`, `y [b]`.
+
+        It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another
+        record. The number of columns k must be the same for all records.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has a mechanism for client {client}, but no `rows`")
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """The answer `[k]` of a client without a mechanism, from all its records `x [n, *X]`, `y [n]`."""
+        raise NotImplementedError(f"{type(self).__name__} has no mechanism for client {client}, and no `answer`")
+
+    def read(self, client: int, released: Any) -> Any:
+        """What the asker gets for a released answer: post-processing, without access to records.
+
+        Args:
+            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or what `answer` returned.
+        """
+        return released
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Charged(Query):
+    """A question as it is charged: who answers with which mechanism is settled before it is asked.
+
+    Args:
+        question: computes rows or answers, and has no further say in anything else.
+    """
+
+    question: Query
+
+    @classmethod
+    def of(cls, question: Query) -> Charged:
+        """The question with a copy of its purpose and its mechanisms.
+
+        Raises:
+            TypeError: it is no `Query`.
+        """
+        if not isinstance(question, Query):
+            raise TypeError(f"a question to clients must be a `Query`, got {type(question).__name__}")
+        mechanisms = {int(client): question.mechanism_of[client] for client in question.clients}
+        return cls(purpose=str(question.purpose), mechanism_of=mechanisms, question=question)
+
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return self.question.rows(client, module, x, y)
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return self.question.answer(client, module, x, y)
+
+    def read(self, client: int, released: Any) -> Any:
+        return self.question.read(client, released)
+
+
+def event_of(query: Query, client: int) -> Event:
+    """What the client's answer releases.
+
+    Raises:
+        TypeError: the mechanism is none of the framework's; subclasses, which could state another event, are refused.
+        ValueError: its sums are of sampled records, but a query asks all records.
+    """
+    if not isinstance(query, Query):
+        raise TypeError(f"a question to clients must be a `Query`, got {type(query).__name__}")
+    mechanism = query.mechanism_of[client]
+    if type(mechanism) not in _KNOWN:
+        known = ", ".join(kind.__name__ for kind in _KNOWN)
+        raise TypeError(
+            f"{type(query).__name__} must name a mechanism of the framework for client {client} ({known}), "
+            f"got {mechanism!r}"
+        )
+    if isinstance(mechanism, Mechanism) and mechanism.sample_rate != 1:
+        raise ValueError(f"{type(query).__name__} asks all records, but its mechanism samples: {mechanism}")
+    return mechanism.event(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelectModel(Query):
+    """Which of M models fits a client best, by clipped losses: the score of a record is `1 - min(loss, bound) / bound`.
+
+    Args:
+        models: `[M, P]`.
+        loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible. A loss that is
+            not a number counts as the bound.
+
+    **Privacy** One selection of the client's `ExponentialMechanism`.
+    """
+
+    models: Tensor
+    loss_bound: float
+    purpose: str = "select"
+
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return 1 - bounded_losses(module, self.models, x, y, self.loss_bound) / self.loss_bound
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowestLoss(Query):
+    """Which of M models has the lowest mean loss on a client's records: neither clipped nor noised.
+
+    Args:
+        models: `[M, P]`; of equal losses the first wins.
+
+    **Privacy** None: the answer is a plain function of private records, and epsilon becomes infinite (`NoMechanism`).
+    """
+
+    models: Tensor
+    purpose: str = "select"
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        return summed_losses(module, self.models, x, y).argmin()
+
+    def read(self, client: int, released: Tensor) -> int:
+        return int(released)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeanLoss(Query):
+    """The mean loss of each client's records, clipped and noised.
+
+    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: around the middle one record more, less or
+    other moves the sum by half of the bound, half of it, or all of it.
+
+    Args:
+        models: `[M, P]`.
+        row_of: client -> row of the model at which it is asked.
+        loss_bound: losses are clipped to [0, loss_bound]; the mechanisms' clip norm is half of it.
+
+    **Privacy** One step of the client's mechanism.
+    """
+
+    models: Tensor
+    row_of: Mapping[int, int]
+    loss_bound: float
+    purpose: str = "loss"
+
+    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        model = self.models[self.row_of[client]][None]
+        return bounded_losses(module, model, x, y, self.loss_bound) - self.loss_bound / 2
+
+    def read(self, client: int, released: Tensor) -> float:
+        return float(released) + self.loss_bound / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossesAroundStep(Query):
+    """Each client's mean loss at a model, and after its own clipped full-batch step from there, before noise.
+
+    What the selection paper's clients report: neither loss is clipped, and the step without noise depends on all
+    records, so that no bound of what one record changes is known.
+
+    Args:
+        model: `[P]`.
+        step_of: client -> clip norm, its order and learning rate of the step.
+
+    **Privacy** None that is known: epsilon becomes infinite (`NoMechanism`), although noise is added.
+    """
+
+    model: Tensor
+    step_of: Mapping[int, tuple[float, int, float]]
+    purpose: str = "loss"
+
+    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+        """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
+        clip_norm, order, rate = self.step_of[client]
+        clipped_sum = VmapClippedSum(module.sample_loss)
+        step = clipped_sum(module.unflatten(self.model), x, y, clip_norm, order=order)[0]
+        return summed_losses(
+            module, torch.stack([self.model, self.model - rate * (step / len(y)).to(self.model.dtype)]), x, y
+        )
+
+    def read(self, client: int, released: Tensor) -> tuple[float, float]:
+        before, after = released.tolist()
+        return before, after
+
+
+def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Every record's loss at each of the models `[M, P]`, `[b, M]`."""
+    return torch.stack([module.sample_loss(module.unflatten(model), x, y) for model in models], dim=1)
+
+
+def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
+    """The same clipped to [0, bound], float64 where the device has it; a loss that is not a number is the bound."""
+    losses = losses_at(module, models, x, y)
+    return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
+
+
+def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The sum over records `x [n, *X]`, `y [n]` of each model's loss, unbounded, `[M]` float64 on the CPU.
+
+    A loss that is not a number counts as infinite. Records are read chunk by chunk: memory does not grow with them.
+    """
+    totals = models.new_zeros(len(models), dtype=summing_dtype(models))
+    with evaluating(module.net):
+        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
+            losses = losses_at(module, models, inputs, targets)
+            totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
+    return totals.cpu().double()

@@ -1,0 +1,154 @@
+"""From options to numbers: every client's own settings, and the releases that a plain run plans for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.per_client import resolve
+from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.federated.messages.plan import RunSchedule
+from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
+from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate, cut_to_budgets
+from dpfl_lightning.runtime.folders import cache_folder
+from dpfl_lightning.runtime.notice import slow_notice
+
+_LEAST_CLIP_NORM = 1e-12
+_ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """One client's own settings; `epsilon` inf is "no budget", `noise_multiplier` None is "solve it"."""
+
+    num_records: int
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    epsilon: float
+    delta: float
+    clip_norm: float
+    noise_multiplier: float | None
+
+    @property
+    def steps(self) -> int:
+        """Local steps a round: `local_epochs * ceil(num_records / batch_size)`."""
+        return self.local_epochs * math.ceil(self.num_records / self.batch_size)
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.num_records
+
+
+def client_settings(
+    num_records: Sequence[int], clients: ClientOptions, privacy: PrivacyOptions | None, seed: int
+) -> tuple[ClientSettings, ...]:
+    """Every client's settings; `privacy` None is a run without clipping, noise or guarantee.
+
+    Raises:
+        UserError: a value out of range, or a batch larger than the client's data.
+    """
+    count = len(num_records)
+    if privacy is not None and privacy.noise_multiplier is None:
+        advice = "Give an epsilon or a noise multiplier; `privacy=None` is a run without privacy."
+        require(privacy.epsilon is not None, "privacy.epsilon", "be a budget to solve the noise from", None, advice)
+
+    def column(key: str, value: object, kind: type = float) -> Sequence:
+        return resolve(key, value, count, seed, kind)
+
+    columns: dict[str, Sequence[Any]] = {
+        "num_records": num_records,
+        "batch_size": num_records
+        if clients.batch_size is None
+        else column("clients.batch_size", clients.batch_size, int),
+        "local_epochs": column("clients.local_epochs", clients.local_epochs, int),
+        "learning_rate": column("clients.learning_rate", clients.learning_rate),
+        "epsilon": [math.inf] * count,
+        "delta": [_ANY_DELTA] * count,
+        "clip_norm": [math.inf] * count,
+        "noise_multiplier": [0.0 if privacy is None else None] * count,
+    }
+    if privacy is not None:
+        for name in ("epsilon", "delta", "clip_norm", "noise_multiplier"):
+            value = getattr(privacy, name)
+            if value is not None:
+                columns[name] = column(f"privacy.{name}", value)
+    rows = zip(*columns.values(), strict=True)
+    settings = tuple(ClientSettings(**dict(zip(columns, row, strict=True))) for row in rows)
+    _check(settings, privacy)
+    return settings
+
+
+def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings], seed: int) -> tuple[float, ...]:
+    """What each client claims its budget to be: the truth, unless `clients.reported_epsilon` says otherwise."""
+    if clients.reported_epsilon is None:
+        return tuple(own.epsilon for own in settings)
+    return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
+
+
+def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
+    """What `resolve` cannot see: values against the client's own number of records, and against the mechanism."""
+    private, laplace = privacy is not None, privacy is not None and privacy.mechanism == "laplace"
+    for client, own in enumerate(settings):
+        advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
+        require(
+            own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice
+        )
+        must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
+        require(own.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, own.clip_norm)
+        full = own.batch_size == own.num_records or not laplace
+        must = f"be null (all {own.num_records} of client {client}'s records) with Laplace noise"
+        require(full, "clients.batch_size", must, own.batch_size, "Its accounting is for full batches.")
+        must = "be in (0, 1) with Gaussian noise"
+        require(own.delta > 0 or laplace, "privacy.delta", must, own.delta, "Laplace noise (mechanism) can have 0.")
+    loose = [client for client, own in enumerate(settings) if private and own.delta > 1 / own.num_records]
+    if loose:
+        own = settings[loose[0]]
+        warnings.warn(
+            f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with "
+            f"{own.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it.",
+            UserNotice,
+            stacklevel=2,
+        )
+
+
+def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
+    """Every client trains in every round, and in those that are set aside; noise that is not given is to be solved."""
+    reserve = privacy.reserve_rounds if privacy is not None else 0
+    count = rounds + reserve
+    laplace = privacy is not None and privacy.mechanism == "laplace"
+    events: list[NoisedEvent] = [
+        LaplaceEvent(own.noise_multiplier, own.steps)
+        if laplace
+        else GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps)
+        for own in settings
+    ]
+    rows = zip(settings, events, strict=True)
+    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),)) for own, event in rows]
+    return RunSchedule(tuple(clients), rounds, reserve)
+
+
+def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
+    """The schedule with every client's free noise solved, or remembered from an earlier command.
+
+    Where noise is given and a budget, too, the budget decides how many rounds it pays.
+
+    Raises:
+        UserError: a budget that no noise fits.
+    """
+    cache = CalibrationCache(cache_folder("calibration"))
+    clients = cut_to_budgets(schedule.clients, accountant, slow_notice("counting the rounds that budgets pay"))
+    clients = calibrate(clients, accountant, slow_notice("solving noise multipliers"), cache)
+    return dataclasses.replace(schedule, clients=tuple(clients))
+
+
+def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
+    """The run's accountant; RDP stands in for a run without privacy, where every epsilon is infinite."""
+    return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)

@@ -1,0 +1,156 @@
+"""What a run says of its clients and its strategies, after a round and at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.federated.client.evaluation import Evaluation
+from dpfl_lightning.federated.messages.plan import RoundPlan, View
+from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
+from dpfl_lightning.federated.server.settings import ClientSettings
+from dpfl_lightning.federated.server.strategy import ServerCallback, answer_of
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
+from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
+
+# What the run itself has: curves of clients, and how well clusters match true groups.
+_TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
+
+
+def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
+    """`values` `[C]` of a round's `clients` `[C]` among all, `[N]` float64: NaN for absent clients.
+
+    >>> of_all((2, 0), [7, 8], 3)
+    tensor([8., nan, 7.], dtype=torch.float64)
+    """
+    spread = torch.full((num_clients,), math.nan, dtype=torch.float64)
+    spread[list(clients)] = torch.as_tensor(values, dtype=torch.float64)
+    return spread
+
+
+def told(
+    callbacks: Sequence[ServerCallback],
+    view: View,
+    plan: RoundPlan,
+    weights: Tensor,
+    sent: Mapping[str, float],
+) -> dict[str, float | Tensor]:
+    """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
+
+    Args:
+        view: after the round.
+        plan: of the C clients whose updates arrived.
+        weights: `[K, C]`.
+        sent: what `Traffic` tells.
+
+    Returns:
+        Name -> number, or `[N]` float64 with NaN for absent clients. Of the round itself: `weight` (in the model that a
+        client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all);
+        what was sent since the first round; in a simulation with true groups, where a strategy tells each client's
+        `group`, how well they match: see `clustering`.
+
+    **Privacy** Released and public values only.
+    """
+    num_clients = view.facts.num_clients
+    squares = weights.square().sum(dim=1)
+    values: dict[str, float | Tensor] = {"weight": of_all(plan.clients, weights.amax(dim=0), num_clients)}
+    if bool(squares.any()):
+        values["largest_weight"] = float(weights.max())
+        values["effective_clients"] = float((1 / squares[squares > 0]).sum())
+    values |= sent
+    for callback in callbacks:
+        for name, value in answer_of(callback, "tell", view).items():
+            if name in values or name in _TAKEN:
+                raise RuntimeError(f"{type(callback).__name__} tells {name!r}, which is told already: rename it")
+            if isinstance(value, Tensor) and value.shape != (num_clients,):
+                raise RuntimeError(
+                    f"{type(callback).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
+                )
+            values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
+    groups, found = true_groups(view.facts), values.get("group")
+    return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
+
+
+def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
+    """The same with lists, and None where there is no number: JSON has neither infinity nor NaN.
+
+    >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
+    {'converged': 1.0, 'weight': [0.5, None]}
+    """
+    return {
+        name: [finite_or_none(one) for one in value.tolist()] if isinstance(value, Tensor) else finite_or_none(value)
+        for name, value in told.items()
+    }
+
+
+def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float]:
+    """How well and how equally clients are served: mean, population standard deviation, worst, and best - worst.
+
+    >>> accuracy_over_clients([0.5, None, 0.75])
+    {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5, 'accuracy_gap': 0.25}
+    """
+    known = [accuracy for accuracy in accuracies if accuracy is not None]
+    if not known:
+        return {}
+    return {
+        "accuracy_mean": fmean(known),
+        "accuracy_std": pstdev(known),
+        "accuracy_worst": min(known),
+        "accuracy_gap": max(known) - min(known),
+    }
+
+
+def client_rows(
+    settings: Sequence[ClientSettings],
+    budgets: Budgets,
+    guarantees: Sequence[Guarantee],
+    scores: Evaluation | None,
+    model_of: Sequence[int],
+    noise_std: Mapping[int, float],
+    groups: Sequence[int] | None = None,
+) -> tuple[dict[str, Any], ...]:
+    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated.
+
+    Args:
+        noise_std: of each client that has sent an update, in one number of its last one.
+
+    Batch size and noise multiplier are those of the client's most frequent noised sum.
+    """
+    return tuple(
+        {
+            "client": client,
+            "epsilon_spent": finite_or_none(guarantees[client].epsilon),
+            "epsilon_budget": finite_or_none(own.epsilon),
+            "delta": own.delta,
+            "noise_multiplier": budgets.noise_multiplier(client),
+            "noise_std": noise_std.get(client),
+            "batch_size": budgets.schedule.clients[client].batch_size(own.num_records),
+            "num_records": own.num_records,
+            "releases": budgets.releases(client),
+            "steps": budgets.steps(client),
+            "accuracy": None if scores is None else scores.clients[client].accuracy,
+            "loss": None if scores is None else finite_or_none(scores.clients[client].loss),
+            "model": model_of[client],
+            "true_group": None if groups is None else groups[client],
+        }
+        for client, own in enumerate(settings)
+    )
+
+
+def summary(guarantees: Sequence[Guarantee]) -> str:
+    """The run's guarantee in words: the weakest client's, and what holds for all."""
+    weakest = max(guarantees, key=lambda one: one.epsilon)
+    bare = sum(math.isinf(one.epsilon) for one in guarantees)
+    whose = (
+        f"So it is for {bare} of {len(guarantees)} clients."
+        if bare
+        else f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, "
+        "against everyone who sees its updates."
+    )
+    return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."

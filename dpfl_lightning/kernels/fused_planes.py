@@ -1,0 +1,184 @@
+"""Instance norm, ReLU and 2x2 mean pooling as one operation, which can be differentiated twice (on a CPU).
+
+Matching gradients moves images along a second derivative. Torch has no second derivative of a norm of its own: it
+writes the first one out in some thirty operations on whole tensors, and takes the slope of each. Here a plane is read
+once and left in the nearest cache for all of it: see `plane_loops.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+class FusedPlanes(nn.Module):
+    """Takes the place of an instance norm (its parameters), a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to
+    `[B, C, H // 2, W // 2]`.
+
+    Raises:
+        RuntimeError: the compiled loops do not reproduce torch's numbers on this machine.
+    """
+
+    def __init__(self, norm: nn.GroupNorm) -> None:
+        super().__init__()
+        _held_to_torch()
+        self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
+
+    def forward(self, y: Tensor) -> Tensor:
+        scale, shift = (own.expand(y.shape[:2]) for own in (self.weight, self.bias))
+        return norm_relu_pool(y, scale, shift, self.eps)
+
+
+def norm_relu_pool(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """The mean over 2x2 of `max(scale * x + shift, 0)`, where x is the normalised plane: `[*, H // 2, W // 2]`.
+
+    Args:
+        y: `[*, H, W]` on a CPU, float32 or float64.
+        scale, shift: `[*]`, of each plane.
+        eps: added to a plane's variance.
+
+    >>> plane = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]]])
+    >>> norm_relu_pool(plane, torch.tensor([2.0]), torch.tensor([0.5]), eps=0.0)
+    tensor([[[1.2500]]])
+    """
+    return _Forward.apply(y, scale, shift, eps)
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        return _run("forward", (y, scale, shift), eps)[0]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        return (*_FirstOrder.apply(*ctx.saved_tensors, dz, ctx.eps), None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _Forward.apply(*_in_front(info.batch_size, in_dims, arguments)), 0
+
+
+class _FirstOrder(torch.autograd.Function):
+    """What `_Forward` hands back."""
+
+    @staticmethod
+    def forward(y: Tensor, scale: Tensor, shift: Tensor, dz: Tensor, eps: float) -> tuple[Tensor, ...]:
+        return _run("first_order", (y, scale, shift, dz), eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, ctx.eps = inputs
+        ctx.save_for_backward(*tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        to_y, to_scale, to_dz = _SecondOrder.apply(*ctx.saved_tensors, *slopes, ctx.eps)
+        return to_y, to_scale, torch.zeros_like(to_scale), to_dz, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _FirstOrder.apply(*_in_front(info.batch_size, in_dims, arguments)), (0, 0, 0)
+
+
+class _SecondOrder(torch.autograd.Function):
+    """What `_FirstOrder` hands back, but for the shift, which moves nothing of it."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        *tensors, eps = arguments
+        return _run("second_order", tensors, eps)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, *slopes: Tensor) -> Any:
+        raise NotImplementedError("fused planes have no third derivative: take the module's own `sample_loss`")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        return _SecondOrder.apply(*_in_front(info.batch_size, in_dims, arguments)), (0, 0, 0)
+
+
+def _in_front(size: int, dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
+    """The arguments with the dimension of `vmap` first: to loops over planes it is one more of them."""
+    return [
+        one if not isinstance(one, Tensor) else one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)
+        for one, dim in zip(arguments, dims, strict=True)
+    ]
+
+
+#: of each loop, the shapes of what it reads and of what it writes: whole planes, pooled ones, a number for each
+_SHAPES = {
+    "forward": (("plane", "number", "number"), ("pooled",)),
+    "first_order": (("plane", "number", "number", "pooled"), ("plane", "number", "number")),
+    "second_order": (
+        ("plane", "number", "number", "pooled", "plane", "number", "number"),
+        ("plane", "number", "pooled"),
+    ),
+}
+
+
+def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
+    """What one of the compiled loops writes, over all planes."""
+    from dpfl_lightning.kernels import plane_loops
+
+    y, before = inputs[0], inputs[1].shape
+    height, width = y.shape[-2:]
+    shapes: dict[str, tuple[int, ...]] = {"plane": (height, width), "pooled": (height // 2, width // 2), "number": ()}
+    reads, writes = _SHAPES[name]
+    outputs = tuple(y.new_empty(*before, *shapes[kind]) for kind in writes)
+    as_rows = {**shapes, "plane": (height * width,)}
+    arrays = [
+        one.detach().contiguous().numpy().reshape(before.numel(), *as_rows[kind])
+        for one, kind in zip((*inputs, *outputs), (*reads, *writes), strict=True)
+    ]
+    number = np.dtype(str(y.dtype).removeprefix("torch.")).type
+    constants = tuple(map(number, (0.0, 1.0, 0.25, 1.0 / (height * width), eps)))
+    loop: Callable[..., None] = getattr(plane_loops, name)
+    loop(*arrays[: len(inputs)], constants, width, *arrays[len(inputs) :], before.numel())
+    return outputs
+
+
+def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+    """The slow reference of `norm_relu_pool`, by torch's own operations."""
+    mean = y.mean(dim=(-2, -1), keepdim=True)
+    x = (y - mean) / ((y - mean).square().mean(dim=(-2, -1), keepdim=True) + eps).sqrt()
+    a = (scale[..., None, None] * x + shift[..., None, None]).relu()
+    height, width = (size // 2 * 2 for size in y.shape[-2:])
+    return a[..., :height, :width].unflatten(-1, (-1, 2)).unflatten(-3, (-1, 2)).mean(dim=(-3, -1))
+
+
+@functools.cache
+def _held_to_torch() -> None:
+    """Compiles the loops on a small example.
+
+    Raises:
+        RuntimeError: they do not reproduce torch's numbers on this machine.
+    """
+    generator = torch.Generator().manual_seed(0)
+    y, scale, shift, along, slope = (
+        torch.randn(shape, generator=generator) for shape in ((3, 5, 4), (3,), (3,), (3, 2, 2), (3, 5, 4))
+    )
+
+    def both_orders(operation: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        own = [one.clone().requires_grad_() for one in (y, scale, shift, along)]
+        z = operation(*own[:3], 1e-5)
+        first = torch.autograd.grad((z * own[3]).sum(), own[:3], create_graph=True)
+        total = (first[0] * slope).sum() + first[1].sum() + first[2].square().sum()
+        return (z, *first, *torch.autograd.grad(total, own))
+
+    with torch.enable_grad():
+        pairs = list(zip(both_orders(_Forward.apply), both_orders(as_torch), strict=True))
+    if not all(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4) for ours, theirs in pairs):
+        raise RuntimeError("compiled loops for normed planes give wrong numbers on this processor: please report it")

@@ -1,0 +1,114 @@
+"""Backward pass of a convolution whose output gradient is mostly zeros, as max-pooling leaves it (float32, on a CPU).
+
+Behind a 2x2 max-pool three quarters of a gradient are zeros, and a dense convolution multiplies with them all the same.
+Both gradients of a convolution are sums of weighted windows, one for each number that is not zero:
+
+    dW_j[o] = sum over (h, w) of    dy_j[o, h, w] * the window of x_j at (h, w)
+    dx_j    = sum over (o, h, w) of dy_j[o, h, w] * W[o], at that window
+
+A window is `kernel height` runs of `kernel width * channels` neighbouring numbers, which fill vector registers: see
+`windows.py`, whose loops are compiled in a second when a shape of kernel is first met, and held to torch's then.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MOSTLY_ZEROS = 0.4  # share of numbers other than zero up to which this beats a dense convolution
+LANES = 16  # output channels are looked at in groups of so many
+SMALLEST_WINDOW = 16  # numbers: below, vector registers are not worth filling
+
+
+def suits(layer: nn.Conv2d, x: Tensor) -> bool:
+    """Whether `sparse_backward` can serve the layer on such an input: a function of shapes, dtype and device alone."""
+    return (
+        x.device.type == "cpu"
+        and x.dtype == torch.float32
+        and layer.groups == 1
+        and layer.dilation == (1, 1)
+        and layer.out_channels % LANES == 0
+        and math.prod(layer.weight.shape[1:]) >= SMALLEST_WINDOW
+        and len(x) > 0
+    )
+
+
+def mostly_zeros(dy: Tensor) -> bool:
+    """Whether so few numbers of `dy` are not zero that `sparse_backward` is faster; never ask it of private records."""
+    return int(dy.count_nonzero()) <= MOSTLY_ZEROS * dy.numel()
+
+
+def sparse_backward(
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Each record's gradients of weight and bias, and the gradient of the input.
+
+    Args:
+        weight: `[O, C, kh, kw]`.
+        x: `[B, C, H, W]`; fastest with channels last in memory.
+        dy: gradient of the output, `[B, O, H', W']`.
+
+    Returns:
+        `[B, O, kh, kw, C]` (channels innermost), `[B, O]`, and `[B, C, H, W]` or None.
+
+    >>> layer, x = nn.Conv2d(16, 16, 2, bias=False), torch.ones(1, 16, 3, 3)
+    >>> dy = torch.zeros(1, 16, 2, 2)
+    >>> dy[0, 3, 1, 0] = 2.0
+    >>> dw, db, dx = sparse_backward(layer, torch.ones(16, 16, 2, 2), x, dy, need_dx=True)
+    >>> dw[0, :5].sum(dim=(1, 2, 3)).tolist(), db[0, :5].tolist()
+    ([0.0, 0.0, 0.0, 128.0, 0.0], [0.0, 0.0, 0.0, 2.0, 0.0])
+    >>> dx[0, 0].tolist()
+    [[0.0, 0.0, 0.0], [2.0, 2.0, 0.0], [2.0, 2.0, 0.0]]
+    """
+    _, channels, rows, columns = weight.shape
+    return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx)
+
+
+def _backward(
+    loops: Callable[..., None],
+    weight: Tensor,
+    stride: tuple[int, ...],
+    padding: Any,
+    x: Tensor,
+    dy: Tensor,
+    need_dx: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    out, channels, rows, columns = weight.shape
+    x_last, dy_last, w_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy, weight))
+    dw, db = x.new_empty(len(x), out, rows, columns, channels), x.new_empty(len(x), out)
+    dx = torch.empty_like(x_last) if need_dx else x.new_empty(0)
+    flat = (a.numpy().reshape(-1) for a in (x_last, dy_last, w_last, dw, db, dx))
+    loops(*flat, *x_last.shape, *dy_last.shape[1:], *stride, *padding)
+    return dw, db, dx.permute(0, 3, 1, 2) if need_dx else None
+
+
+@functools.cache
+def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
+    """The compiled loops for one shape of kernel.
+
+    Raises:
+        RuntimeError: they do not reproduce torch's convolution on this machine.
+    """
+    from dpfl_lightning.kernels.windows import convolution_backward  # numba: half a second, for those who need it
+
+    loops = convolution_backward(rows, columns * channels)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, channels, rows + 2, columns + 1, generator=generator)
+    weight = torch.randn(LANES, channels, rows, columns, generator=generator)
+    dy = torch.randn(1, LANES, 3, 2, generator=generator)
+    dy[torch.rand(dy.shape, generator=generator) < 0.7] = 0.0
+    dw, db, dx = _backward(loops, weight, (1, 1), (0, 0), x, dy, need_dx=True)
+    true_dx, true_dw, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, True, False]
+    )
+    for ours, true in ((dw[0].permute(0, 3, 1, 2), true_dw), (db[0], dy[0].sum(dim=(1, 2))), (dx, true_dx)):
+        if ours is None or not torch.allclose(ours, true, rtol=1e-4, atol=1e-4):
+            raise RuntimeError(
+                "compiled loops for convolutions give wrong gradients on this processor: please report it"
+            )
+    return loops

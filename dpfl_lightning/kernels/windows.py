@@ -1,0 +1,206 @@
+"""The loops of `sparse_conv.py`, compiled for this machine's vector registers (numba).
+
+The innermost one, a weighted sum of windows, is written in LLVM's terms: its sums must stay in registers, which neither
+a torch operator nor a loop in Python's words brings about.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from dpfl_lightning.kernels.compiled import compiled
+from dpfl_lightning.kernels.sparse_conv import LANES
+
+# LANES float32 numbers are a vector: one register of AVX-512, two of AVX2
+SUMS = 6  # vectors summed at once: enough to hide an addition's latency, few enough for 16 registers
+PIECE = SUMS * LANES  # numbers of a run that are summed at once
+
+
+@functools.cache
+def convolution_backward(rows: int, run: int) -> Any:
+    """The loops over records and places for windows of `rows` runs of `run` neighbouring float32 numbers.
+
+    The compiled function takes flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w
+    `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. Then
+    follow the sizes B, H, W, C, H', W', O, the stride's two numbers and the padding's.
+    """
+    whole, rest = run // PIECE * PIECE, run % PIECE
+    vectors = SUMS if whole else -(-rest // LANES)
+    some = max(r for r in range(1, rows + 1) if rows % r == 0 and (r == 1 or r * vectors <= SUMS))  # rows at once
+
+    def backward(x, dy, w, dw, db, dx, records, height, width, channels, out_h, out_w, out, down, right, pad_h, pad_w):  # type: ignore[no-untyped-def]
+        line, window, spots = (width + 2 * pad_w) * channels, rows * run, out_h * out_w
+        corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
+        padded, spread = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        # what is not zero in one record's dy, twice: channel by channel, and spot by spot
+        values, places, ends = (
+            np.empty(out * spots, np.float32),
+            np.empty(out * spots, np.int64),
+            np.empty(out, np.int64),
+        )
+        here, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
+        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # where a spot's window begins
+        for spot in range(spots):
+            corners[spot] = spot // out_w * down * line + spot % out_w * right * channels
+        for record in range(records):
+            begin = record * height * width * channels
+            for h in range(height):
+                for k in range(width * channels):
+                    padded[corner + h * line + k] = x[begin + h * width * channels + k]
+            for o in range(out):
+                ends[o] = o * spots
+            present = 0
+            for spot in range(spots):
+                for group in range(0, out, LANES):
+                    first = (record * spots + spot) * out + group
+                    mask = present_lanes(dy, first)
+                    while mask:
+                        lane = lowest_lane(mask)
+                        mask &= mask - 1
+                        o, value = group + lane, dy[first + lane]
+                        values[ends[o]], places[ends[o]] = value, corners[spot]
+                        ends[o] += 1
+                        here[present], kernels[present] = value, o * window
+                        present += 1
+                begins[spot + 1] = present
+            for k in range(size if len(dx) else 0):
+                spread[k] = np.float32(0)
+            for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the nearest cache
+                for spot in range(spots):
+                    to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
+                    for k in range(0, whole, PIECE):
+                        own = r * run + k
+                        weighted_windows(
+                            spread, to + k, line, w, own, run, here, kernels, first, end, some, PIECE, True
+                        )
+                    if rest:
+                        own, to = r * run + whole, to + whole
+                        weighted_windows(spread, to, line, w, own, run, here, kernels, first, end, some, rest, True)
+            for o in range(out):
+                to, first, end = (record * out + o) * window, o * spots, ends[o]
+                for r in range(0, rows, some):
+                    own, line_at = to + r * run, r * line
+                    for k in range(0, whole, PIECE):
+                        weighted_windows(
+                            dw, own + k, run, padded, line_at + k, line, values, places, first, end, some, PIECE, False
+                        )
+                    if rest:
+                        own, line_at = own + whole, line_at + whole
+                        weighted_windows(
+                            dw, own, run, padded, line_at, line, values, places, first, end, some, rest, False
+                        )
+                total = np.float32(0)
+                for j in range(first, end):
+                    total += values[j]
+                db[record * out + o] = total
+            for h in range(height if len(dx) else 0):
+                for k in range(width * channels):
+                    dx[begin + h * width * channels + k] = spread[corner + h * line + k]
+
+    backward.__qualname__ += f"_{rows}_{run}"  # each has files of its own: numba writes no index that two may share
+    return compiled(backward)
+
+
+@intrinsic(prefer_literal=True)
+def weighted_windows(  # type: ignore[no-untyped-def]
+    typing, target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add
+):
+    """`target[at + r target_row + k] (+)= sum_j values[j] source[places[j] + offset + r source_row + k]`.
+
+    For all j in [first, end), r < `rows`, k < `length`; the sums stay in registers while j runs. `rows`, `length` and
+    `add` are known when this is compiled.
+    """
+    of = (target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add)
+    rows, length, add = (known.literal_value for known in (rows, length, add))
+    starts = [(r, k) for r in range(rows) for k in range(0, length, LANES)]
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        index = context.get_value_type(types.intp)
+        _, at, target_row, _, offset, source_row, _, _, first, end, *_ = args
+        target, source, values, places = (
+            context.make_array(signature.args[i])(context, builder, args[i]).data for i in (0, 3, 6, 7)
+        )
+
+        def vector_at(data, place, row, r, k):  # type: ignore[no-untyped-def]
+            moved = builder.add(place, builder.mul(row, ir.Constant(index, r)))
+            pointer = builder.gep(data, [builder.add(moved, ir.Constant(index, k))])
+            return builder.bitcast(pointer, _vector(min(LANES, length - k)).as_pointer())
+
+        zeros = [ir.Constant(_vector(min(LANES, length - k)), None) for _, k in starts]
+        before = builder.block
+        loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
+        builder.cbranch(builder.icmp_signed("<", first, end), loop, after)
+
+        builder.position_at_end(loop)
+        j = builder.phi(index)
+        sums = [builder.phi(zero.type) for zero in zeros]
+        value = builder.load(builder.gep(values, [j]))
+        place = builder.add(builder.load(builder.gep(places, [j])), offset)
+        windows = [_load(builder, vector_at(source, place, source_row, r, k)) for r, k in starts]
+        grown = [_multiply_add(builder, value, *pair) for pair in zip(windows, sums, strict=True)]
+        following = builder.add(j, ir.Constant(index, 1))
+        for phi, begin, later in [(j, first, following), *zip(sums, zeros, grown, strict=True)]:
+            phi.add_incoming(begin, before)
+            phi.add_incoming(later, loop)
+        builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
+
+        builder.position_at_end(after)
+        totals = [builder.phi(zero.type) for zero in zeros]
+        for total, zero, later in zip(totals, zeros, grown, strict=True):
+            total.add_incoming(zero, before)
+            total.add_incoming(later, loop)
+        for (r, k), total in zip(starts, totals, strict=True):
+            to = vector_at(target, at, target_row, r, k)
+            builder.store(builder.fadd(_load(builder, to), total) if add else total, to).align = 4
+        return context.get_dummy_value()
+
+    return types.void(*of), generate
+
+
+@intrinsic
+def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
+    """Bit i tells whether `source[at + i]` is not zero (NaN is not), for i < LANES."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+        loaded = _load(builder, builder.bitcast(builder.gep(data, [args[1]]), _vector(LANES).as_pointer()))
+        bits = builder.fcmp_unordered("!=", loaded, ir.Constant(loaded.type, None))
+        return builder.zext(builder.bitcast(bits, ir.IntType(LANES)), ir.IntType(64))
+
+    return types.int64(source, at), generate
+
+
+@intrinsic
+def lowest_lane(typing, mask):  # type: ignore[no-untyped-def]
+    """The number of the lowest bit that is set; one is."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
+
+    return types.int64(mask), generate
+
+
+def _vector(lanes: int) -> Any:
+    return ir.VectorType(ir.FloatType(), lanes)
+
+
+def _load(builder: Any, pointer: Any) -> Any:
+    loaded = builder.load(pointer)
+    loaded.align = 4  # of float32: a window begins anywhere
+    return loaded
+
+
+def _multiply_add(builder: Any, factor: Any, window: Any, total: Any) -> Any:
+    """`factor * window + total`, rounded once."""
+    kind, lanes = window.type, window.type.count
+    undefined = ir.Constant(kind, ir.Undefined)
+    single = builder.insert_element(undefined, factor, ir.Constant(ir.IntType(32), 0))
+    factors = builder.shuffle_vector(single, undefined, ir.Constant(ir.VectorType(ir.IntType(32), lanes), None))
+    name, signature = f"llvm.fma.v{lanes}f32", ir.FunctionType(kind, [kind] * 3)
+    return builder.call(cgutils.get_or_insert_function(builder.module, signature, name), [factors, window, total])

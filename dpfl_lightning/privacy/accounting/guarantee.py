@@ -1,0 +1,206 @@
+"""What a client is promised: an epsilon is shown with this, never alone."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dpfl_lightning.privacy.accounting.accountant import (
+    ADJACENCIES,
+    Accountant,
+    epsilon_text,
+    finite_or_none,
+    rounded_up,
+)
+from dpfl_lightning.privacy.accounting.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    SelectionEvent,
+    Unprotected,
+)
+
+#: what every guarantee of a simulation says
+SIMULATED = (
+    "a simulation: its noise follows from privacy.noise_key, so nobody is protected, and epsilon is that of the "
+    "simulated mechanism"
+)
+
+#: what no epsilon of this program covers, whatever a run does
+NOT_COVERED = (
+    "test and held-out records, on which models are evaluated",
+    "numbers of records, batch sizes, budgets and all other options, which are treated as public",
+    "other runs on the same records, copies of this run's folder included: their epsilons add up",
+    "the last bits of a record's own gradient, where they depend on how many are computed together",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guarantee:
+    """What a client is promised: an epsilon is shown with this, never alone.
+
+    Args:
+        epsilon: upper bound, >= 0, rounded up to 1e-6; inf is no guarantee.
+        delta: in (0, 1).
+        sampling: how batches were drawn, in words.
+        accountant: how epsilon was found, in words.
+        unit: whose contribution is hidden.
+        adjacency: in what neighbouring data sets differ.
+        covers: what the client releases within epsilon, in words; nothing where epsilon is infinite.
+        not_covered: what epsilon says nothing about, in words; holds `unprotected` and the caveats, too.
+        caveats: what epsilon does not cover in this very run, in words.
+        unprotected: what was shown without noise, in words: epsilon is infinite.
+    """
+
+    epsilon: float
+    delta: float
+    sampling: str
+    accountant: str
+    unit: str = "record"
+    adjacency: str = "add or remove one record"
+    covers: tuple[str, ...] = ()
+    not_covered: tuple[str, ...] = NOT_COVERED
+    caveats: tuple[str, ...] = ()
+    unprotected: tuple[str, ...] = ()
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the epsilon is that of a simulation, which protects nobody."""
+        return SIMULATED in self.caveats
+
+    def words(self) -> str:
+        """One sentence, and the caveats after it.
+
+        >>> Guarantee(epsilon=1.9999991, delta=0.1, sampling="full batch", accountant="RDP").words()
+        '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
+        """
+        if math.isinf(self.epsilon):
+            shown = "; ".join(self.unprotected) or "something is released without noise"
+            sentence = f"No differential privacy per {self.unit}: {shown.rstrip('.')}."
+        else:
+            shown = epsilon_text(self.epsilon).rstrip("0").rstrip(".")
+            sentence = (
+                f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
+                f"{self.sampling}, accounted by {self.accountant}."
+            )
+            sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
+        return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
+
+    def as_dict(self) -> dict[str, Any]:
+        """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
+        fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
+
+
+def guarantee(
+    events: Sequence[Event],
+    delta: float,
+    accountant: Accountant,
+    sampling: str | None = None,
+    releases: Sequence[int] = (),
+    found: tuple[float, str] | None = None,
+) -> Guarantee:
+    """The guarantee of composed events; the words of their `Caveat`s and `Unprotected`s travel in, each once.
+
+    Args:
+        events: everything that one client releases.
+        delta: in (0, 1).
+        accountant: from `get_accountant`.
+        sampling: how batches were drawn, in words (shuffled ones: with a `Caveat`); of full batches nothing is drawn,
+            and the sample rates say so.
+        releases: how many releases each of the first events stands for; a ledger's events are one each.
+        found: what `accountant.bound` answers, where it is known already.
+    Privacy: arithmetic on public facts.
+
+    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> events = [GaussianEvent(1.0, 2.0), SelectionEvent(0.1, 5), Caveat("data sizes are public")]
+    >>> promise = guarantee(events, 1e-5, get_accountant("rdp"))
+    >>> promise.covers, promise.caveats
+    (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
+    """
+    epsilon, how = accountant.bound(events, delta) if found is None else found
+    caveats, shown, released = _words_of(events, Caveat), _words_of(events, Unprotected), _released(events, releases)
+    bounded = math.isfinite(epsilon)
+    return Guarantee(
+        epsilon=epsilon,
+        delta=delta,
+        sampling=sampling_words(events, sampling),
+        accountant=how,
+        adjacency=ADJACENCIES[accountant.adjacency],
+        covers=released if bounded else (),
+        not_covered=(*shown, *(() if bounded else released), *NOT_COVERED, *caveats),
+        caveats=caveats,
+        unprotected=shown,
+    )
+
+
+def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
+    """Four digits, rounded up, but not above a budget that was kept, lest it look broken.
+
+    >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
+    (2.346, 0.05137, inf)
+    """
+    if epsilon == 0 or not math.isfinite(epsilon):
+        return epsilon
+    shown = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
+    return min(shown, budget) if epsilon <= budget else shown
+
+
+def _words_of(events: Sequence[Event], kind: type[Caveat] | type[Unprotected]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(event.words for event in events if isinstance(event, kind)))
+
+
+def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
+    """What the events are, counted by kind.
+
+    >>> _released([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
+    ('1 noised full-batch step in 1 release', '38 noised gradient steps in 2 releases')
+    """
+    times, steps = Counter[str](), Counter[str]()
+    for event, count in itertools.zip_longest(events, releases, fillvalue=1):
+        if isinstance(event, SelectionEvent):
+            times["selection"] += event.count
+        elif isinstance(event, NoisedEvent):
+            kind = _kind_of_step(event)
+            times[kind] += count
+            steps[kind] += event.steps
+    return tuple(
+        f"{_counted(steps[kind], kind)} in {_counted(count, 'release')}" if kind in steps else _counted(count, kind)
+        for kind, count in times.items()
+        if count
+    )
+
+
+def _kind_of_step(event: NoisedEvent) -> str:
+    if isinstance(event, LaplaceEvent) and event.noise_multiplier:
+        return "Laplace-noised full-batch step"
+    noised = "noised" if event.noise_multiplier else "un-noised"
+    return f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
+    """How batches were drawn; `drawn` says it of those that are not full.
+
+    >>> sampling_words([GaussianEvent(1.0, 2.0)], "Poisson sampling"), sampling_words([GaussianEvent(0.1, 2.0)])
+    ('full batches', 'Poisson-sampled batches')
+    """
+    full = {event.sample_rate == 1 for event in events if isinstance(event, GaussianEvent) and event.steps}
+    if any(isinstance(event, LaplaceEvent) and event.steps for event in events):
+        full.add(True)
+    if full == {True}:
+        return "full batches"
+    if drawn is not None:
+        return drawn
+    if not full:
+        return "no batches"
+    return "full and Poisson-sampled batches" if True in full else "Poisson-sampled batches"

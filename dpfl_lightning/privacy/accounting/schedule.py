@@ -1,0 +1,441 @@
+"""What a client will release in the whole run, and the noise that its budget then asks for.
+
+Noise can only be solved from the full future: a plan lists every release with its count before the first one.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from scipy.optimize import elementwise
+
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
+from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
+from dpfl_lightning.privacy.accounting.events import (
+    Caveat,
+    Event,
+    GaussianEvent,
+    LaplaceEvent,
+    NoisedEvent,
+    Unprotected,
+    repeated,
+)
+
+_TOLERANCE = 1e-6  # relative, of the solved noise
+_DIGITS = 7  # of the solved noise
+_MOST_NOISE = 1e9  # what does not fit with this noise fits with none
+_NO_LIMIT = 2**50  # releases
+
+Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, and what is released anyway
+
+
+@dataclass(frozen=True)
+class Planned:
+    """`count` releases of one purpose.
+
+    Args:
+        purpose: what the ledger calls them ("train", "first_round", ...); unique in a schedule.
+        event: ONE release, for example a round of 38 steps; its noise_multiplier None is "to be solved". What nothing
+            protects is `Unprotected`.
+        count: how many, >= 0.
+
+    Raises:
+        TypeError: the event is a `Caveat`, which is no release and pays for none.
+    """
+
+    purpose: str
+    event: Event
+    count: int
+
+    def __post_init__(self) -> None:
+        if isinstance(self.event, Caveat):
+            raise TypeError(f"a release of {self.purpose!r} must have noise or be `Unprotected`, got {self.event}")
+
+    def events(self) -> list[Event]:
+        """What all of them release; nothing if there are none."""
+        return [repeated(self.event, self.count)] if self.count else []
+
+    @property
+    def unsolved(self) -> bool:
+        """Whether its noise is still to be solved."""
+        return isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None
+
+    def with_noise(self, noise_multiplier: float) -> Planned:
+        """The same with this noise, if its own is still to be solved."""
+        if isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None:
+            return replace(self, event=replace(self.event, noise_multiplier=noise_multiplier))
+        return self
+
+
+@dataclass(frozen=True)
+class ClientSchedule:
+    """All releases of one client, and the budget they must fit.
+
+    Args:
+        target_epsilon: > 0; inf is "no budget": nothing is solved for, epsilon is only reported.
+        delta: in (0, 1); 0 where no release is Gaussian.
+        planned: every release of the run.
+
+    >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
+    >>> run.with_noise(1.5).events()
+    [GaussianEvent(sample_rate=0.02, noise_multiplier=1.5, steps=1500)]
+    """
+
+    target_epsilon: float
+    delta: float
+    planned: tuple[Planned, ...]
+
+    def events(self) -> list[Event]:
+        """What the whole run releases."""
+        return [event for line in self.planned for event in line.events()]
+
+    @property
+    def releases(self) -> tuple[int, ...]:
+        """How many releases each of `events` stands for."""
+        return tuple(line.count for line in self.planned if line.count)
+
+    @property
+    def protected(self) -> ClientSchedule:
+        """The schedule without `Unprotected` releases: what noise is solved for, since none could pay for those."""
+        lines = tuple(line for line in self.planned if not isinstance(line.event, Unprotected))
+        return replace(self, planned=lines)
+
+    @property
+    def main(self) -> NoisedEvent:
+        """One of the most frequent noised sums: what "the" noise and rate of a client are.
+
+        Raises:
+            KeyError: no noised sum is planned.
+        """
+        event = self.main_line.event
+        assert isinstance(event, NoisedEvent)  # for mypy
+        return event
+
+    def batch_size(self, num_records: int) -> int:
+        """Records that a step of `main` expects of so many.
+
+        >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
+        48
+        """
+        return round(self.main.sample_rate * num_records)
+
+    @property
+    def main_line(self) -> Planned:
+        """The line of `main`."""
+        noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
+        if not noised:
+            raise KeyError("no noised sum is planned")
+        return max(noised, key=lambda line: line.count)
+
+    def count_of(self, purpose: str) -> int:
+        """Planned releases of that purpose; 0 for one that is not planned."""
+        return sum(line.count for line in self.planned if line.purpose == purpose)
+
+    def noise_multiplier(self, purpose: str) -> float:
+        """Noise std (of Laplace noise: scale) / clip norm of that purpose's releases.
+
+        Raises:
+            KeyError: no noised sum of that purpose is planned, or its noise is not solved yet.
+        """
+        events = [line.event for line in self.planned if line.purpose == purpose]
+        noises = [event.noise_multiplier for event in events if isinstance(event, NoisedEvent)]
+        if not noises or noises[0] is None:
+            raise KeyError(purpose)
+        return noises[0]
+
+    def with_noise(self, noise_multiplier: float) -> ClientSchedule:
+        """The schedule with every unsolved noise set to this one."""
+        return replace(self, planned=tuple(line.with_noise(noise_multiplier) for line in self.planned))
+
+
+def calibrate(
+    schedules: Sequence[ClientSchedule],
+    accountant: Accountant,
+    on_progress: Callable[[int, int], None] | None = None,
+    cache: CalibrationCache | None = None,
+) -> list[ClientSchedule]:
+    """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
+
+    Args:
+        schedules: one for each client; releases with noise_multiplier None share the client's one free noise.
+            Schedules without any come back as they are; with an infinite target the noise is 0 (a run without
+            privacy).
+        accountant: the one that will report, too.
+        on_progress: called with (solved, all) different schedules, and often while one is solved; equal ones are
+            solved once.
+        cache: noises that were solved before; new ones are kept in it.
+    Returns:
+        The schedules in order, with every noise set.
+
+    **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to,
+    composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
+    cache is composed again, too, and solved anew if it does not fit; that it is the smallest rests on its entry.
+
+    `Unprotected` releases are left out, and nothing else is: no noise makes the epsilon of such a schedule finite. The
+    other releases get the noise with which they alone fit the target, so that methods which release something without
+    noise can be reproduced. What the whole schedule costs is `accountant.epsilon(schedule.events(), delta)`: infinite.
+
+    **Privacy** Arithmetic on public facts.
+
+    Raises:
+        UserError: epsilon <= 0, delta outside (0, 1), or a target at or below what the accountant can certify
+            beside the releases whose noise is given; the message names that floor.
+
+    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
+    >>> round(calibrate([run], get_accountant("gdp"))[0].noise_multiplier("train"), 3)
+    7.461
+    """
+    for schedule in schedules:
+        _check(schedule)
+    protected = [schedule.protected for schedule in schedules]
+    different = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
+    solved: dict[ClientSchedule, float] = {}
+    for start in range(0, len(different), accountant.together):
+        chunk = different[start : start + accountant.together]
+
+        def tell(done: int = len(solved)) -> None:
+            if on_progress is not None:
+                on_progress(done, len(different))
+
+        known = {} if cache is None else _still_fitting(chunk, accountant, cache)
+        left = [schedule for schedule in chunk if schedule not in known]
+        found = _certified(left, _smallest_noise(left, accountant, tell), accountant)
+        new = dict(zip(left, found, strict=True))
+        if cache is not None and any(new.values()):
+            cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
+        for schedule, noise in (known | new).items():
+            solved[schedule] = noise
+            tell(len(solved))
+    pairs = zip(schedules, protected, strict=True)
+    return [schedule.with_noise(solved[own]) if own in solved else schedule for schedule, own in pairs]
+
+
+def cut_to_budgets(
+    schedules: Sequence[ClientSchedule],
+    accountant: Accountant,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[ClientSchedule]:
+    """The schedules with no more of the most frequent noised sum than the budget pays beside all others.
+
+    For noises that are given; where one is free, `calibrate` makes the whole schedule fit. As there, `Unprotected`
+    releases are left out.
+
+    Args:
+        schedules: one for each client; those with a free noise or an infinite target come back as they are.
+        accountant: the one that will report, too.
+        on_progress: called with (counted, all) clients.
+
+    **Privacy** Arithmetic on public facts.
+
+    Raises:
+        UserError: the other releases alone exceed a budget.
+
+    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
+    >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
+    4
+    """
+    fixed = [
+        i
+        for i, own in enumerate(schedules)
+        if math.isfinite(own.target_epsilon) and not any(line.unsolved for line in own.planned)
+    ]
+    mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
+    beside = [
+        replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main)).protected
+        for i, main in zip(fixed, mains, strict=True)
+    ]
+    offers = [
+        (main.event, own.target_epsilon, own.delta, own.events()) for main, own in zip(mains, beside, strict=True)
+    ]
+    most = max((main.count for main in mains), default=0)
+    counts = affordable_counts(offers, accountant, most, on_progress)
+    for i, main, others, count in zip(fixed, mains, beside, counts, strict=True):
+        if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
+            raise _below_floor(others, floor, accountant)
+        shorter = replace(main, count=min(count, main.count))
+        cut[i] = replace(cut[i], planned=tuple(shorter if line is main else line for line in cut[i].planned))
+    return cut
+
+
+def affordable_count(
+    event: Event, target_epsilon: float, delta: float, accountant: Accountant, before: Sequence[Event] = ()
+) -> int:
+    """How many releases of a fixed noise fit: the largest n with epsilon(before + n * event) <= target.
+
+    Args:
+        event: one release, its noise given.
+        target_epsilon: >= 0; inf is no budget.
+        delta: in (0, 1).
+        accountant: the one that will report, too.
+        before: what is released in any case.
+    Returns:
+        The count; `sys.maxsize` where there is no limit.
+
+    **Privacy** Arithmetic on public facts.
+
+    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, get_accountant("gdp"))
+    4
+    """
+    most = count = 1
+    while count == most and most <= _NO_LIMIT and math.isfinite(target_epsilon):
+        most *= 2
+        (count,) = affordable_counts([(event, target_epsilon, delta, before)], accountant, most)
+    return sys.maxsize if count == most or math.isinf(target_epsilon) else count
+
+
+def affordable_counts(
+    offers: Sequence[Offer],
+    accountant: Accountant,
+    most: int,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> list[int]:
+    """`affordable_count` of many clients, each at most `most`, a batch of them at a time.
+
+    Args:
+        offers: each client's (event, target_epsilon, delta, what it releases in any case).
+        accountant: the one that will report, too.
+        most: nobody is offered more, >= 0.
+        on_progress: called with (counted, all) clients.
+    """
+    counts: list[int] = []
+    for start in range(0, len(offers), accountant.together):
+        chunk = offers[start : start + accountant.together]
+        found = _largest_counts(chunk, accountant, most)
+        for (event, target, delta, before), count in zip(chunk, found, strict=True):
+            while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
+                count -= 1  # `search` is not the last word
+            counts.append(count)
+        if on_progress is not None:
+            on_progress(len(counts), len(offers))
+    return counts
+
+
+def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) -> list[int]:
+    """Bisection of all clients together; most of them afford everything, so that is asked first."""
+    fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
+    too_many, asked = [most + 1] * len(offers), [most] * len(offers)
+    while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
+        queries = [([*offers[i][3], repeated(offers[i][0], asked[i])], offers[i][2]) for i in undecided]
+        for i, epsilon in zip(undecided, accountant.search(queries), strict=True):
+            if epsilon <= offers[i][1]:
+                fitting[i] = asked[i]
+            else:
+                too_many[i] = asked[i]
+            asked[i] = (fitting[i] + too_many[i]) // 2
+    return fitting
+
+
+def _check(schedule: ClientSchedule) -> None:
+    if any(line.unsolved for line in schedule.planned):
+        require(
+            schedule.target_epsilon > 0,
+            "epsilon",
+            "be above 0",
+            schedule.target_epsilon,
+            "null is no budget.",
+        )
+        pure = schedule.delta == 0 and not any(isinstance(line.event, GaussianEvent) for line in schedule.planned)
+        if math.isfinite(schedule.target_epsilon) and not pure:
+            require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records.")
+    for line in schedule.planned:
+        require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
+
+
+def _still_fitting(
+    schedules: Sequence[ClientSchedule], accountant: Accountant, cache: CalibrationCache
+) -> dict[ClientSchedule, float]:
+    """The cached noises that fit, whoever wrote them."""
+    held = {s: noise for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise}
+    if not held:
+        return {}
+    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in held.items()])
+    return {s: noise for (s, noise), epsilon in zip(held.items(), epsilons, strict=True) if epsilon <= s.target_epsilon}
+
+
+def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], accountant: Accountant) -> list[float]:
+    """The noises rounded up, and on until the accountant's own epsilon is within the target."""
+    found, step, left = list(map(float, noises)), _TOLERANCE, list(range(len(schedules)))
+    while left:
+        found = [_rounded_noise(noise) for noise in found]
+        queries = [(schedules[i].with_noise(found[i]).events(), schedules[i].delta) for i in left]
+        bounds = zip(left, accountant.bounds(queries), strict=True)
+        left = [i for i, (epsilon, _) in bounds if not epsilon <= schedules[i].target_epsilon]
+        for i in left:
+            if not 0 < found[i] < _MOST_NOISE:
+                raise RuntimeError(f"no noise could be certified for {schedules[i]}")
+            found[i] *= 1 + step
+        step *= 2
+    return found
+
+
+def _rounded_noise(noise: float) -> float:
+    return rounded_up(noise, _DIGITS - 1 - math.floor(math.log10(noise))) if noise > 0 else noise
+
+
+def _smallest_noise(
+    schedules: Sequence[ClientSchedule], accountant: Accountant, tell: Callable[[], None]
+) -> np.ndarray:
+    """Noise multipliers just above the smallest that fit, [clients]; 0 where any fits."""
+    target = np.array([schedule.target_epsilon for schedule in schedules])
+
+    def excess(log_noise: np.ndarray, client: np.ndarray) -> np.ndarray:
+        """log(epsilon / target): decreasing, nearly linear in the logarithm of the noise."""
+        noised = [schedules[i].with_noise(math.exp(x)) for i, x in zip(client, log_noise, strict=True)]
+        epsilon = accountant.search([(schedule.events(), schedule.delta) for schedule in noised])
+        tell()
+        return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
+
+    noise = np.zeros(len(schedules))
+    bounded = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon)]
+    least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
+    for i, too_much in zip(bounded, least, strict=True):
+        if too_much > 0:
+            raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
+    solve = [i for i in bounded if _unsolved_steps(schedules[i])]
+    if not solve:
+        return noise
+    client = np.array(solve)
+    guess = np.array([_guess(schedules[i]) for i in solve])
+    bracket = elementwise.bracket_root(excess, guess - 0.2, guess + 0.2, args=(client,)).bracket
+    tolerances = {"xatol": _TOLERANCE, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0}
+    root = elementwise.find_root(excess, bracket, args=(client,), tolerances=tolerances)
+    if not root.success.all():
+        raise RuntimeError(f"calibration found no root for {schedules[client[int(np.argmin(root.success))]]}")
+    above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
+    noise[client] = np.exp(np.where(root.f_x <= 0, root.x, above))
+    return noise
+
+
+def _unsolved_steps(schedule: ClientSchedule) -> int:
+    """Noised steps whose noise is to be solved."""
+    lines = [line for line in schedule.planned if line.unsolved]
+    return sum(line.count * line.event.steps for line in lines if isinstance(line.event, NoisedEvent))
+
+
+def _guess(schedule: ClientSchedule) -> float:
+    """Log of the noise that the central limit asks for: good to a third where it matters."""
+    events = [event for event in schedule.events() if isinstance(event, GaussianEvent)]
+    if not events:  # pure epsilons add up
+        steps = sum(event.steps for event in schedule.events() if isinstance(event, LaplaceEvent))
+        return math.log(min(max(steps / schedule.target_epsilon, 1e-3), 1e6))
+    square = sum(event.steps * event.sample_rate**2 for event in events if event.noise_multiplier is None)
+    noise = math.sqrt(square * -2 * math.log(schedule.delta)) / schedule.target_epsilon
+    return math.log(min(max(noise, 0.4), 1e6))
+
+
+def _below_floor(schedule: ClientSchedule, floor: float, accountant: Accountant) -> UserError:
+    given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
+    cause = f"what {given} costs with the given noise" if given else f"the least that {accountant.name} can certify"
+    above = f"{floor:g}, {cause}" if floor < 1e299 else f"{cause}, which nothing bounds,"
+    return UserError(
+        f"`epsilon` must be above {above} at delta {schedule.delta:g}, "
+        f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."
+    )

@@ -1,0 +1,42 @@
+"""Epsilons of a running federation, read off the schedule: each curve is computed once, then looked up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from dpfl_lightning.privacy.accounting.accountant import Accountant
+from dpfl_lightning.privacy.accounting.events import Unprotected, repeated
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+
+
+class SpentEpsilon:
+    """What a client has spent after so many releases of each purpose.
+
+    Live values for progress and curves, nowhere above what the whole schedule costs, and infinite from the first
+    `Unprotected` release on; the ledger is composed again for the final ones.
+    """
+
+    def __init__(self, accountant: Accountant) -> None:
+        self.accountant = accountant
+        self._curves: dict[tuple, np.ndarray] = {}
+        self._whole: dict[ClientSchedule, float] = {}
+
+    def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
+        """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
+        counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
+        if any(isinstance(line.event, Unprotected) and counts[line.purpose] for line in schedule.planned):
+            return math.inf
+        schedule = schedule.protected  # what is not protected has not been released yet
+        if not any(counts[line.purpose] for line in schedule.planned):
+            return 0.0
+        main = max(schedule.planned, key=lambda line: line.count)
+        before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)
+        key = (main, schedule.delta, before)
+        if key not in self._curves:
+            self._curves[key] = self.accountant.curve(main.event, range(main.count + 1), schedule.delta, before)
+        if schedule not in self._whole:
+            self._whole[schedule] = float(self.accountant.search([(schedule.events(), schedule.delta)])[0])
+        return min(float(self._curves[key][counts[main.purpose]]), self._whole[schedule])

@@ -1,0 +1,486 @@
+"""Exact clipped sums of per-record gradients, without the work that only a summed gradient needs.
+
+One forward with weights that require no gradient, one backward to the outputs of the layers with parameters;
+each record's gradients then follow layer by layer (`layer_rules.py`). Hooks on an ordinary backward compute
+summed weight gradients besides, which nobody reads. A convolution on a CPU has a backward pass of its own, which
+skips the zeros that max-pooling leaves (`sparse_conv.py`). `clipped_sum_for` holds the result to `VmapClippedSum` on
+random data before it trusts it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.privacy.clipping.gradient_sums import ChunkGradients, Totals
+from dpfl_lightning.privacy.clipping.isolation import CROWD, in_companies
+from dpfl_lightning.privacy.clipping.layer_rules import (
+    RULES,
+    ByName,
+    Inputs,
+    Rule,
+    Unsupported,
+    any_module_rule,
+    conv2d_backward,
+    conv2d_dx,
+    has_own_backward,
+)
+from dpfl_lightning.privacy.clipping.reference import (
+    DEFAULT_CHUNK,
+    ClippedSum,
+    Params,
+    SampleLoss,
+    VmapClippedSum,
+    chunks_of,
+    clip_factors,
+    cross_entropy_of,
+    evaluating,
+    require_proved,
+    wanted_of,
+)
+
+CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
+CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
+ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
+CROWD_NUMBERS = 1 << 20  # in the widest layer's inputs of the batch that a check looks at: more take seconds
+FEWEST_IN_A_CROWD = 24
+
+Calls = dict[str, Inputs]  # unit -> its inputs
+Edges = dict[str, GradientEdge]  # unit -> its output's place in the graph
+LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A module that owns trainable parameters itself, with all below it: what one rule explains."""
+
+    module: nn.Module
+    names: dict[str, str]  # of its trainable parameters: local -> in the net
+
+    @property
+    def rule(self) -> Rule:
+        return RULES.get(type(self.module), any_module_rule)
+
+    def gradients(self, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+        """Each record's gradients by the rule, under the parameters' names in the net."""
+        own = {local: params[full] for local, full in self.names.items() if full in params}
+        return self.in_net(self.rule(self.module, own, inputs, dy), params) if own else {}
+
+    def in_net(self, by_name: ByName, params: Params) -> ByName:
+        """Of gradients under local names those of `params`, under their names in the net."""
+        return {full: by_name[local] for local, full in self.names.items() if full in params}
+
+
+def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
+    """The highest modules of `net` that own trainable parameters, by name."""
+    if any(p.requires_grad for p in net.parameters(recurse=False)):
+        yield prefix[:-1], Unit(net, {n: prefix + n for n, p in net.named_parameters() if p.requires_grad})
+    else:
+        for name, child in net.named_children():
+            yield from _units(child, f"{prefix}{name}.")
+
+
+class _Seam(torch.autograd.Function):
+    """The identity on a layer's output at which a graph begins anew; behind it lies the layer's own backward pass.
+
+    No copy, and what follows may change the output in place. `anchor` requires a gradient, so every seam is passed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, anchor: Tensor, backward: LayerBackward | None, *inputs: Tensor) -> Tensor:
+        ctx.mark_dirty(output)
+        ctx.layer_backward = backward
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *dy: Tensor) -> tuple[Tensor | None, ...]:
+        dx = ctx.layer_backward(dy[0], ctx.needs_input_grad[3:]) if ctx.layer_backward else ()
+        return None, None, None, *dx
+
+
+class FastClippedSum:
+    """The same `ClippedSum` as `VmapClippedSum` by one exact rule a layer; `vmap` for modules without one.
+
+    When to use it: through `clipped_sum_for`, which checks that it is right for the model at hand.
+
+    Args:
+        net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
+        chunk: records a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum by rounding only.
+        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
+            CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
+        sparse: names of convolutions whose output gradients hold few numbers other than zero, as `sparse_layers` finds
+            them on random data. No private record has a say in how a pass is computed.
+
+    Guarantees:
+        Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in
+        the module that owns it, and each such module once in a forward.
+
+    Raises:
+        Unsupported: the model's structure defeats the rules.
+        UserError: `chunk` or `clip_norm` is not positive.
+
+    Reference:
+        Goodfellow (2015), https://arxiv.org/abs/1510.01799: norms of a product.
+        Li et al. (2022), https://arxiv.org/abs/2110.05679: ghost norms.
+        Rochette et al. (2019), https://arxiv.org/abs/1912.06015: records as groups of a convolution.
+
+    >>> net = nn.Linear(2, 2, bias=False)
+    >>> clipped_sum = FastClippedSum(net)
+    >>> params = {"weight": torch.zeros(2, 2)}
+    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=math.inf)
+    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
+    """
+
+    def __init__(
+        self,
+        net: nn.Module,
+        sample_loss: SampleLoss | None = None,
+        chunk: int | None = None,
+        channels_last: bool = True,
+        sparse: Collection[str] = (),
+    ) -> None:
+        require(chunk is None or chunk >= 1, "chunk", "be at least 1 record", chunk)
+        names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
+        shared = set(names) - {name for name, _ in net.named_parameters()}
+        if shared:
+            raise Unsupported(f"`{min(shared)}` is another module's parameter, too")
+        self.chunk = chunk
+        self._sample_loss = sample_loss or cross_entropy_of(net)
+        self._units = dict(_units(net))
+        self._known = {full for unit in self._units.values() for full in unit.names.values()}
+        self._pools = [m for m in net.modules() if isinstance(m, nn.MaxPool2d)] if channels_last else []
+        self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
+
+    def under_vmap(self) -> list[str]:
+        """The modules without a rule of their own, in words."""
+        others = {name: unit for name, unit in self._units.items() if unit.rule is any_module_rule}
+        return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
+
+    @torch.no_grad()  # but for the forward in `_gradients`
+    def __call__(
+        self,
+        params: Params,
+        x: Tensor,
+        y: Tensor,
+        clip_norm: float,
+        group: Tensor | None = None,
+        num_groups: int = 1,
+        norms: list[Tensor] | None = None,
+        order: int = 2,
+        only: Collection[str] | None = None,
+    ) -> Tensor:
+        require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
+        params = {name: p.detach() for name, p in params.items()}
+        if not params.keys() <= self._known:
+            raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
+        chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
+        x, wanted = self.enter(x), wanted_of(params, only)
+        totals = Totals(wanted, num_groups)
+        for rows in chunks_of(len(x), chunk):
+            grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), order)
+            require_proved(len(x), chunk, grads.terms)
+            sizes = grads.norms()
+            if norms is not None:
+                norms.append(sizes)
+            totals.add(grads, clip_factors(sizes, clip_norm), None if group is None else group[rows])
+        return totals.result()
+
+    def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
+        return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """`x` in the memory format that suits the net, for any forward of it."""
+        return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
+
+    def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
+        """What the rules read, by unit: the inputs `[B, ...]` and the gradient of the output `[B, ...]`, if any."""
+        dys: dict[str, Tensor] = {}
+        with torch.no_grad():
+            calls = self._pass(params, x, y, {}, {}, dys)
+        return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
+
+    def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
+        """The convolutions whose output gradients are mostly zeros on these records, which must not be private."""
+        signals = self.signals(params, x, y)
+        convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
+        return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
+
+    def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
+        """How many numbers at most enter a unit for one record."""
+        with self._watched({}, {}, {}) as (calls, _, _):
+            self._sample_loss(params, x[:1], y[:1])
+        return max(a[0].numel() for inputs in calls.values() for a in inputs)
+
+    def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
+        """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out."""
+        grads: ByName = {}
+        dys: dict[str, Tensor] = {}
+        calls = self._pass(params, x, y, wanted, grads, dys)
+        for name, dy in dys.items():
+            grads |= self._units[name].gradients(wanted, calls[name], dy)
+        if not grads:
+            raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
+        return grads
+
+    def _pass(
+        self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
+    ) -> Calls:
+        """One forward and backward: the units' inputs. Output gradients fill `dys`, or what follows from them `grads`.
+
+        Without wanted parameters, all of them fill `dys`.
+        """
+        with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
+            losses = self._sample_loss(params, x, y)
+        if losses.shape != (len(x),):
+            raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
+        begins: list[Any] = [*edges.values(), anchor]
+        *arrived, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
+        dys.update({name: dy for name, dy in zip(edges, arrived, strict=True) if dy is not None})
+        for name, inputs in calls.items():
+            if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
+                raise Unsupported(f"`{name}` does not take and give one row for each record")
+        return calls
+
+    @contextmanager
+    def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
+        """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
+
+        A convolution on a CPU gets a backward pass of its own instead of an edge, which fills `grads`, or `dys` if
+        no gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
+        """
+        calls: Calls = {}
+        edges: Edges = {}
+        anchor = torch.zeros((), requires_grad=True)
+
+        def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
+            def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+                if name in calls:
+                    raise Unsupported(f"`{name}` is used twice in one forward")
+                if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
+                    raise Unsupported(f"`{name}` does not go from tensors to one tensor")
+                calls[name] = plain = tuple(a.detach() for a in inputs)  # what keeps a graph alive makes a circle
+                if output.device.type == "cpu" and has_own_backward(module):
+                    weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
+
+                    def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                        if not wanted:
+                            dys[name] = dy
+                            return (conv2d_dx(module, weight, plain[0], dy) if needs[0] else None,)
+                        by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0], name in self.sparse)
+                        grads.update(unit.in_net(by_name, wanted))
+                        return (dx,)
+
+                    return _Seam.apply(output.detach(), anchor, own_backward, *inputs)
+                begun = output if output.requires_grad else _Seam.apply(output, anchor, None)
+                edges[name] = get_gradient_edge(begun)
+                return begun
+
+            return hook
+
+        handles = [unit.module.register_forward_hook(watch(name, unit)) for name, unit in self._units.items()]
+        handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
+        try:
+            yield calls, edges, anchor
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _channels_last(x: Tensor) -> Tensor:
+    """`x` `[B, C, H, W]` with channels innermost in memory; one always is, but its strides must say so."""
+    if x.shape[1] > 1:
+        return x.contiguous(memory_format=torch.channels_last)
+    height, width = x.shape[2:]
+    return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
+
+
+def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
+    """Hand max-pool's backward its gradient in channels-last, as its input was: 5 times faster than mixed."""
+    form = torch.channels_last
+    if isinstance(output, Tensor) and output.requires_grad and output.is_contiguous(memory_format=form):
+        output.register_hook(lambda grad: grad.contiguous(memory_format=form))
+
+
+# --- the choice
+
+
+def clipped_sum_for(
+    net: nn.Module,
+    sample_loss: SampleLoss | None,
+    example_x: Tensor,
+    example_y: Tensor,
+    chunk: int | None = None,
+) -> tuple[ClippedSum, str]:
+    """The fastest clipped sum that is right for this model, and in words which one and why.
+
+    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records, alone and among
+    others that try to reach them, and parameters near the net's, to 1e-8 relative in float64 (1e-4 in float32 for a
+    model without float64); the reference otherwise, in which no record can reach another. Dropout layers are off in the
+    check.
+
+    Args:
+        net: the model; its trainable parameters are what `params` will hold.
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
+        example_x: records `[B, *X]`, B >= 0; only shape and dtype are read.
+        example_y: labels `[B, ...]`, likewise. Whole numbers are drawn from 0 and 1.
+        chunk: records a pass, >= 1; None is what suits model and device, a function of shapes alone.
+
+    Returns:
+        The clipped sum, and the reason: "fast: ..." or "vmap: ...".
+
+    Privacy:
+        Reads no record: the check runs on random data.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
+    'fast: exact rules for all layers'
+    """
+    sample_loss = sample_loss or cross_entropy_of(net)
+    device = next(net.parameters()).device
+    why = ""
+    with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
+        for channels_last in (True, False):
+            try:
+                fast = FastClippedSum(net, loss, channels_last=channels_last)
+                apart = _apart(example[0], _answers(fast, *example), expected, tolerance)
+            except Exception as error:  # a user's forward may raise anything when it is watched
+                why = why or str(error).strip().split("\n")[0] or type(error).__name__
+                continue
+            if apart is None:
+                widest = fast.widest_input(*example)
+                if chunk is None and device.type == "cpu":
+                    chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // widest))
+                crowd = max(FEWEST_IN_A_CROWD, min(CROWD, CROWD_NUMBERS // widest))
+                reached = _reached_in_company(fast, *example, crowd, tolerance)
+                if reached is not None:
+                    why = f"what `{reached}` is given changes with the other records of a batch"
+                    break
+                rest = ", ".join(fast.under_vmap())
+                reason = "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
+                sparse = fast.sparse_layers(*example) if device.type == "cpu" else []
+                return FastClippedSum(net, sample_loss, chunk, channels_last, sparse), reason
+            why = why or f"the gradient of `{apart}` is not what the layers' rules give"
+    return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {why}"
+
+
+def _dropout_of(net: nn.Module) -> list[nn.Module]:
+    """Two passes must see one model. Dropout inside a unit stays on, to fail the check: no rule covers it."""
+    inside = {id(m) for _, unit in _units(net) for m in unit.module.modules()}
+    return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
+
+
+Example = tuple[Params, Tensor, Tensor]
+
+
+def _reference_answers(
+    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
+) -> tuple[SampleLoss, Example, list[Tensor], float]:
+    """The loss, a random example, the reference's answers to it, and how close others must come.
+
+    In float64 rounding cannot be mistaken for an error, nor push an activation across a kink.
+    """
+
+    def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
+        loss, example = _in(dtype, net, sample_loss), random_example(net, x, y, dtype)
+        return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
+
+    try:
+        return answered(torch.float64, 1e-8)
+    except Exception:  # of a device or loss without float64; any other comes back
+        return answered(torch.float32, 1e-4)
+
+
+def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:
+    """The loss with frozen parameters and buffers in `dtype`, too."""
+    fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
+    fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
+    return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
+
+
+def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
+    """Parameters moved off zeros and symmetries, and three random records, on the net's device."""
+    gen = torch.Generator().manual_seed(0)
+    device = next(net.parameters()).device
+    tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
+
+    def like(example: Tensor, high: int) -> Tensor:
+        shape = (3, *example.shape[1:])
+        if example.is_floating_point():
+            return torch.randn(shape, generator=gen).to(device, dtype)
+        return torch.randint(high, shape, generator=gen).to(device, example.dtype)
+
+    params = {name: p.detach().to(dtype) for name, p in net.named_parameters() if p.requires_grad}
+    for name, p in params.items():
+        params[name] = p + 0.05 * torch.randn(p.shape, generator=gen).to(device, dtype)
+    return params, like(x, tokens), like(y, 2)
+
+
+def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> list[Tensor]:
+    """What tells two clipped sums apart: gradients in full, and clipped ones, record by record."""
+    each = torch.arange(len(x), device=x.device)
+    clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
+    return [clipped_sum(params, x, y, clip_norm, each, len(x), order=order) for clip_norm, order in clips]
+
+
+def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
+    """The first parameter in which some record's gradients differ by more than rounding, if there is one."""
+    for mine, true in zip(ours, expected, strict=True):
+        sizes = [p.numel() for p in params.values()]
+        whole = true.norm(dim=1)
+        for name, a, b in zip(params, mine.split(sizes, dim=1), true.split(sizes, dim=1), strict=True):
+            # A parameter whose gradient is zero but for rounding is measured against the whole gradient.
+            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * whole)).all():
+                return name
+    return None
+
+
+def _reached_in_company(
+    fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
+) -> str | None:
+    """The first unit whose inputs or output gradient for a record of `x` change with the other records of a pass.
+
+    The rules read nothing else, and read it record by record.
+    """
+    alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
+
+    def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
+        for name, found in fast.signals(params, some_x, some_y).items():
+            for own, true in zip(found, zip(*(one[name] for one in alone), strict=True), strict=True):
+                expected = torch.cat(true).flatten(1).to(params_dtype)
+                apart = (own[places].flatten(1) - expected).norm(dim=1)
+                if not (apart <= tolerance * expected.norm(dim=1)).all():
+                    return name
+        return None
+
+    params_dtype = next(iter(params.values())).dtype  # inputs may be whole numbers
+    return next(filter(None, in_companies(look, x, y, most)), None)
+
+
+def keep_freed_memory() -> bool:
+    """Let this process keep freed tensors' memory for the next ones, not return it many times a step.
+
+    Per-record gradients are large and short-lived. By default glibc gives them back to the system at once and
+    each chunk pays for fresh pages (1,500 page faults a pass). When to use it: once, in a process that trains
+    on a CPU; it then holds on to at most 512 MiB more.
+
+    Returns:
+        Whether it was done: only glibc has the switch; elsewhere nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return False
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD in malloc.h
+    return bool(mallopt(trim_threshold, 512 << 20) and mallopt(mmap_threshold, 32 << 20))

@@ -1,0 +1,93 @@
+"""What a chunk of records adds to a clipped sum: norms over all parameters, and sums `[G, P]`."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.kernels.float64_sums import Products, summing_dtype
+from dpfl_lightning.privacy.clipping.layer_rules import ByName, Grads
+from dpfl_lightning.privacy.clipping.reference import Params
+
+
+class ChunkGradients:
+    """The gradients of a chunk's records with respect to several parameters.
+
+    Those that are products in float32 on a CPU are measured and summed together, which saves many small operations.
+
+    Args:
+        grads: parameter -> its gradients, at least one.
+        order: of the norm, 2 or 1.
+    """
+
+    def __init__(self, grads: ByName, order: int) -> None:
+        self.order = order
+        self.by_name = {name: own.measurable(order) for name, own in grads.items()}
+        pairs = {name: pair for name, own in self.by_name.items() if (pair := _float32_pair(own)) is not None}
+        self.together = list(pairs)
+        self.products = Products(list(pairs.values())) if pairs else None
+        self.alone = {name: own for name, own in self.by_name.items() if name not in pairs}
+
+    @property
+    def terms(self) -> int:
+        """The most terms of one gradient that are summed with those of other records."""
+        return max(own.terms for own in self.by_name.values())
+
+    def norms(self) -> Tensor:
+        """`|g_j|` over all parameters, `[B]` in float64, infinite or NaN where it is not finite."""
+        powers = [own.norms(self.order).pow(self.order) for own in self.alone.values()]
+        if self.products is not None:
+            powers.append(self.products.powers(self.order))
+        total = functools.reduce(torch.add, powers)
+        return total.sqrt() if self.order == 2 else total
+
+
+class Totals:
+    """The sums `[G, P]` in float64 as their chunks come in, parameter by parameter."""
+
+    def __init__(self, params: Params, num_groups: int) -> None:
+        like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
+        self._sums = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
+        self._parts = dict(zip(params, self._sums.split([p.numel() for p in params.values()], dim=1), strict=True))
+        self._elsewhere: dict[tuple[str, tuple[int, ...]], tuple[Grads, Tensor]] = {}  # (parameter, order) -> ...
+
+    def add(self, chunk: ChunkGradients, factors: Tensor, group: Tensor | None) -> None:
+        """Add a chunk's gradients with their factors `[B]` to their groups `[B]`."""
+        if len(self._sums) == 1:
+            group = None
+        elif group is None:
+            group = torch.zeros_like(factors, dtype=torch.long)
+        for name, own in chunk.alone.items():
+            own.add(self._place(name, own, strided=False), factors, group)
+        if chunk.products is not None:
+            places = [self._place(name, chunk.by_name[name], strided=True) for name in chunk.together]
+            chunk.products.add(places, factors, group)
+
+    def _place(self, name: str, own: Grads, strided: bool) -> Tensor:
+        """Where a parameter's sum grows, `[G, n]`: in the result, if its numbers come in order.
+
+        Args:
+            strided: whether rows may be apart from each other, as in the result.
+        """
+        part, key = self._parts[name], (name, own.order)
+        if not own.order and (strided or part.is_contiguous()):
+            return part
+        if key not in self._elsewhere:
+            self._elsewhere[key] = own, torch.zeros_like(part, memory_format=torch.contiguous_format)
+        return self._elsewhere[key][1]
+
+    def result(self) -> Tensor:
+        """`[G, P]` in the order of the parameters; zeros for those without gradients."""
+        for (name, _), (own, total) in self._elsewhere.items():
+            arranged = own.arranged(total)
+            self._parts[name].unflatten(1, arranged.shape[1:]).add_(arranged)
+        return self._sums
+
+
+def _float32_pair(own: Grads) -> tuple[Tensor, Tensor] | None:
+    """What `Products` takes, if the gradients have that form."""
+    pair = own.pair()
+    fits = pair is not None and pair[1].device.type == "cpu" and pair[0].dtype == pair[1].dtype == torch.float32
+    return pair if fits else None

@@ -1,0 +1,359 @@
+"""Each record's gradient with respect to one layer, from the layer's input and the gradient of its output.
+
+A rule (`RULES`) is one formula a layer type. It answers with gradients in the form that is cheapest to keep:
+in full, or as the factors of a product, whose norm and weighted sum need no full gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, vjp, vmap
+from torch.nn import functional as F
+
+from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
+from dpfl_lightning.privacy.clipping.reference import CANCELLING
+
+NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
+LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
+
+
+class Unsupported(Exception):
+    """The fast pass cannot serve this model; the message says why."""
+
+
+# --- gradients in the form that is cheapest to keep
+
+
+class Grads(Protocol):
+    """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
+
+    @property
+    def terms(self) -> int:
+        """Terms of one gradient that are summed together with those of the other records."""
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """Which dimensions of a sum `[G, ...]` are those of the parameter; empty if it is in order already."""
+
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        """Left `[B, p]` and right `[B, d]`, if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
+
+    def measurable(self, order: int) -> Grads:
+        """The same gradients in a form that has norms of this order."""
+
+    def norms(self, order: int = 2) -> Tensor:
+        """Norms `|g_j|` in float64, `[B]`: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
+
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); nothing where a factor is 0.
+
+        Args:
+            totals: `[G, n]` float64, contiguous, to be put in order by `arranged`.
+            factors: `[B]` float64.
+            group: `[B]` int64.
+        """
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        """A view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
+
+
+def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`values` `[B, ...]` in the dtype of sums and a scale `[B]`, whose product is `values`.
+
+    Squares of float32 numbers need no scale in float64. Numbers that have the dtype of sums already are divided by the
+    largest one of their record, so that their squares neither under- nor overflow.
+    """
+    wide = values.to(summing_dtype(values))
+    if values.dtype != wide.dtype:
+        return wide, wide.new_ones(len(wide))
+    largest = wide.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(wide.dtype).tiny)
+    return wide / largest.view(-1, *[1] * (wide.dim() - 1)), largest
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Gradients in full, `[B, ...]`; `order` permutes a sum `[G, ...]` into the parameter's dimensions."""
+
+    grads: Tensor
+    order: tuple[int, ...] = ()
+    terms = 1
+
+    def pair(self) -> tuple[Tensor, Tensor]:
+        return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
+
+    def measurable(self, order: int) -> Grads:
+        return self
+
+    def norms(self, order: int = 2) -> Tensor:
+        return row_norms(self.grads.flatten(1), order)
+
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        totals += one_hot(factors, group, len(totals)) @ kept(self.grads.flatten(1), factors)
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return totals.view(-1, *self.grads.shape[1:]).permute(self.order) if self.order else totals
+
+
+@dataclass(frozen=True)
+class Outer:
+    """`g_j = sum_t l_jt r_jt^T`, never formed; `left` `[B, T, p]`, `right` `[B, T, d]`.
+
+    `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
+    has no such form: for T > 1 the gradients are formed. `order` permutes a sum viewed as `[G, *shape]`, as in `Dense`.
+
+    Where positions cancel, rounding leaves more of a gradient than the exact sum. So the square of a norm is enlarged
+    by what rounding may have taken, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds the
+    rounding of a sum over records (not in float64, which is for checks): 5e-7 of a norm where all T positions agree,
+    T times that where they are unrelated, and more where they cancel.
+    """
+
+    left: Tensor
+    right: Tensor
+    shape: tuple[int, ...] = ()
+    order: tuple[int, ...] = ()
+
+    @property
+    def terms(self) -> int:
+        return self.left.shape[1]
+
+    def pair(self) -> tuple[Tensor, Tensor] | None:
+        return (self.left[:, 0], self.right[:, 0]) if self.terms == 1 else None
+
+    def measurable(self, order: int) -> Grads:
+        if order == 2 or self.terms == 1:
+            return self
+        formed = torch.bmm(self.left.mT, self.right)
+        return Dense(formed.view(len(formed), *self.shape) if self.order else formed, self.order)
+
+    def norms(self, order: int = 2) -> Tensor:
+        (left, left_scale), (right, right_scale) = _scaled(self.left), _scaled(self.right)
+        lengths = torch.linalg.vector_norm(left, ord=order, dim=2) * torch.linalg.vector_norm(right, ord=order, dim=2)
+        uncancelled = lengths.sum(dim=1)
+        if self.terms == 1:
+            return uncancelled * left_scale * right_scale
+        assert order == 2, "gradients with an L1 norm are formed: see `measurable`"
+        squared = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
+        products = self.terms**2 + left.shape[2] + right.shape[2]
+        taken = 2 * products * torch.finfo(left.dtype).eps + (self.left.dtype != left.dtype) * CANCELLING**-2
+        return (squared + taken * uncancelled.square()).clamp(min=0).sqrt() * left_scale * right_scale
+
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        left, right = kept(self.left, factors) * factors[:, None, None], kept(self.right, factors)
+        by_group = totals.view(len(totals), left.shape[2], right.shape[2])
+        if group is None:
+            by_group[0].addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
+        elif totals.device.type == "cpu":  # one product a record: what it costs does not depend on the groups
+            for j, row in enumerate(group.tolist()):
+                by_group[row].addmm_(left[j].mT, right[j])
+        else:
+            chosen = one_hot(torch.ones_like(factors), group, len(totals))
+            by_group += (chosen[:, :, None, None] * left).flatten(1, 2).mT @ right.flatten(0, 1)
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return totals.view(-1, *self.shape).permute(self.order) if self.order else totals
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Gradients of a table: `g_j[r]` is the sum of `dy_jt` over t with `ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
+
+    Places that read the same row are merged into the first of them, so that nothing is left that could cancel.
+    """
+
+    ids: Tensor
+    dy: Tensor
+    rows: int
+    terms, order = 1, ()
+
+    @classmethod
+    def merged(cls, ids: Tensor, dy: Tensor, rows: int) -> Lookup:
+        same = ids[:, :, None] == ids[:, None, :]
+        first = ~same.tril(-1).any(dim=2)
+        return cls(ids, torch.where(first[:, :, None], same.to(dy.dtype) @ dy, 0.0), rows)
+
+    def pair(self) -> None:
+        return None
+
+    def measurable(self, order: int) -> Grads:
+        return self
+
+    def norms(self, order: int = 2) -> Tensor:
+        return row_norms(self.dy.flatten(1), order)
+
+    def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
+        dy = kept(self.dy, factors) * factors[:, None, None]
+        places = self.ids if group is None else self.ids + self.rows * group[:, None]
+        totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
+
+    def arranged(self, totals: Tensor) -> Tensor:
+        return totals
+
+
+# --- rules
+
+Params = Mapping[str, Tensor]
+Inputs = tuple[Tensor, ...]
+ByName = dict[str, Grads]
+# (layer, its parameters by local name, its inputs, gradient of its output) -> gradients by local name
+Rule = Callable[[nn.Module, Params, Inputs, Tensor], ByName]
+
+
+def _never_form(steps: int, p: int, d: int) -> bool:
+    """Whether `Outer` beats `Dense`: `steps^2 (p + d)` products for Gram matrices, or `p d` numbers moved."""
+    return steps**2 * (p + d) < 32 * p * d
+
+
+def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dW_j = sum_t dy_jt x_jt^T`, `db_j = sum_t dy_jt`, for x `[B, ..., d]` and dy `[B, ..., p]`."""
+    x, dy = (a.reshape(len(a), math.prod(a.shape[1:-1]), a.shape[-1]) for a in (inputs[0], dy))
+    never = _never_form(dy.shape[1], dy.shape[2], x.shape[2])
+    return {"weight": Outer(dy, x) if never else Dense(torch.bmm(dy.mT, x)), "bias": Dense(dy.sum(1))}
+
+
+def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
+
+    In one of three ways: never formed, where the map is small beside the kernel; as one convolution whose
+    groups are the records; or as a matmul over patches, for few input channels and on accelerators.
+    """
+    assert isinstance(layer, nn.Conv2d)
+    (x,) = inputs
+    out, positions, depth = layer.out_channels, dy.shape[2] * dy.shape[3], layer.weight[0].numel()
+    window = (*layer.kernel_size, layer.in_channels)
+    if layer.groups == 1 and _never_form(positions, out, depth):
+        weight: Grads = Outer(dy.flatten(2).mT, _patches(layer, x, dy).mT, (out, *window), (0, 1, 4, 2, 3))
+    elif layer.groups > 1 or (x.device.type == "cpu" and layer.in_channels >= NARROW):
+        weight = Dense(_grouped_weight_grads(layer, x, dy))
+    elif out >= LANES:
+        product = torch.bmm(_patches(layer, x, dy), dy.flatten(2).mT)
+        weight = Dense(product.view(-1, *window, out), (0, 4, 3, 1, 2))
+    else:
+        product = torch.bmm(dy.flatten(2), _patches(layer, x, dy).mT)
+        weight = Dense(product.view(-1, out, *window), (0, 1, 4, 2, 3))
+    return {"weight": weight, "bias": Dense(dy.sum(dim=(2, 3)))}
+
+
+def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+    """Whether `conv2d_backward` can serve the layer."""
+    return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
+
+
+def conv2d_backward(
+    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
+) -> tuple[ByName, Tensor | None]:
+    """`conv2d_rule` and the gradient of the input together.
+
+    Args:
+        sparse: whether `dy` is known to hold few numbers other than zero (max-pooling), which makes both cheap.
+    """
+    if sparse and sparse_conv.suits(layer, x):
+        dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
+        return {"weight": Dense(dw, (0, 1, 4, 2, 3)), "bias": Dense(db)}, dx
+    return conv2d_rule(layer, {}, (x,), dy), conv2d_dx(layer, weight, x, dy) if need_dx else None
+
+
+def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradient of the input."""
+    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
+    wanted = [True, False, False]  # of input, weight and bias
+    return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
+
+
+def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
+    """`x` as the convolution sees it, padded in its own mode (zeros, "same", reflect, ...)."""
+    sides = layer._reversed_padding_repeated_twice
+    mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
+    return F.pad(x, sides, mode=mode) if any(sides) else x
+
+
+def _patches(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
+    """What each place of the kernel meets, `[B, kernel height * kernel width * C, positions]`."""
+    wide = layer.in_channels >= NARROW
+    x = _padded(layer, x).contiguous(memory_format=torch.channels_last if wide else torch.contiguous_format)
+    record, channel, row, column = x.stride()
+    (down, right), (apart_down, apart_right) = layer.stride, layer.dilation
+    windows = x.as_strided(
+        (len(x), *layer.kernel_size, layer.in_channels, *dy.shape[2:]),
+        (record, apart_down * row, apart_right * column, channel, down * row, right * column),
+    )
+    positions = dy.shape[2] * dy.shape[3]
+    if wide:  # copy along the channels, which lie side by side
+        return windows.permute(0, 4, 5, 1, 2, 3).reshape(len(x), positions, -1).mT
+    return windows.reshape(len(x), -1, positions)
+
+
+def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
+    """The gradients `[B, O, C / groups, kh, kw]`, as that of one convolution with B times the groups."""
+    padding = layer.padding
+    if layer.padding_mode != "zeros" or isinstance(padding, str):
+        x, padding = _padded(layer, x), (0, 0)
+    out, *kernel = layer.weight.shape
+    weight = x.new_empty(len(x) * out, *kernel)  # only its shape matters
+    _, grads, _ = torch.ops.aten.convolution_backward(
+        dy.reshape(1, -1, *dy.shape[2:]),
+        x.reshape(1, -1, *x.shape[2:]),
+        weight,
+        None,  # bias
+        layer.stride,
+        padding,
+        layer.dilation,
+        False,  # transposed
+        [0, 0],  # output padding
+        len(x) * layer.groups,
+        [False, True, False],  # of input, weight and bias, the gradient of the weight alone
+    )
+    return grads.view(len(x), out, *kernel)
+
+
+def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dgamma_j = sum_hw dy_j x^_j`, `dbeta_j = sum_hw dy_j`, with `x^` the normalised input."""
+    assert isinstance(layer, nn.GroupNorm)
+    normalised = F.group_norm(inputs[0], layer.num_groups, eps=layer.eps)
+    shape = (*dy.shape[:2], -1)
+    return {"weight": Dense((dy * normalised).reshape(shape).sum(2)), "bias": Dense(dy.reshape(shape).sum(2))}
+
+
+def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dgamma_j = sum_t dy_jt x^_jt`, `dbeta_j = sum_t dy_jt`, with `x^` the normalised input."""
+    assert isinstance(layer, nn.LayerNorm)
+    (x,) = inputs
+    normalised = F.layer_norm(x, layer.normalized_shape, eps=layer.eps)
+    shape = (len(x), -1, *layer.normalized_shape)
+    return {"weight": Dense((dy * normalised).reshape(shape).sum(1)), "bias": Dense(dy.reshape(shape).sum(1))}
+
+
+def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """`dW_j[r] = sum of dy_jt over the places t where record j holds token r`; none for the padding token."""
+    assert isinstance(layer, nn.Embedding)
+    if layer.scale_grad_by_freq or layer.sparse or layer.max_norm is not None:
+        raise Unsupported("an Embedding has scale_grad_by_freq, sparse or max_norm")
+    ids, dy = inputs[0].reshape(len(dy), -1), dy.reshape(len(dy), -1, dy.shape[-1])
+    if layer.padding_idx is not None:
+        dy = dy * (ids != layer.padding_idx)[:, :, None]
+    return {"weight": Lookup.merged(ids, dy, layer.num_embeddings)}
+
+
+def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
+    """Any module from tensors to one tensor: its vector-Jacobian product, record by record under `vmap`."""
+
+    def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
+        pulled = vjp(lambda p: functional_call(module, p, tuple(a[None] for a in inputs)), dict(params))
+        return pulled[1](dy[None])[0]
+
+    return {name: Dense(grads) for name, grads in vmap(pull_back)(dy, *inputs).items()}
+
+
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Linear: linear_rule,
+    nn.Conv2d: conv2d_rule,
+    nn.GroupNorm: group_norm_rule,
+    nn.LayerNorm: layer_norm_rule,
+    nn.Embedding: embedding_rule,
+}

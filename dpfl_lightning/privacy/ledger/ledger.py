@@ -1,0 +1,212 @@
+"""The append-only account of what each client has released: the only source of an epsilon that was spent."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.privacy.accounting.events import Event
+from dpfl_lightning.privacy.ledger import file as ledger_file
+from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
+
+_sync = getattr(os, "fdatasync", os.fsync)  # the new length of a file included; not every system has it
+
+
+class Ledger:
+    """Append-only lines, synced to disk before a client trains; one writer at a time.
+
+    Each line is chained to the one before, and `ledger.head` beside the file says how far it goes: see
+    `ledger_file.verify` for what that shows and what it does not.
+
+    Args:
+        path: of a new ledger, or of one to go on with, which is verified.
+        header: what its charges mean.
+        checkpoint: a head that it had earlier: it must still hold these lines.
+
+    **Guarantees** A charge that was returned from is on disk: a crash afterwards never under-reports. A torn last line
+    is one whose charge was never returned from, so nothing was released for it, and it is cut off; a whole line that
+    the head does not count yet is kept, and is paid.
+
+    **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
+    others.
+
+    Raises:
+        UserError: another process writes the same ledger; it was changed; it is another run's.
+    """
+
+    def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:
+        self.path = path
+        self._files = ExitStack()
+        self._file = self._files.enter_context(_locked(path))
+        self._paid: defaultdict[int, dict[str, list[Event]]] = defaultdict(dict)
+        self._events: defaultdict[int, list[Event]] = defaultdict(list)
+        self._charges: Counter[tuple[int, int]] = Counter()
+        try:
+            if checkpoint is None and not ledger_file.is_begun(path):
+                self._begin(header)
+            else:
+                self._go_on(header, checkpoint)
+        except BaseException:
+            self.close()
+            raise
+
+    def charge(self, charges: Sequence[Charge]) -> None:
+        """Write the charges and sync.
+
+        A write that fails closes the ledger: what lies on disk is then known again only after it is verified.
+        """
+        if not charges:
+            return
+        try:
+            self._append(list(ledger_file.charge_lines(charges, self.head.chain)))
+        except BaseException:
+            self.close()
+            raise
+        for charge in charges:
+            self._remember(charge)
+
+    def charges(self, client: int, round: int) -> int:
+        """How often the client was charged in that round: the number of its next charge."""
+        return self._charges[client, round]
+
+    def used(self, client: int, purpose: str) -> int:
+        """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
+        return len(self._paid[client].get(purpose, ()))
+
+    def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
+        """What the client has paid for, by purpose, in order."""
+        return {purpose: tuple(events) for purpose, events in self._paid[client].items()}
+
+    def events(self, client: int) -> list[Event]:
+        """Everything the client has paid for, in order."""
+        return list(self._events[client])
+
+    def close(self) -> None:
+        self._files.close()
+
+    def _begin(self, header: Header) -> None:
+        """Also over what a crash left of a first line."""
+        self._file.truncate(0)
+        self.head = Head(header.run, 0, "")
+        self._open_head()
+        self._append([ledger_file.header_line(header)])
+        sync_folder(self.path.parent)
+
+    def _go_on(self, header: Header, checkpoint: Head | None) -> None:
+        verified = ledger_file.verify(self.path, self._remember, checkpoint)
+        _check_same(self.path, verified.header, header)
+        if verified.head is None and verified.end.lines > 1:
+            raise UserError(
+                f"`{ledger_file.head_file(self.path)}` must lie beside the ledger, got no such file: whether lines "
+                "were cut off the ledger's end cannot be seen. Put it back, or start a new run."
+            )
+        self.head = verified.end
+        self._open_head()
+        self._file.truncate(verified.size)
+        if verified.head != verified.end:
+            self._write_head()
+
+    def _append(self, lines: Sequence[bytes]) -> None:
+        """On disk when it returns: first the lines, then that they are there."""
+        rest = memoryview(b"".join(lines))
+        while rest:
+            rest = rest[self._file.write(rest) :]
+        _sync(self._file.fileno())
+        self.head = Head(self.head.run, self.head.lines + len(lines), ledger_file.chain_of(lines[-1]))
+        self._write_head()
+
+    def _open_head(self) -> None:
+        self._head_file = os.open(ledger_file.head_file(self.path), os.O_WRONLY | os.O_CREAT, 0o666)
+        self._files.callback(os.close, self._head_file)
+
+    def _write_head(self) -> None:
+        os.pwrite(self._head_file, ledger_file.head_bytes(self.head), 0)
+        _sync(self._head_file)
+
+    def _remember(self, charge: Charge) -> None:
+        self._paid[charge.client].setdefault(charge.purpose, []).append(charge.event)
+        self._events[charge.client].append(charge.event)
+        self._charges[charge.client, charge.round] += 1
+
+
+def read_ledger(path: Path) -> list[Charge]:
+    """The charges of a ledger file, verified.
+
+    Raises:
+        UserError: it was changed: see `ledger_file.verify`.
+    """
+    charges: list[Charge] = []
+    ledger_file.verify(path, charges.append)
+    return charges
+
+
+def _locked(path: Path) -> FileIO:
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held, and locked, as long as the ledger)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise UserError(
+            f"`{path}` is being written by another run. Wait for it, or choose another --output_dir."
+        ) from None
+    return file
+
+
+def sync_folder(folder: Path) -> None:
+    """The names of new files in it, on disk when it returns."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _check_same(path: Path, begun: Header, now: Header) -> None:
+    """Refuse to go on with a run of another identity."""
+    fields = [{**header.identity, **vars(header), "run": None, "identity": None} for header in (begun, now)]
+    check_same(path.parent, *fields)
+
+
+def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Refuse to go on with the run in `folder`, which began with `begun`, with anything else.
+
+    Raises:
+        UserError: it says what differs.
+    """
+    if (difference := first_difference(begun, now)) is not None:
+        key, before, after = difference
+        raise UserError(
+            f"`{key}` must stay {_short(before)}, with which the run in {folder} began, got {_short(after)}. Only "
+            "fewer `rounds` are possible, to stop earlier; start a new run for anything else."
+        )
+
+
+def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
+    """The first key, dotted, at which two nested mappings differ, and both values; None if they are equal.
+
+    >>> first_difference({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1, 3]}})
+    ('a.c of client 1', 2, 3)
+    """
+    for key in dict.fromkeys([*begun, *now]):
+        before, after = begun.get(key), now.get(key)
+        if before == after:
+            continue
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            return first_difference(before, after, f"{prefix}{key}.")
+        if isinstance(before, list | tuple) and isinstance(after, list | tuple) and len(before) == len(after):
+            client = next(i for i, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1])
+            return f"{prefix}{key} of client {client}", before[client], after[client]
+        return f"{prefix}{key}", before, after
+    return None
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,389 @@
+"""The curves of a run as matplotlib figures, and the names of the metrics they are drawn from."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.plan import RunResult, Sketch
+from dpfl_lightning.federated.server.group_metrics import smallest
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+
+if TYPE_CHECKING:
+    from experiments.papers.experiment import Panel
+
+MOST_CLIENTS = 100  # more than this are shown as min, mean and max
+_MARKERS = "osD^vP*X<>hp"
+
+
+def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
+    """`name/07` for each client, or `name/min`, `name/mean`, `name/max` for many.
+
+    >>> per_client("per_client_epsilon", [1.0, 2.0])
+    {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
+    """
+    if len(values) <= MOST_CLIENTS:
+        return {f"{name}/{client:02}": value for client, value in enumerate(values)}
+    known = [value for value in values if value is not None]
+    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) if known else None for how in (min, fmean, max)}
+
+
+def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]:
+    """The curves of what strategies tell: `strategy/name` for a number, and for what each client has as `per_client`.
+
+    >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
+    {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
+    """
+    curves: dict[str, float | None] = {}
+    for name, value in told.items():
+        if isinstance(value, Tensor):
+            curves |= per_client(f"per_client_{name}", [None if math.isnan(one) else one for one in value.tolist()])
+        else:
+            curves[f"strategy/{name}"] = value
+    return curves
+
+
+def figures(
+    history: Callable[[str], Mapping[int, float]], result: RunResult, distilled: DistilledSet | None = None
+) -> dict[str, Figure]:
+    """Name -> figure, of those that have data.
+
+    Args:
+        history: metric name -> {round: value}, as logged.
+        result: for budgets, final accuracies, and what strategies told of the last round.
+        distilled: the set that the run made, if it made one.
+    """
+    drawn = {
+        "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
+        "accuracy_of_groups": _groups_figure(history, result),
+        "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
+        "accuracy_over_budget": _budget_figure(result),
+        "weights": _weights_figure(result),
+        "noise_estimated": _noise_figure(result),
+        "participation": _participation_figure(result),
+        "clients": None if result.sketch is None else _clients_figure(result.sketch, result),
+        "distilled_images": None if distilled is None else _images_figure(distilled),
+    }
+    for name in ("epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"):
+        if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
+            figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
+    return {name: figure for name, figure in drawn.items() if figure is not None}
+
+
+def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
+    """Peak memory in MiB by the number of clients."""
+    figure, axes = _axes("Peak memory of a run", "clients", "MiB")
+    clients = [int(count) for count in peak_mib]
+    axes.plot(clients, list(peak_mib.values()), marker="o")
+    for count, peak in zip(clients, peak_mib.values(), strict=True):
+        axes.annotate(f"{peak:,}", (count, peak), (0, 7), textcoords="offset points", fontsize=8, ha="center")
+    axes.set_ylim(0, 1.25 * max(peak_mib.values()))
+    _log_scale(axes, "x")
+    return figure
+
+
+def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
+    """Panels side by side; more than four in rows of three."""
+    across = len(panels) if len(panels) <= 4 else 3
+    down = math.ceil(len(panels) / across)
+    figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
+    figure.suptitle(textwrap.fill(title, 60 * across), fontsize=10)
+    for place, panel in enumerate(panels, start=1):
+        axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
+        _quiet(axes)
+        {"bars": _bars, "points": _points}.get(panel.kind, _lines)(axes, panel)
+        for which in panel.log:
+            _log_scale(axes, which)
+        if len(panel.series) > 1:
+            axes.legend(fontsize=7)
+    return figure
+
+
+def _lines(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
+        x, y, *band = zip(*points, strict=True)
+        axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
+        if band:
+            low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
+            axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
+
+
+def _points(axes: Any, panel: Panel) -> None:
+    for name, points in panel.series.items():
+        axes.scatter(*zip(*points, strict=True), s=30, alpha=0.7, linewidth=0, label=name)
+
+
+def _bars(axes: Any, panel: Panel) -> None:
+    names = list(dict.fromkeys(point[0] for points in panel.series.values() for point in points))
+    width = 0.8 / len(panel.series)
+    for number, (name, points) in enumerate(panel.series.items()):
+        places = [names.index(point[0]) + (number + 0.5) * width - 0.4 for point in points]
+        axes.bar(places, [point[1] for point in points], width, label=name)
+    axes.set_xticks(range(len(names)), [str(name) for name in names], fontsize=7 if len(names) > 12 else None)
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """The same bytes for the same figure."""
+    with rc_context({"svg.hashsalt": "dpfl_lightning", "svg.fonttype": "none"}):
+        figure.savefig(path, metadata={"Date": None})
+
+
+def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
+    test = history("overall/test_accuracy")
+    if not test:
+        return None
+    figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
+    curves = [history(f"per_client_accuracy/{name}") for name in _names(num_clients)]
+    rounds = [step for step in test if any(step in curve for curve in curves)]
+    if rounds:
+        spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
+        low, high = [min(values) for values in spread], [max(values) for values in spread]
+        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on own held-out records")
+    axes.plot(
+        list(test),
+        list(test.values()),
+        marker="o" if len(test) <= 30 else None,
+        markersize=3,
+        label="test set",
+    )
+    axes.legend()
+    return figure
+
+
+def _groups_figure(history: Callable[[str], Mapping[int, float]], result: RunResult) -> Figure | None:
+    """Of each true group over rounds; dashed: of a minority. Gray: how many clients their clusters have right."""
+    true = _true_groups(result)
+    curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
+    if not any(curves.values()):
+        return None
+    figure, axes = _axes("Accuracy of each true group, on the clients' own held-out records", "round", "accuracy")
+    few = smallest(list(true.values()))
+    for group, curve in curves.items():
+        style = "--" if group in few else "-"
+        axes.plot(list(curve), list(curve.values()), style, color=f"C{group % 10}", label=f"group {group}")
+    if matched := history("strategy/clustering_accuracy"):
+        look = {"color": "gray", "linewidth": 1, "zorder": 1, "label": "clients in the right cluster"}
+        axes.step(list(matched), list(matched.values()), where="post", **look)
+    axes.legend(fontsize=8)
+    return figure
+
+
+def _epsilon_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
+    curves = {name: history(f"per_client_epsilon/{name}") for name in _names(num_clients)}
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
+        return None
+    figure, axes = _axes("Epsilon spent, by client", "round", "epsilon")
+    names_at: dict[tuple[int, float], list[str]] = {}
+    for name, curve in curves.items():
+        axes.plot(list(curve), list(curve.values()), linewidth=1.2)
+        names_at.setdefault((max(curve), curve[max(curve)]), []).append(name)
+    ends = [epsilon for _, epsilon in names_at]
+    if max(ends) > 10 * min(ends) > 0:
+        _log_scale(axes, "y")
+    for end, names in names_at.items():  # clients with the same curve share a label
+        label = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        axes.annotate(label, end, (4, -2), textcoords="offset points", fontsize=7)
+    return figure
+
+
+def _budget_figure(result: RunResult) -> Figure | None:
+    points = [(c["epsilon_budget"], c["accuracy"], c["client"]) for c in result.clients]
+    points = [point for point in points if None not in point]
+    if not points:
+        return None
+    figure, axes = _axes("Accuracy on own held-out records, by client", "epsilon budget", "accuracy")
+    axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
+    budgets = [budget for budget, _, _ in points]
+    if max(budgets) > 10 * min(budgets):
+        _log_scale(axes, "x")
+    for budget, accuracy, client in points if len(points) <= MOST_CLIENTS else []:
+        axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
+    return figure
+
+
+def _weights_figure(result: RunResult) -> Figure | None:
+    """Of the last round, least noise first; nothing where all weigh the same."""
+    known = _told_of_clients(result, "weight")
+    if not known or max(known.values()) <= 1.001 * min(known.values()):
+        return None
+    order = sorted(known, key=lambda client: (result.clients[client]["noise_std"] or 0.0, client))
+    figure, axes = _axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
+    axes.grid(visible=False, axis="x")
+    if len(order) > MOST_CLIENTS:
+        axes.stairs([known[client] for client in order], fill=True)
+        return figure
+    models = sorted({result.clients[client]["model"] for client in order})
+    for model in models:
+        places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
+        axes.bar(places, [known[order[place]] for place in places], label=f"model {model}")
+    axes.set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8 if len(order) <= 40 else 4)
+    if len(models) > 1:
+        axes.legend()
+    else:
+        equal = axes.axhline(1 / len(order), color="gray", linewidth=1, linestyle="--")
+        axes.legend([equal], ["all weigh the same"])
+    return figure
+
+
+def _noise_figure(result: RunResult) -> Figure | None:
+    """What a strategy took each client's noise for, against what its mechanism says."""
+    estimated = _told_of_clients(result, "estimated_noise_std")
+    true = {client: result.clients[client]["noise_std"] for client in estimated}
+    clients = sorted((one for one in true if estimated[one] > 0 and true[one] > 0), key=true.__getitem__)
+    if not clients:
+        return None
+    figure, axes = _axes("Noise in each client's update: estimated against true", "true", "estimated")
+    figure.set_size_inches(6.5, 6.5)
+    x, y = [true[client] for client in clients], [estimated[client] for client in clients]
+    weights = _told_of_clients(result, "weight")
+    sizes = [20 + 1500 * weights.get(client, 0.0) for client in clients]  # square points
+    axes.scatter(x, y, s=sizes, alpha=0.4, linewidth=0.8, edgecolor="black", zorder=3)
+    ends = [0.75 * min(x + y), 1.35 * max(x + y)]
+    axes.plot(ends, ends, color="gray", linewidth=1, linestyle="--", zorder=1)
+    for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # on both sides, by turns
+        away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
+        how = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
+        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **how)
+    ratios = [one / other for one, other in zip(y, x, strict=True)]
+    words = (
+        "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
+        f"median {median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
+    )
+    axes.annotate(words, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color="dimgray")
+    for which in ("x", "y"):
+        _log_scale(axes, which)
+    axes.set(xlim=ends, ylim=ends)
+    return figure
+
+
+def _participation_figure(result: RunResult) -> Figure | None:
+    """Who was to take part how often and did, and what of its budget each has spent; largest quotas and budgets first.
+
+    Nothing where all took part equally often.
+    """
+    quota, taken = _told_of_clients(result, "quota"), _told_of_clients(result, "participations")
+    if len({*quota.values(), *taken.values()}) < 2:
+        return None
+    budget = {client: result.clients[client]["epsilon_budget"] for client in quota}
+    spent = {client: result.clients[client]["epsilon_spent"] for client in quota}
+    private = None not in (*budget.values(), *spent.values())
+    order = sorted(quota, key=lambda client: (-quota[client], -(budget[client] or 0.0), client))
+    figure = Figure(figsize=(7.5, 6.0 if private else 3.5), dpi=120, layout="constrained")
+    axes = figure.subplots(2 if private else 1, 1, sharex=True, squeeze=False)[:, 0]
+    axes[0].set_ylabel("rounds")
+    axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
+    _filled(axes[0], [quota[one] for one in order], [taken[one] for one in order], ("quota", "took part"))
+    equal = fmean(quota.values())
+    axes[0].axhline(equal, color="gray", linewidth=1, linestyle="--", label=f"equal quotas, {equal:.3g}")
+    if private:
+        axes[1].set_ylabel("epsilon")
+        _filled(axes[1], [budget[one] for one in order], [spent[one] for one in order], ("budget", "spent"))
+    axes[-1].set_xlabel("client, largest quota first")
+    if len(order) <= 40:
+        axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
+    for one, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
+        one.set_title(title, loc="left")
+        one.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
+        _quiet(one)
+        one.grid(visible=False, axis="x")
+        one.set_axisbelow(True)
+    return figure
+
+
+def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tuple[str, str]) -> None:
+    """A pale bar for each of `whole`, filled as far as `part`; of many one area."""
+    edges = [place - 0.5 for place in range(len(whole) + 1)]
+    for values, alpha, label in ((whole, 0.3, labels[0]), (part, 1.0, labels[1])):
+        if len(whole) <= MOST_CLIENTS:
+            axes.bar(range(len(whole)), values, color="C0", alpha=alpha, label=label)
+        else:
+            axes.stairs(values, edges, fill=True, color="C0", alpha=alpha, label=label)
+    axes.set_xlim(edges[0], edges[-1])
+
+
+def _clients_figure(sketch: Sketch, result: RunResult) -> Figure:
+    """Colour: the true group where known, else the found cluster; marker: the found cluster; size: how surely."""
+    count = f"{sketch.num_clusters} cluster{'s' * (sketch.num_clusters != 1)}"
+    apart = "" if sketch.separation is None else f", separation {sketch.separation:.3g}"
+    sure = "confident" if sketch.confident else "no more than noise would show"
+    figure, axes = _axes(f"{sketch.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+    figure.set_size_inches(8.0, 6.0)
+    true = _true_groups(result)
+    colour_of = [true.get(client, cluster) for client, cluster in zip(sketch.clients, sketch.cluster, strict=True)]
+    for cluster in sorted(set(sketch.cluster)):
+        rows = [row for row, own in enumerate(sketch.cluster) if own == cluster]
+        x, y = zip(*(sketch.points[row] for row in rows), strict=True)
+        look = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
+        sizes = [20 + 100 * sketch.membership[row] for row in rows]
+        axes.scatter(x, y, sizes, [f"C{colour_of[row] % 10}" for row in rows], zorder=3, **look)
+        axes.scatter(fmean(x), fmean(y), 90, "black", "+", linewidth=1.2, zorder=4)
+        axes.scatter([], [], 70, "white" if true else f"C{cluster % 10}", label=f"cluster {cluster}", **look)
+    for group in sorted(set(true.values())):
+        axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
+    for client, point in zip(sketch.clients, sketch.points, strict=True) if len(sketch.clients) <= 40 else ():
+        axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
+    figure.legend(
+        fontsize=7, loc="outside right upper", title="size: how surely\n+: mean of a cluster", title_fontsize=7
+    )
+    return figure
+
+
+def _true_groups(result: RunResult) -> dict[int, int]:
+    """Client -> its true group; nothing where nobody knows them."""
+    return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
+
+
+def _images_figure(distilled: DistilledSet) -> Figure | None:
+    """A row of images for each class."""
+    grid = distilled.grid()
+    if grid is None:
+        return None
+    height, width = grid.shape[:2]
+    inches = 6.5
+    figure = Figure(figsize=(inches, max(1.5, inches * height / width) + 0.8), dpi=150, layout="constrained")
+    axes = figure.add_subplot(title="Synthetic images, a row for each class")
+    axes.imshow(grid.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+    axes.set_axis_off()
+    return figure
+
+
+def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:
+    """Client -> what was told of it in the last round."""
+    values = result.told.get(name)
+    return {client: one for client, one in enumerate(values) if one is not None} if isinstance(values, list) else {}
+
+
+def _names(num_clients: int) -> list[str]:
+    """The last part of `per_client`'s names."""
+    return [name.partition("/")[2] for name in per_client("", [0.0] * num_clients)]
+
+
+def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
+    figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
+    axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
+    _quiet(axes)
+    return figure, axes
+
+
+def _quiet(axes: Any) -> None:
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _log_scale(axes: Any, which: str) -> None:
+    """With plain numbers at its ticks."""
+    axes.set(**{f"{which}scale": "log"})
+    axis = getattr(axes, f"{which}axis")
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # less than a decade would have one at most
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")

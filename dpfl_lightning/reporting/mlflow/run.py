@@ -1,0 +1,265 @@
+"""The tracked run of a training: options, one write a round, ledger, model, figures."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+import dpfl_lightning
+from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.federated.client.gradient_counts import Diagnostics
+from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
+from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, true_groups
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.summary import accuracy_over_clients
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
+from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
+from dpfl_lightning.reporting.mlflow.logged import shown
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics
+from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
+
+# Never the whole folder: checkpoint, counts and the key of the digests of records are for the clients alone.
+_LEDGER = ("ledger.jsonl", "ledger.head")
+_FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
+
+
+class Tracking(ServerCallback):
+    """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
+
+    Made before the run, it refuses a store that does not answer within seconds. A store that goes away later
+    never stops training: its rounds are kept, and sent when it is back; what is missing at the end is said.
+    Rounds that are quicker than ten writes share one. A resumed run goes on in the same MLflow run.
+
+    Args:
+        experiment: name of the MLflow experiment; made if missing.
+        run_name: name of the run; None is the name of the output folder.
+        uri: see `store_uri`.
+        tags: of the run, beside those that say what its epsilons mean, which they cannot replace.
+
+    **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
+    guarantee covers. Never a checkpoint, nor the key of the digests of records.
+
+    Raises:
+        UserError: the store cannot be reached or written, or the experiment was deleted.
+    """
+
+    def __init__(
+        self,
+        experiment: str,
+        run_name: str | None = None,
+        uri: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.store = Store(experiment, uri)
+        self.how_to_open = self.store.how_to_open
+        self._run_name, self._own_tags = run_name, dict(tags or {})
+        self._run_id: str | None = None
+        self._resumed = False
+        self._last_step = 0  # the last round MLflow already has
+        self._pending: list[Metric] = []
+        self._send_at = 0.0
+
+    # -- hooks
+
+    def on_run_start(self, view: View) -> None:
+        with self.store.reported():
+            self._run_id = self._earlier_run(view) if self._resumed else None
+            if self._run_id is None:
+                self._run_id = self._begun_run(view)
+            else:
+                self.store.go_on(self._run_id)
+                self.store.tag(self._run_id, {"status": "running"})
+                self._last_step = max(self._history("overall/participants"), default=0)
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        if report.round <= self._last_step:
+            return  # a restored backup makes again what MLflow has
+        self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round)
+        if time.monotonic() >= self._send_at:
+            self._guarded(self._send_pending)
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        if self._run_id is None:
+            return  # it ended before it began
+        if result.finished:
+            self._pending += metrics(_final_values(result), result.rounds)
+        missing = []
+        if not self._guarded(self._send_pending):
+            rounds = [metric.step for metric in self._pending]
+            missing = [f"metrics of rounds {min(rounds)} to {max(rounds)}", "files and figures"]
+        else:
+            if not self._guarded(lambda: self._send_files(view, result)):
+                missing.append("some files and figures")
+            if not self._guarded(lambda: self._send_status(view, result)):
+                missing.append("the run's status")
+        if missing:
+            warnings.warn(
+                f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}. The result is complete in "
+                f"{result.output_dir}.",
+                UserNotice,
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"run_id": self._run_id}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._run_id, self._resumed = state["run_id"], True
+
+    # -- what is sent
+
+    def _begun_run(self, view: View) -> str:
+        folder = view.run.output_dir.resolve()
+        tags = {
+            **self._own_tags,
+            **_frame(view),
+            "output_dir": str(folder),
+            "status": "running",
+            "mlflow.source.name": "dpfl_lightning",
+            "mlflow.note.content": _description(view.run.outline),
+        }
+        sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
+        return self.store.begin(self._run_name or folder.name, tags, view.run.options, beside=sizes)
+
+    def _earlier_run(self, view: View) -> str | None:
+        """The MLflow run of a resumed run: by its id, else (it was killed at once) by its output folder."""
+        if self._run_id is not None and self.store.has(self._run_id):
+            return self._run_id
+        return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+
+    def _send_pending(self) -> None:
+        self.store.log_metrics(self._known_run, self._pending)
+
+    def _send_files(self, view: View, result: RunResult) -> None:
+        folder = view.run.output_dir
+        for pattern in _FILES if result.finished else _LEDGER:
+            for path in sorted(folder.glob(pattern)):
+                self.store.log_file(self._known_run, path)
+        if not result.finished:
+            return
+        distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
+        for name, figure in figures(self._history, result, distilled).items():
+            self.store.log_figure(self._known_run, figure, f"figures/{name}.png")
+
+    def _send_status(self, view: View, result: RunResult) -> None:
+        tags = {
+            "status": result.reason,
+            "guarantee": result.guarantee,
+            "ledger_head": json.dumps(result.ledger),
+            "mlflow.note.content": _description(view.run.outline, result),
+        }
+        self.store.tag(self._known_run, tags)
+        interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
+        self.store.end(self._known_run, "FINISHED" if result.finished else interrupted)
+
+    def _history(self, metric: str) -> dict[int, float]:
+        """Round -> value, from MLflow, which also has the rounds before a resume."""
+        return self.store.history(self._known_run, metric)
+
+    @property
+    def _known_run(self) -> str:
+        assert self._run_id is not None  # for mypy: set when the run starts
+        return self._run_id
+
+    def _guarded(self, action: Callable[[], None]) -> bool:
+        """Whether `action` reached MLflow; the next write waits for ten times as long as it took."""
+        begun = time.monotonic()
+        arrived = self.store.tried(action, "training goes on, and tracking is tried again")
+        took = time.monotonic() - begun
+        self._send_at = begun + took + max(10 * took, 0.0 if arrived else 30.0)
+        return arrived
+
+
+def _frame(view: View) -> dict[str, str]:
+    """What every epsilon of the run means, as tags."""
+    frame = {
+        "engine": view.run.engine,
+        "device": view.run.device,
+        "dpfl_lightning": dpfl_lightning.__version__,
+    }
+    events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
+    if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
+        return {**frame, "guarantee": "no privacy"}
+    one = view.expected_guarantee()
+    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
+    return {
+        **frame,
+        "unit": one.unit,
+        "adjacency": one.adjacency,
+        "sampling": one.sampling,
+        "noise": view.run.noise,
+        **({"guarantee": one.words()} if one.unprotected or one.simulated else {}),
+        "accountant": one.accountant,
+        "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
+    }
+
+
+def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str, float | None]:
+    """The curves. MLflow charts them in groups, ordered by name: `overall` before `per_client_...`."""
+    accuracies = report.client_accuracy or ()
+    measured = any(accuracy is not None for accuracy in accuracies)
+    overall = {
+        "test_accuracy": report.test_accuracy,
+        "test_loss": report.test_loss,
+        **accuracy_over_clients(accuracies),
+        "epsilon_max": max(report.epsilon_spent),
+        "epsilon_mean": fmean(report.epsilon_spent),
+        "records_per_second": report.records / max(report.seconds, 1e-9),
+        "participants": len(report.clients),
+    }
+    return {
+        **{f"overall/{name}": value for name, value in overall.items()},
+        **per_client("per_client_epsilon", report.epsilon_spent),
+        **(per_client("per_client_accuracy", accuracies) if measured else {}),
+        **{f"accuracy_of_group/{name}": value for name, value in accuracy_of_groups(accuracies, groups).items()},
+        **_diagnosed(report.diagnostics),
+        **of_strategies(report.told),
+    }
+
+
+def _diagnosed(shown: Diagnostics | None) -> dict[str, float | None]:
+    if shown is None or all(fraction is None for fraction in shown.clip_fraction):
+        return {}
+    not_finite = per_client("per_client_gradients_not_finite", shown.not_finite)
+    return {**per_client("per_client_clip_fraction", shown.clip_fraction), **not_finite}
+
+
+def _final_values(result: RunResult) -> dict[str, float | None]:
+    """What the run came to, under plain names: for the table of runs, to sort and search by."""
+    spent = [client["epsilon_spent"] for client in result.clients]
+    return {
+        "test_accuracy": result.test_accuracy,
+        "test_loss": result.test_loss,
+        "accuracy_mean": result.accuracy_mean,
+        "accuracy_std": result.accuracy_std,
+        "accuracy_worst": result.accuracy_worst,
+        "accuracy_gap": result.accuracy_gap,
+        **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
+        **{name: value for name, value in result.told.items() if name in MATCHES and not isinstance(value, list)},
+        "epsilon_max": None if None in spent else max(spent),
+        "rounds": result.rounds,
+        "wall_seconds": result.wall_seconds,
+        "training_seconds": result.training_seconds,
+        "client_seconds": result.client_seconds,
+        "records_per_second": result.records_per_second,
+    }
+
+
+def _description(outline: Sequence[str], result: RunResult | None = None) -> str:
+    """Markdown for the top of the run's page: the plan, and after the run what it came to."""
+    plan = [f"**Plan.** {' '.join(outline)}"] if outline else []
+    if result is None:
+        return "\n\n".join(["**Running.**", *plan])
+    accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
+    return "\n\n".join(
+        [
+            *accuracy,
+            f"**Guarantee.** {result.guarantee} More: `guarantee.html` among the artifacts.",
+            f"**Ended:** {result.reason}.",
+            *plan,
+        ]
+    )

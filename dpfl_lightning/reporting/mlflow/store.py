@@ -1,0 +1,270 @@
+"""An MLflow server or file (the only mlflow import): what is written there, and how long that may take."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # read on import; no usage reports from a privacy tool
+
+import mlflow
+import mlflow.store.db.utils
+from mlflow.entities import Metric as Metric
+from mlflow.entities import Param, RunTag
+from mlflow.tracking import MlflowClient
+
+from dpfl_lightning.errors import UserError, UserNotice, require
+from dpfl_lightning.reporting.mlflow.logged import flattened, loggable, shown
+
+for chatter in ("alembic", "mlflow.store.db.utils"):
+    logging.getLogger(chatter).setLevel(logging.WARNING)
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
+
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
+_LONGEST_TAG = 8000  # characters
+
+
+class Store:
+    """One experiment of an MLflow server, or of an SQLite file.
+
+    Methods that write raise what MLflow raises: say it by `reported`, or go on by `tried`.
+
+    Args:
+        experiment: its name; made if missing.
+        uri: see `store_uri`.
+
+    Raises:
+        UserError: the store does not answer within seconds or cannot be written, or the experiment was deleted.
+    """
+
+    def __init__(self, experiment: str, uri: str | None = None) -> None:
+        self.uri, self._warned = store_uri(uri), False
+        with _patience(seconds=10), _reported(self.uri):
+            if not self.uri.startswith(("http:", "https:")):
+                mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # a database that is away: its ten tries take 100 s
+            self.client = MlflowClient(self.uri)
+            self._experiment_id = _experiment(self.client, self.uri, experiment)
+        self.how_to_open = how_to_open(self.uri, self._experiment_id)
+
+    # -- a run's life
+
+    def begin(
+        self,
+        name: str,
+        tags: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        file: str = "options.yaml",
+        beside: Mapping[str, Any] | None = None,
+        begun: int | None = None,
+    ) -> str:
+        """A new run; returns its id.
+
+        Args:
+            options: kept as parameters and, if `file` is not empty, as that file; without secrets.
+            beside: parameters that are no options.
+            begun: when, in milliseconds; None is now.
+        """
+        run = self.client.create_run(
+            self._experiment_id,
+            start_time=begun,
+            run_name=name,
+            tags={key: str(value)[:_LONGEST_TAG] for key, value in tags.items()},
+        )
+        run_id, own = run.info.run_id, loggable(options or {})
+        params = [Param(key, text) for key, text in {**flattened(own), **flattened(beside or {})}.items()]
+        for first in range(0, len(params), _MOST_PARAMS):
+            self.client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        if own and file:
+            self.client.log_dict(run_id, own, file)
+        return run_id
+
+    def has(self, run_id: str) -> bool:
+        """Whether the run is there, and was not deleted."""
+        try:
+            return self.client.get_run(run_id).info.lifecycle_stage == "active"
+        except mlflow.MlflowException as error:
+            if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+                raise
+            return False
+
+    def latest(self, tag: str, value: str) -> str | None:
+        """The last run of the experiment with that tag."""
+        mark = '"' if "'" in value else "'"
+        same = f"tags.{tag} = {mark}{value}{mark}"
+        found = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        return found[0].info.run_id if found else None
+
+    def go_on(self, run_id: str) -> None:
+        """The run is running again."""
+        self.client.update_run(run_id, status="RUNNING")
+
+    def end(self, run_id: str, status: str = "FINISHED", ended: int | None = None) -> None:
+        """Args: status: FINISHED, FAILED or KILLED; ended: when, in milliseconds, None is now."""
+        self.client.set_terminated(run_id, status, ended)
+
+    # -- what it holds
+
+    def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
+        """Send metrics, and take those that have arrived out of `pending`."""
+        while pending:
+            batch = pending[:_MOST_METRICS]
+            self.client.log_batch(run_id, metrics=batch, synchronous=True)
+            del pending[: len(batch)]
+
+    def history(self, run_id: str, metric: str) -> dict[int, float]:
+        """Round -> value."""
+        points = self.client.get_metric_history(run_id, metric)
+        return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
+
+    def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
+        self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
+
+    def log_file(self, run_id: str, path: Path) -> None:
+        self.client.log_artifact(run_id, str(path))
+
+    def log_text(self, run_id: str, text: str, name: str) -> None:
+        self.client.log_text(run_id, text, name)
+
+    def log_figure(self, run_id: str, figure: Any, name: str) -> None:
+        """A matplotlib figure."""
+        self.client.log_figure(run_id, figure, name)
+
+    # -- when it fails
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """A store that fails inside is a mistake the user can mend."""
+        with _patience(), _reported(self.uri):
+            yield
+
+    def tried(self, action: Callable[[], None], unharmed: str) -> bool:
+        """Whether `action` reached the store. That it failed is said once.
+
+        Args:
+            unharmed: what goes on, in words.
+        """
+        try:
+            with _patience():
+                action()
+            return True
+        except Exception as error:  # whatever a server, a disk or a proxy does to a watcher
+            if not self._warned:
+                self._warned = True
+                words = f"MLflow at {shown(self.uri)} failed; {unharmed}: {_why(error, self.uri)}"
+                warnings.warn(words, UserNotice, stacklevel=3)
+            return False
+
+
+def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
+    """What has a finite value: MLflow charts neither infinity nor "not measured"."""
+    now = int(time.time() * 1000)
+    return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
+
+
+@contextmanager
+def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
+    """A folder with those artifacts of a run, while it is used.
+
+    Raises:
+        UserError: the store cannot be reached, or has no such run or artifact.
+    """
+    uri = store_uri(uri)
+    with tempfile.TemporaryDirectory() as folder:
+        with _patience(), _reported(uri):
+            client = MlflowClient(uri)
+            has = {one.path for one in client.list_artifacts(run_id)}
+            for name in names:
+                must = f"have the artifact {name}"
+                require(name in has, f"run {run_id}", must, sorted(has) or "none", "Was it finished?")
+                client.download_artifacts(run_id, name, folder)
+        yield Path(folder)
+
+
+def store_uri(uri: str | None = None) -> str:
+    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in this directory.
+
+    >>> store_uri("http://localhost:5000")
+    'http://localhost:5000'
+    """
+    return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
+
+
+def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
+    """One line for a person: how to see the runs of a store in a browser.
+
+    >>> how_to_open("sqlite:///mlflow.db", "1")  # doctest: +NORMALIZE_WHITESPACE
+    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open
+     http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning'
+    """
+    uri = shown(store_uri(uri))
+    # MLflow's own start page is that of its other half, for language models, where no run is to be seen.
+    page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
+    if uri.startswith(("http:", "https:")):
+        return f"open {uri.rstrip('/')}{page}"
+    return f"mlflow ui --backend-store-uri {uri}, then open http://127.0.0.1:5000{page}"
+
+
+def _experiment(client: MlflowClient, uri: str, name: str) -> str:
+    """Its id, made if missing; the artifacts of an SQLite store lie beside the file."""
+    known = client.get_experiment_by_name(name)
+    if known is not None and known.lifecycle_stage != "active":
+        raise UserError(
+            f"`tracking.experiment` must not be a deleted experiment, got {name!r} at {shown(uri)}. "
+            f"Restore it (mlflow experiments restore -x {known.experiment_id}) or choose another name."
+        )
+    if known is not None:
+        return known.experiment_id
+    database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
+    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
+    kind = {"mlflow.experimentKind": "custom_model_development"}  # so that the page shows training runs first
+    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri(), tags=kind)
+
+
+@contextmanager
+def _patience(seconds: int = 30) -> Iterator[None]:
+    """How long MLflow waits for a server inside: its default is many minutes. What the user has set stays."""
+    ours = {
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    }
+    ours = {name: value for name, value in ours.items() if name not in os.environ}
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name in ours:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _reported(uri: str) -> Iterator[None]:
+    """A store that fails inside is a mistake the user can mend."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # MLflow, its database and its HTTP layer each have their own
+        raise UserError(
+            f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} "
+            f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
+            "an SQLite file in this directory, or train with --tracking null."
+        ) from error
+
+
+def _why(error: BaseException, uri: str) -> str:
+    """The innermost reason, in one line, without a password."""
+    while (inner := error.__cause__ or error.__context__) is not None:
+        error = inner
+    lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:300]}"

@@ -1,0 +1,81 @@
+"""A search in MLflow, and its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from dpfl_lightning.reporting.mlflow.store import Store, metrics
+
+_PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
+
+
+class StudyTracking:
+    """A search as one run, and each of its trials as a run nested in it.
+
+    A store that goes away later never stops a trial; that something is missing is said once.
+
+    Args:
+        experiment: name of the MLflow experiment; made if missing.
+        uri: see `store_uri`.
+        tags: of the search's run.
+
+    Raises:
+        UserError: the store cannot be reached or written, or the experiment was deleted.
+    """
+
+    def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
+        self.store, self._tags = Store(experiment, uri), dict(tags or {})
+        self.how_to_open = self.store.how_to_open
+
+    def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
+        """Begin the search's run, or go on with it; returns its id."""
+        with self.store.reported():
+            if run_id is not None and self.store.has(run_id):
+                self.store.go_on(run_id)
+                return run_id
+            return self.store.begin(name, {**self._tags, **_PROGRAM}, options, "sweep.yaml")
+
+    def trial(
+        self,
+        parent: str,
+        name: str,
+        params: Mapping[str, Any],
+        values: Mapping[str, float],
+        steps: Mapping[int, float],
+        tags: Mapping[str, str],
+        when: tuple[datetime | None, datetime | None],
+        status: str,
+    ) -> None:
+        """A trial that has ended: what it drew, its scores, its accuracy after each step, when, and how it ended."""
+        begun, ended = (None if one is None else int(one.timestamp() * 1000) for one in when)
+
+        def log() -> None:
+            own = {**tags, "mlflow.parentRunId": parent, **_PROGRAM}
+            run = self.store.begin(name, own, params, file="", begun=begun)
+            curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
+            self.store.log_metrics(run, [*metrics(values, 0), *curve])
+            self.store.end(run, status, ended)
+
+        self._tried(log)
+
+    def end(self, run_id: str, values: Mapping[str, float], text: str, files: Sequence[Path]) -> None:
+        """What the search came to: its best scores, a table, files."""
+
+        def log() -> None:
+            self.store.log_metrics(run_id, metrics(values, 0))
+            self.store.log_text(run_id, text, "trials.txt")
+            for path in files:
+                self.store.log_file(run_id, path)
+            self.store.end(run_id)
+
+        self._tried(log)
+
+    def stopped(self, run_id: str) -> None:
+        """The search was stopped; `begin` goes on with it."""
+        self._tried(lambda: self.store.end(run_id, "KILLED"))
+
+    def _tried(self, action: Callable[[], None]) -> None:
+        self.store.tried(action, "trials go on")

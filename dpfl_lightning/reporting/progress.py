@@ -1,0 +1,354 @@
+"""What a person sees of a run: the plan first, then progress, then what it came to and where to look next."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rich.progress
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Column, Table
+
+from dpfl_lightning.federated.client.gradient_counts import Diagnostics
+from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
+from dpfl_lightning.runtime.text import data_size, duration
+from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
+
+_MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
+_SILENCE_SECONDS = 60.0  # of plain lines at most: a log tells that the run goes on, whether a round is evaluated or not
+_NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
+
+
+class Progress(ServerCallback):
+    """Prints the plan, one live line (plain lines where the output is no terminal), and a summary.
+
+    Args:
+        console: where to print; None is standard output.
+        next_steps: lines for the end of the summary, such as how to open the tracking page.
+
+    **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee
+    covers.
+    """
+
+    def __init__(self, console: Console | None = None, next_steps: Sequence[str] = ()) -> None:
+        self.console = Console() if console is None else console
+        self.next_steps = tuple(next_steps)
+        self._bar: rich.progress.Progress | None = None
+        self._score = ""
+        self._told_at = -math.inf  # when the last plain line was written
+
+    def on_run_start(self, view: View) -> None:
+        run = view.run
+        self._say(
+            f"{_counted(view.facts.num_clients, 'client')}, {_counted(run.rounds, 'round')}, "
+            f"{_counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
+            f"estimated time: {duration(run.estimated_seconds)}",
+            style="bold",
+        )
+        self._say(_frame(view))
+        self._say(f"Output folder: {run.output_dir}")
+        if run.first_round > 1:
+            on = f"Going on from round {run.first_round} of {run.rounds}."
+            self._say(on if run.first_round <= run.rounds else "No round is left.")
+        self._table(_plan_columns(view))
+        for words in run.outline:
+            self._say(words)
+        self._begun, self._first = time.monotonic(), run.first_round
+        if self._live:
+            self._start_bar(view)
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        done, left = report.round - self._first + 1, report.rounds - report.round
+        seconds_left = (time.monotonic() - self._begun) / done * left
+        score = _score(report.test_accuracy, report.test_loss)
+        epsilon = _largest_epsilon(report.epsilon_spent, view.run.budgets) + " (simulated)" * view.run.simulated
+        speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
+        gradients = _gradients(report.diagnostics)
+        if self._bar is not None:
+            self._score = score or self._score  # in a round without evaluation the last one stays
+            words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
+            self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
+        elif self._worth_a_line(report):
+            self._told_at = time.monotonic()
+            width = len(str(report.rounds))
+            clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
+            some = len(report.clients) < view.facts.num_clients
+            parts = [
+                f"round {report.round:{width}}/{report.rounds}",
+                score,
+                epsilon,
+                gradients,
+                speed,
+                clients if some else "",
+            ]
+            self._say(" | ".join(filter(None, [*parts, f"{duration(seconds_left)} left"])))
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        self._stop_bar()
+        if not result.finished:
+            self._say(
+                f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}",
+                style="bold yellow",
+            )
+            if "go on with" not in result.reason:
+                self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
+            return
+        self._table(_result_columns(result))
+        score = _score(result.test_accuracy, result.test_loss)
+        self._say(
+            f"{f'Test {score}' if score else 'Not evaluated'} after {_counted(result.rounds, 'round')} in "
+            f"{duration(result.wall_seconds)}, {duration(result.training_seconds)} of it in rounds "
+            f"({result.records_per_second:,.0f} records/s); {result.reason}.",
+            style="bold",
+        )
+        if words := _sent(result):
+            self._say(f"Sent: {words}.")
+        if words := _groups(result):
+            self._say(f"Groups: {words}.")
+        self._say(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
+        self._say("Where to look next:")
+        for line in (*_files(Path(result.output_dir)), *self.next_steps):
+            self._say(f"  {line}")
+
+    # -- how it is printed
+
+    def _worth_a_line(self, report: RoundReport) -> bool:
+        """Of a log: an evaluated round, the first one, and what ends a minute of silence."""
+        evaluated = report.client_accuracy is not None or report.test_loss is not None
+        return evaluated or time.monotonic() - self._told_at >= _SILENCE_SECONDS
+
+    @property
+    def _live(self) -> bool:
+        return self.console.is_terminal and not self.console.is_dumb_terminal
+
+    def _say(self, text: str, style: str | None = None) -> None:
+        """One line; a log file gets it unbroken and at once."""
+        soft_wrap = not self.console.is_terminal
+        self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
+        self.console.file.flush()
+
+    def _table(self, columns: Sequence[ClientColumn]) -> None:
+        count = len(columns[0].values)
+        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
+        for column in columns:
+            table.add_column(column.title, justify="right")
+        if count <= _MOST_ROWS:
+            for row in zip(*(column.texts() for column in columns), strict=True):
+                table.add_row(*row)
+        else:
+            for name, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
+                table.add_row(name, *(column.summed_up(pick) for column in columns[1:]))
+        self.console.print()
+        self.console.print(table)
+        if count > _MOST_ROWS:
+            self._say(f"Each column by itself, over {count} clients.")
+        self.console.print()
+
+    def _start_bar(self, view: View) -> None:
+        one_line = Column(no_wrap=True)
+        self._bar = _Line(
+            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=one_line),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=one_line.copy()),
+            _TimeLeft(table_column=one_line.copy()),
+            console=self.console,
+            refresh_per_second=2,
+            expand=True,
+            transient=True,
+        )
+        run, ends = view.run, self._begun + view.run.estimated_seconds
+        self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
+        atexit.register(self._stop_bar)  # a second Ctrl-C while the run is ending must not leave the cursor hidden
+        self._bar.start()
+
+    def _stop_bar(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            atexit.unregister(self._stop_bar)
+
+
+class _Line(rich.progress.Progress):
+    """Ends short of the margin: a terminal writes `^C` behind it, and a line that wraps is not erased."""
+
+    def get_renderable(self) -> RenderableType:
+        return _Shortened(super().get_renderable())
+
+
+@dataclass(frozen=True)
+class _Shortened:
+    whole: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        return console.render(self.whole, options.update_width(options.max_width - len("^C^C")))
+
+
+class _TimeLeft(rich.progress.ProgressColumn):
+    """Counts down to `ends` between the rounds."""
+
+    max_refresh = 0.5
+
+    def render(self, task: rich.progress.Task) -> str:
+        seconds = task.fields["ends"] - time.monotonic()
+        return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
+
+
+@dataclass(frozen=True)
+class ClientColumn:
+    """One column of a table of clients: numbers (None: not known) and how one of them is written."""
+
+    title: str
+    values: Sequence[float | None]
+    text: Callable[[float], str] = "{:,}".format
+
+    def texts(self) -> list[str]:
+        return ["-" if value is None else self.text(value) for value in self.values]
+
+    def summed_up(self, pick: Callable[[list[float]], float]) -> str:
+        known = [value for value in self.values if value is not None]
+        return self.text(pick(known)) if known else "-"
+
+
+def _plan_columns(view: View) -> list[ClientColumn]:
+    schedules, records = view.schedule.clients, view.facts.num_records
+    columns = [
+        ClientColumn("client", range(len(records))),
+        ClientColumn("records", records),
+        ClientColumn("batch", [own.batch_size(n) for own, n in zip(schedules, records, strict=True)]),
+        ClientColumn("steps a round", [own.main.steps for own in schedules]),
+    ]
+    if not _noised(view):
+        return columns
+    planned = [schedule.target_epsilon for schedule in schedules]
+    noises = [own.main.noise_multiplier or 0.0 if any(own.releases) else None for own in schedules]
+    columns.append(ClientColumn("epsilon budget", view.run.budgets, "{:.6g}".format))
+    if planned != list(view.run.budgets):
+        columns.append(ClientColumn("epsilon planned", planned, "{:.6g}".format))
+    return [
+        *columns,
+        ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
+        ClientColumn("noise multiplier", noises, "{:.4g}".format),
+    ]
+
+
+def _result_columns(result: RunResult) -> list[ClientColumn]:
+    def column(key: str) -> list:
+        return [client[key] for client in result.clients]
+
+    columns = [ClientColumn("client", column("client"))]
+    if _private(result):
+        budgets = [_or_inf(value) for value in column("epsilon_budget")]
+        spent = [shown_epsilon(_or_inf(e), b) for e, b in zip(column("epsilon_spent"), budgets, strict=True)]
+        columns.append(
+            ClientColumn("simulated epsilon" if result.simulated else "epsilon spent", spent, "{:.6g}".format)
+        )
+        columns.append(ClientColumn("of budget", budgets, "{:.6g}".format))
+    columns.append(ClientColumn("batch", column("batch_size")))
+    if _private(result):
+        columns.append(ClientColumn("noise multiplier", column("noise_multiplier"), "{:.4g}".format))
+    if any(value is not None for value in column("accuracy")):
+        columns.append(ClientColumn("accuracy", column("accuracy"), "{:.1%}".format))
+    return columns
+
+
+def _frame(view: View) -> str:
+    """What every epsilon of the run means, in one line."""
+    if not _noised(view):
+        return f"Guarantee: {_NO_PRIVACY}"
+    one = view.expected_guarantee()
+    if one.unprotected:
+        return f"Guarantee: {one.words()}"
+    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
+    delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
+    unit = f"Guarantee: {one.unit} level, {one.adjacency}"
+    source = f"noise {view.run.noise}"
+    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.caveats])
+
+
+def _noised(view: View) -> bool:
+    return any(schedule.main.noise_multiplier for schedule in view.schedule.clients)
+
+
+def _private(result: RunResult) -> bool:
+    return any(client["noise_multiplier"] for client in result.clients)
+
+
+def _or_inf(epsilon: float | None) -> float:
+    return math.inf if epsilon is None else epsilon
+
+
+def _score(accuracy: float | None, loss: float | None) -> str:
+    if accuracy is not None:
+        return f"accuracy {accuracy:.2%}"
+    return "" if loss is None or math.isnan(loss) else f"loss {loss:.4g}"
+
+
+def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
+    if all(math.isinf(epsilon) for epsilon in spent):
+        return "no privacy"
+    return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
+
+
+def _gradients(shown: Diagnostics | None) -> str:
+    """The clients' least and largest clip fraction, and all that was not finite."""
+    known = [] if shown is None else [fraction for fraction in shown.clip_fraction if fraction is not None]
+    if shown is None or not known:
+        return ""
+    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(shown.not_finite)} not finite"
+
+
+def _groups(result: RunResult) -> str:
+    """How well true groups are served, and how well clusters match them; nothing where nobody knows them."""
+    served, matched = result.accuracy_of_groups, result.told.get("clustering_accuracy")
+    if not served:
+        return ""
+    named = [f"{name} {served[name]:.1%}" for name in ("majority", "minority") if name in served]
+    parts = [
+        f"accuracy {', '.join(named) or f'{min(served.values()):.1%} to {max(served.values()):.1%}'}",
+        f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}",
+    ]
+    return "; ".join(parts + ([f"{matched:.0%} of clients in the right cluster"] if isinstance(matched, float) else []))
+
+
+def _sent(result: RunResult) -> str:
+    """What went down and up, and how long the simulated network took; nothing where no round was made."""
+    down, up, seconds = (result.told.get(name) for name in ("floats_down", "floats_up", "network_seconds"))
+    if not (isinstance(down, float) and isinstance(up, float)):
+        return ""
+    took = f"; {duration(seconds)} on the simulated network" if isinstance(seconds, float) else ""
+    return f"{data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}"
+
+
+def _files(folder: Path) -> list[str]:
+    models = sorted(path.name for path in folder.glob("model*.pt"))
+    model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
+    return [
+        f"{folder}/guarantee.html: what every client is promised, and what not",
+        f"{folder}/result.json: every client's numbers",
+        *([f"{folder}/{model}: the trained parameters"] if model else []),
+        *_distilled_set(folder),
+        f"{folder}/private.json: how many gradients were not finite, for each client alone to see",
+        f"python -m dpfl_lightning.evaluate {folder}",
+    ]
+
+
+def _distilled_set(folder: Path) -> list[str]:
+    if not (folder / CARD).exists():
+        return []
+    return [
+        f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
+        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: searches on it",
+    ]
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,78 @@
+"""How good a set is: fresh nets are trained on it and scored on records that it was not made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import fmean, pstdev
+
+import torch
+from torch import Tensor, nn
+
+from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.evaluation import evaluate
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import Delivered
+from dpfl_lightning.privacy.noise import Streams
+
+NewNet = Callable[[int], nn.Module]
+
+#: the condensation paper's training of a net on a small set, and one for all records
+ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
+ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
+
+
+@dataclass(frozen=True)
+class Taught:
+    """How well fresh nets do on the test set after training on one set: an accuracy in [0, 1] each."""
+
+    accuracies: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.accuracies)
+
+    @property
+    def std(self) -> float:
+        """Over nets (population standard deviation)."""
+        return pstdev(self.accuracies)
+
+
+def taught(
+    new_net: NewNet,
+    population: Population,
+    records: tuple[Tensor, Tensor],
+    how: Training = ON_A_SET,
+    networks: int = 3,
+    seed: int = 0,
+) -> Taught:
+    """Fresh nets trained on `records`, scored on the population's test set.
+
+    Args:
+        new_net: builds the net from a seed.
+        records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
+        networks: each from its own initialisation and order, >= 1; the same for every set at one seed.
+    """
+    require(population.test is not None, "test", "be there for a comparison", None)
+    on_test, device = one_client(population), population.x.device
+    module = ClientModule(new_net(seed)).to(device)
+    engine = SerialEngine()
+    engine.setup(module, on_test, Streams(), "poisson")  # no noise is drawn
+    accuracies = []
+    for number in range(networks):
+        begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
+        start = ClientModule(new_net(begin)).flat.to(device)
+        model = trained_on(module, start, records, how, order)
+        score = evaluate(module, on_test, Delivered(model[None], (0,)), engine).test
+        accuracies.append(float(score.accuracy or 0.0))
+    return Taught(tuple(accuracies))
+
+
+def one_client(population: Population, rows: Tensor | None = None) -> Population:
+    """One client with those training rows, or with everybody's, and none held out: only the test set is scored."""
+    own = torch.cat(population.train_of) if rows is None else rows
+    return dataclasses.replace(population, train_of=[own], held_out_of=[own[:0]], groups=None)

@@ -1,0 +1,323 @@
+"""Robust clustered DPFL: one full batch from one model shows groups of clients, which then train models apart."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.update_groups import GroupOptions
+from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
+from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, Sketch, View
+from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.federated.server.summary import of_all
+from dpfl_lightning.privacy.noise import stream_words
+from dpfl_lightning.strategies.clustering import first_round
+from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
+from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, LossChoice, refuse_unused
+
+_KEY = "strategies.clustered"
+_MIXTURES = ("robust", "paper")
+_SIMILARITY = "server_similarity"
+_KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", "last_drawn_round", "diagnostics")
+
+
+def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, seed: int) -> tuple[int, ...]:
+    """A group for each client of a round, drawn from its row of `responsibilities` `[N, M]`: public randomness.
+
+    A draw depends on (seed, round, client) alone.
+
+    >>> drawn_groups(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), clients=[1, 0], round=2, seed=0)
+    (0, 1)
+    """
+    drawn = []
+    for client in clients:
+        row = responsibilities[client].double().numpy()
+        key = np.random.SeedSequence(seed, spawn_key=stream_words("stage2", round, client))
+        drawn.append(int(np.random.default_rng(key).choice(len(row), p=row / row.sum())))
+    return tuple(drawn)
+
+
+class Clustered(TellsGroups):
+    """R-DPCFL: groups of clients are found by their updates from one full batch, then trained apart.
+
+    For clients of a few very different kinds, some of them few, with records enough for a full batch to be nearly free
+    of noise. Three stages: in round 1 everybody takes a full batch from one model, and the server fits a mixture to the
+    updates; up to `switch_round` a client's model is drawn from its membership; then each client chooses by its loss.
+    Goes beside a base rule, which works within each group, before selections (`uniform_selection`), whose quotas are of
+    the later rounds, and before strategies that pull to the round's model. Everybody takes part in round 1, and who
+    sits out a later one is asked to choose there, too.
+
+    Args:
+        num_clusters: M, or `auto`: found. 1 is the base rule alone.
+        mixture: `robust`, groups that noise does not explain, or `paper`, in two dimensions and never unsure.
+        choose_m: `robust`, auto: `split` sees groups within groups, `mss` the coarsest level only.
+        min_cluster_size: `robust`: fewer clients are no group, >= 1.
+        data_floor: `robust`: groups must also be farther apart than this share of what sampled records explain at most.
+        first_round_noise_multiplier: noise of the full batch, > 0; null is 5, and 3 above a million parameters; `same`
+            is one multiplier for all rounds (the papers'), which makes the later rounds pay for the first.
+        reuse_first_round: the first updates move the new models; if not, all begin where the run began.
+        switch_round: last round in which models are drawn, or `auto`: half the run, the less the surer groups are not.
+            Known only after round 1, so `auto` plans choices for all rounds after it: beside `selection: exponential`,
+            sure groups use half of them, and the rest's share of the budget is lost (at epsilon 5, 6,600 records and
+            200 rounds noise is 1.76 times what half of them would need). Give a number there.
+        selection: how clients choose then, see `LossChoice`; `server_similarity` asks nobody: each client stays with
+            its likeliest group.
+        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
+        selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
+        loss_bound: of choices with noise, > 0; null is 2 log(classes).
+
+    A choice between models that are all the same is not asked for: that round's models are drawn. Models that nobody
+    trains stay as they are. A client that missed round 1 belongs to every group alike. With M = 1 found, training goes
+    on as under the base rule, and what was planned for choices is not spent.
+
+    **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
+    `selection: paper_argmin` has no noise and makes every epsilon infinite.
+
+    **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
+
+    Raises:
+        UserError: an unknown name, a number out of range, an option that has no say beside another one, more clusters
+            than clients, groups to be found without noise, or a selection before it.
+
+    Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
+    Federated Learning through Robust Clustering", and its revision with an unknown M. Theirs is `mixture: paper,
+    first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`. Draws and choices are timed
+    as in the revision; the first version draws in one round more.
+    """
+
+    needs = "deltas"
+    role = "mask"
+
+    def __init__(
+        self,
+        num_clusters: int | str = "auto",
+        mixture: str = "robust",
+        choose_m: str = "split",
+        min_cluster_size: int = 2,
+        data_floor: float = 0.6,
+        first_round_noise_multiplier: float | str | None = None,
+        reuse_first_round: bool = True,
+        switch_round: int | str = "auto",
+        selection: str = "exponential_frozen",
+        selection_epsilon: float | None = None,
+        selection_rounds: int | None = None,
+        loss_bound: float | None = None,
+    ) -> None:
+        must, hint = f"be one of {', '.join(_MIXTURES)}", nearest(mixture, _MIXTURES)
+        require(mixture in _MIXTURES, f"{_KEY}.mixture", must, mixture, hint)
+        known = _count(num_clusters, f"{_KEY}.num_clusters")
+        try:
+            self._options = GroupOptions(known, choose_m, min_cluster_size, data_floor)
+        except UserError as error:  # its keys are those of this strategy
+            raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
+        if mixture == "paper":
+            usual = GroupOptions()
+            refuse_unused(
+                _KEY,
+                "mixture paper, which finds groups in its own way",
+                choose_m=(choose_m, usual.choose),
+                min_cluster_size=(min_cluster_size, usual.min_size),
+                data_floor=(data_floor, usual.data_floor),
+            )
+        noise, must = first_round_noise_multiplier, "be a number above 0, `same` or null"
+        number = isinstance(noise, int | float) and not isinstance(noise, bool) and 0 < noise < math.inf
+        require(noise in (None, "same") or number, f"{_KEY}.first_round_noise_multiplier", must, noise)
+        require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
+        self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
+        self._last_drawn = _count(switch_round, f"{_KEY}.switch_round")
+        ways = (*SELECTIONS, _SIMILARITY)
+        hint = nearest(selection, ways)
+        require(selection in ways, f"{_KEY}.selection", f"be one of {', '.join(ways)}", selection, hint)
+        self._by_similarity = selection == _SIMILARITY
+        if self._by_similarity:
+            refuse_unused(
+                _KEY,
+                f"selection {_SIMILARITY}, which asks nobody",
+                selection_epsilon=(selection_epsilon, None),
+                selection_rounds=(selection_rounds, None),
+                loss_bound=(loss_bound, None),
+            )
+        by_loss = SELECTIONS[0] if self._by_similarity else selection
+        self._choice = LossChoice(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
+        # of round 1, once it is over; rows of absent clients: equal memberships, and NaN in the picture
+        self.responsibilities: Tensor | None = None  # [N, M]
+        self.embedding = torch.empty(0, 2)  # [N, 2]
+        self.separation, self.overlap, self.confident = 0.0, 1.0, False
+        self.last_drawn_round = 1
+        self.diagnostics: dict[str, float] = {}
+
+    @property
+    def _alone(self) -> bool:
+        return self._options.num_groups == 1
+
+    # -- hooks
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        if self._alone:
+            return schedule
+        self._check_number(view)
+        _check_order(schedule)
+        schedule = first_round.with_full_batch(schedule, view, self._first_noise)
+        first_round.warn_if_blind(schedule, view)
+        if self._by_similarity:
+            return schedule
+        # groups that are not sure choose from round 2 on: what they may need must be in the plan
+        return self._choice.plan_run(schedule, view, max(0, schedule.rounds - (self._last_drawn or 1)))
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        if self._alone:
+            return plan
+        if plan.anchors is not None:
+            raise UserError(f"`{_KEY}` must stand before strategies that pull to the round's model, got it after one.")
+        if view.round == 1:
+            one = len(view.state.models) == 1
+            require(one, _KEY, "be the only strategy that begins with models of its own", len(view.state.models))
+            return view.plan(first_round.PURPOSE, plan.clients)
+        if self.responsibilities is None or len(view.state.models) == 1:
+            return plan
+        return dataclasses.replace(plan, model_of=self._models_of(plan, self.responsibilities, view))
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        return not self._alone and view.round == 1
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        if self._alone or view.round > 1:
+            return None
+        return torch.zeros(len(updates.clients), dtype=torch.float64)  # leaves the model alone
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        self._note(view, updates.clients, updates.model_of)
+        if view.round == 1 and not self._alone:
+            return self._divided(state, updates, view)
+        model_of = list(state.model_of)
+        for client, row in zip(updates.clients, updates.model_of, strict=True):
+            model_of[client] = row
+        return dataclasses.replace(state, model_of=tuple(model_of))
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        told = dict(super().tell(view))
+        if (memberships := self.responsibilities) is None:
+            return told
+        told |= {"num_clusters": memberships.shape[1], "confident": self.confident, "separation": self.separation}
+        told |= {"overlap": self.overlap, "switch_round": self.last_drawn_round}
+        entropy = -(memberships * memberships.clamp_min(1e-300).log()).sum(dim=1).mean()
+        return told | {"membership_entropy": float(entropy)} | (self.diagnostics if view.state.round == 1 else {})
+
+    def sketch(self, view: View) -> Sketch | None:
+        if self.responsibilities is None:
+            return None
+        clients = self.embedding.isfinite().all(dim=1).nonzero().flatten()
+        membership, cluster = self.responsibilities[clients].max(dim=1)
+        return Sketch(
+            title="Updates of round 1 along the two directions in which they differ most",
+            clients=tuple(clients.tolist()),
+            points=tuple((x, y) for x, y in self.embedding[clients].tolist()),
+            cluster=tuple(cluster.tolist()),
+            membership=tuple(membership.tolist()),
+            num_clusters=self.responsibilities.shape[1],
+            separation=self.separation if math.isfinite(self.separation) else None,
+            confident=self.confident,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"choice": self._choice.state_dict()}
+        if self.responsibilities is None:
+            return state
+        return state | {name: getattr(self, name) for name in _KEPT}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._choice.load_state_dict(state["choice"])
+        for name in _KEPT if "responsibilities" in state else ():
+            value = state[name]
+            setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
+
+    # -- round 1
+
+    def _check_number(self, view: View) -> None:
+        key, wanted, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
+        require(wanted is None or wanted <= count, key, f"be at most the {count} clients", wanted)
+        blind = wanted is None and self._mixture == "robust" and math.inf in view.clip_norm
+        advice = "Groups are told from noise and clipped records, and there is neither."
+        require(not blind, key, "be a number without privacy", "auto", advice)
+
+    def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        """M models from one, by the mixture of the first updates."""
+        mixture = self._fitted(updates, view)
+        memberships = self._keep(mixture, updates.clients, view)
+        models = state.models.repeat(mixture.num_groups, 1)
+        if self._reuse:
+            records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
+            models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
+        return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
+
+    def _fitted(self, updates: ClientUpdates, view: View) -> Mixture:
+        if self._mixture == "paper":
+            return paper_mixture(updates.released, self._options.num_groups, view.seed)
+        rows = zip(updates.clients, updates.steps, strict=True)
+        sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
+        return robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
+
+    def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
+        """The memberships of all clients, `[N, M]`."""
+        count, groups = view.facts.num_clients, mixture.num_groups
+        self.responsibilities = torch.full((count, groups), 1 / groups, dtype=torch.float64)
+        self.responsibilities[list(clients)] = mixture.responsibilities
+        self.embedding = torch.stack([of_all(clients, own, count) for own in mixture.embedding.T], dim=1)
+        self.separation, self.overlap, self.confident = mixture.separation, mixture.overlap, mixture.confident
+        self.last_drawn_round = self._last_drawn or switch_round(mixture.overlap, view.schedule.rounds)
+        self.diagnostics = dict(mixture.diagnostics)
+        if not mixture.confident:
+            then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
+            held, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
+            alone = f" of a cut that leaves fewer than {size} alone" if mixture.separation > held else ""
+            warnings.warn(
+                f"strategy clustered: noise and sampled records explain round 1 as well as groups of {size} or more do "
+                f"(separation {mixture.separation:.3g}{alone}, explained are {held:.3g}): {then}.",
+                UserNotice,
+                stacklevel=2,
+            )
+        return self.responsibilities
+
+    # -- later rounds
+
+    def _models_of(self, plan: RoundPlan, memberships: Tensor, view: View) -> tuple[int, ...]:
+        """The model of each client of the plan."""
+        models = view.state.models
+        if view.round <= self.last_drawn_round:
+            return drawn_groups(memberships, plan.clients, view.round, view.seed)
+        if self._by_similarity:
+            return tuple(memberships[list(plan.clients)].argmax(dim=1).tolist())
+        if not bool((models[1:] != models[:1]).any()):  # lowest losses would send all to one model, for ever
+            even = memberships if self.confident else torch.ones_like(memberships)
+            return drawn_groups(even, plan.clients, view.round, view.seed)
+        chosen = self._choice.choose(plan, view, models)
+        pairs = zip(plan.clients, plan.model_of, strict=True)
+        return tuple(chosen.get(client, row) for client, row in pairs)
+
+
+def _check_order(schedule: RunSchedule) -> None:
+    """Refuse quotas of all rounds: they would be spent in round 1, which is everybody's and has a price of its own."""
+    for client, own in enumerate(schedule.clients):
+        for line in own.planned:
+            if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
+                quota = max(0, line.count - schedule.reserve)
+                raise UserError(
+                    f"`{_KEY}` must be named before strategies that say how often clients train "
+                    f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} of "
+                    f"{schedule.rounds} rounds."
+                )
+
+
+def _count(value: int | str, key: str) -> int | None:
+    """None is `auto`."""
+    whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    require(whole or value == "auto", key, "be `auto` or a whole number of at least 1", value)
+    return None if isinstance(value, str) else value

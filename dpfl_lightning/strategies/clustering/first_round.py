@@ -1,0 +1,82 @@
+"""A first round of full batches, whose updates tell clients apart: its price, its noise, and what it can show."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+from dpfl_lightning.algorithms.update_geometry import expected_separation
+from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+
+PURPOSE = "first_round"
+_TRAIN = "train"
+_MANY = 1_000_000  # parameters, above which less noise is added
+_BAR = 1.5  # separation / P^(1/4) at which groups are found
+_FAR = 0.2  # distance of mean clipped gradients / clip norm: real groups are rarely farther apart
+
+
+def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float | str | None) -> RunSchedule:
+    """The schedule with a round of full batches, one a local epoch, in the place of everybody's first round.
+
+    Args:
+        noise_multiplier: of these batches; None is 5, and 3 above a million parameters, which leaves the later rounds
+            nearly all of the budget; `same` is one for all rounds, solved together. Clients without noise add none.
+
+    Rounds that are planned beyond the run's are a reserve, of which the first round gets one.
+    """
+    usual = 5.0 if view.run.num_params <= _MANY else 3.0
+
+    def change(client: int, own: ClientSchedule) -> ClientSchedule:
+        train = _training(own)
+        event = train.event
+        assert isinstance(event, NoisedEvent)  # for mypy
+        noise = event.noise_multiplier
+        bare = noise == 0 or (noise is None and math.isinf(own.target_epsilon))
+        if not bare and noise_multiplier != "same":
+            noise = float(usual if noise_multiplier is None else noise_multiplier)
+        epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
+        reserve = min(1, max(0, train.count - schedule.rounds))
+        laplace = isinstance(event, LaplaceEvent)
+        full = LaplaceEvent(noise, epochs) if laplace else GaussianEvent(1.0, noise, epochs)
+        first = Planned(PURPOSE, full, 1 + reserve)
+        later = dataclasses.replace(train, count=max(0, train.count - 1))
+        return dataclasses.replace(own, planned=(later, first, *(line for line in own.planned if line is not train)))
+
+    return schedule.replan(change)
+
+
+def sampling_std(client: int, steps: int, view: View) -> float:
+    """The most by which the client's full-batch update lies off its group's mean because its records are a sample.
+
+    A length, see `Updates`. Unknown without clipping, and neglected there.
+    """
+    if math.isinf(view.clip_norm[client]):
+        return 0.0
+    return steps * view.learning_rate[client] * view.clip_norm[client] / math.sqrt(view.facts.num_records[client])
+
+
+def warn_if_blind(schedule: RunSchedule, view: View) -> None:
+    """Tells the user if the given noise of the first round hides all but unusually different groups."""
+    seen = []
+    for client, own in enumerate(schedule.clients):
+        event = next(line.event for line in own.planned if line.purpose == PURPOSE)
+        if isinstance(event, GaussianEvent) and event.noise_multiplier:
+            records = view.facts.num_records[client]
+            seen.append(expected_separation(1.0, records, event.noise_multiplier, event.steps))
+    if not seen or (needed := _BAR * view.run.num_params**0.25 / min(seen)) <= _FAR:
+        return
+    warnings.warn(
+        "strategy clustered: the first round will tell groups apart if their mean clipped gradients differ by "
+        f"{needed:.2g} of the clip norm (turned Fashion-MNIST images: 0.11). More records a client help, more local "
+        "epochs, or a smaller first_round_noise_multiplier.",
+        UserNotice,
+        stacklevel=2,
+    )
+
+
+def _training(own: ClientSchedule) -> Planned:
+    return next(line for line in own.planned if line.purpose == _TRAIN)

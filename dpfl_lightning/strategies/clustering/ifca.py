@@ -1,0 +1,90 @@
+"""Iterative federated clustering: M models, and every client trains the one that fits its own records best."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
+from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
+from dpfl_lightning.strategies.clustering.model_selection import LossChoice
+
+_INITS = ("distinct", "random_assignment")
+
+
+class Ifca(TellsGroups):
+    """f-CDPFL: the server has M models; a client trains the one of lowest loss; the base rule works within each group.
+
+    For clients of several kinds in known number. Which models the first choices meet decides much: from distinct random
+    models clients may crowd into few of them. Goes beside a base rule, and after a strategy that lets clients sit out,
+    or who sits out is asked, too. A client that has not chosen yet has a model drawn from the public seed, as many
+    clients each; a model that nobody trains stays as it is.
+
+    Args:
+        num_clusters: M, >= 1; 1 is the base rule alone.
+        init: `distinct`, M independent random initialisations, or `random_assignment`, one for all M, which the first
+            round's clients, drawn at random, make different.
+        selection: `exponential_frozen`, `exponential` or `paper_argmin`, see `LossChoice`, as are the next three.
+        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
+        selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
+        loss_bound: of choices with noise, > 0; null is 2 log(classes).
+
+    **Privacy** Choices are planned, noised, charged and solved together with the training. Those of `paper_argmin` have
+    no noise and make every epsilon infinite.
+
+    Raises:
+        UserError: an unknown name, or a number out of range.
+
+    Reference: Ghosh, Chung, Yin and Ramchandran (2020), Algorithm 1 with model averaging; Mansour et al. (2020),
+    HypCluster. `selection: paper_argmin` is what Malekmohammadi, Taik and Farnadi (2024) compare with as "f-CDPFL".
+    """
+
+    def __init__(
+        self,
+        num_clusters: int = 4,
+        init: str = "distinct",
+        selection: str = "exponential_frozen",
+        selection_epsilon: float | None = None,
+        selection_rounds: int | None = None,
+        loss_bound: float | None = None,
+    ) -> None:
+        key = "strategies.ifca"
+        require(num_clusters >= 1, f"{key}.num_clusters", "be >= 1", num_clusters)
+        require(init in _INITS, f"{key}.init", f"be one of {', '.join(_INITS)}", init, nearest(init, _INITS))
+        self._num_clusters, self._init = num_clusters, init
+        self._choice = LossChoice(selection, selection_epsilon, selection_rounds, loss_bound, key)
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        first = 1 if self._init == "distinct" else 2  # there is nothing to choose between equal models
+        return self._choice.plan_run(schedule, view, schedule.rounds + 1 - first if self._num_clusters > 1 else 0)
+
+    def initialise(self, state: ServerState, view: View) -> ServerState:
+        count, first = self._num_clusters, state.models[0]
+        of_models, of_clients = np.random.SeedSequence(view.seed).spawn(2)
+        models = [first] * count
+        if self._init == "distinct":
+            models[1:] = [view.new_model(seed) for seed in of_models.generate_state(count)[1:].tolist()]
+        drawn = np.random.default_rng(of_clients).permutation(view.facts.num_clients) % count
+        return dataclasses.replace(state, models=torch.stack(models), model_of=tuple(drawn.tolist()))
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        chosen = self._choice.choose(plan, view, view.state.models)
+        pairs = zip(plan.clients, plan.model_of, strict=True)
+        return dataclasses.replace(plan, model_of=tuple(chosen.get(client, row) for client, row in pairs))
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        self._note(view, updates.clients, updates.model_of)
+        model_of = list(state.model_of)
+        for client, row in zip(updates.clients, updates.model_of, strict=True):
+            model_of[client] = row
+        return dataclasses.replace(state, model_of=tuple(model_of))
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._choice.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._choice.load_state_dict(state)

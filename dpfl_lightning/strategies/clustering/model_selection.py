@@ -1,0 +1,160 @@
+"""Clients choose among the server's models by their losses: planned with the run, charged, remembered."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from torch import Tensor
+
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.federated.messages.plan import RoundPlan, RunSchedule, View
+from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
+from dpfl_lightning.privacy.accounting.events import Event, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.selection import ExponentialMechanism
+
+#: what a guarantee says of `paper_argmin`
+PLAIN_CHOICES = "which model each client chooses is released without noise"
+
+SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
+_PURPOSE = "select"
+_SHARE = 0.03  # of a client's budget: the range of one selection
+_BARE = Unprotected("updates and choices of models are released without noise")
+
+
+class LossChoice:
+    """Which of M models each client uses, by its own loss on its training records.
+
+    Args:
+        selection: how, and how often.
+            exponential_frozen: the exponential mechanism in the first `rounds` rounds, then the last answer is kept;
+            exponential: the exponential mechanism in every round;
+            paper_argmin: the plain argmin in every round, without noise: epsilon is infinite. Training gets the noise
+                that its budget asks for, as in the papers.
+        epsilon: of the exponential mechanism: bounded range of one selection, > 0; None is 0.03 of each client's
+            budget.
+        rounds: of exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
+        loss_bound: of the exponential mechanism: losses are clipped to [0, loss_bound], > 0; None is 2 log(classes).
+        key: the strategy's, for messages: its options are `selection`, `selection_epsilon`, `selection_rounds` and
+            `loss_bound`.
+
+    **Guarantees** Every selection is in the schedule before noise is solved, so training and choosing fit one budget
+    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
+    a resumed run must charge a round again, that is one choice fewer.
+
+    **Privacy** A `SelectionEvent` for each choice; `Unprotected` with `paper_argmin`, and for clients that train
+    without noise.
+
+    Raises:
+        UserError: an unknown name, a number out of range or that the selection has no use for, or a client with noise
+            but without a budget to take a share of.
+
+    Reference: Liu, Hu, Wu, Smith (2022) for private choices (there of accuracies, with a budget of their own; here of
+    clipped losses, composed with training); Ghosh et al. (2020) for the plain ones.
+    """
+
+    def __init__(
+        self,
+        selection: str = "exponential_frozen",
+        epsilon: float | None = None,
+        rounds: int | None = None,
+        loss_bound: float | None = None,
+        key: str = "strategies",
+    ) -> None:
+        must = f"be one of {', '.join(SELECTIONS)}"
+        require(selection in SELECTIONS, f"{key}.selection", must, selection, nearest(selection, SELECTIONS))
+        in_range = epsilon is None or 0 < epsilon < math.inf
+        require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
+        require(rounds is None or rounds >= 1, f"{key}.selection_rounds", "be >= 1", rounds)
+        if selection != "exponential_frozen":
+            beside = f"selection {selection}, which chooses in every round"
+            refuse_unused(key, beside, selection_rounds=(rounds, None))
+        in_range = loss_bound is None or 0 < loss_bound < math.inf
+        require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
+        if selection == "paper_argmin":
+            beside = f"selection {selection}, which neither noises nor clips"
+            refuse_unused(key, beside, selection_epsilon=(epsilon, None), loss_bound=(loss_bound, None))
+        self.selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
+        self._loss_bound = loss_bound
+        self._left: list[int] = []  # selections, by client
+        self._last: dict[int, int] = {}  # client -> its last answer
+
+    @property
+    def done(self) -> bool:
+        """Whether no client has a selection left."""
+        return not any(self._left)
+
+    def plan_run(self, schedule: RunSchedule, view: View, most_rounds: int) -> RunSchedule:
+        """The schedule with every client's selections, to be solved together with its training.
+
+        Args:
+            most_rounds: in which the caller will let clients choose, >= 0.
+        """
+        frozen = self.selection == "exponential_frozen"
+        wanted = self._rounds or max(1, schedule.rounds // 10)
+        count = min(wanted, most_rounds) if frozen else most_rounds
+        self._left, self._last = [count] * len(schedule.clients), {}
+        if count == 0:
+            return schedule
+        events = [self._event(client, own) for client, own in enumerate(schedule.clients)]
+        if any(isinstance(event, SelectionEvent) for event in events):
+            self._bound_of(view)
+        lines = [Planned(_PURPOSE, event, count) for event in events]
+        return schedule.replan(lambda client, own: dataclasses.replace(own, planned=(*own.planned, lines[client])))
+
+    def choose(self, plan: RoundPlan, view: View, models: Tensor) -> dict[int, int]:
+        """The row of `models` `[M, P]` that each client of the plan chooses now, or chose last.
+
+        Clients that never chose are left out: without a selection left, or while all models are the same.
+        """
+        asked = [client for client in plan.clients if self._left[client] > 0]
+        if asked and bool((models[1:] != models[:1]).any()):
+            answers = self._ask(asked, view, models)
+            for client in asked:
+                self._left[client] = self._left[client] - 1 if client in answers else 0
+            self._last |= answers
+        return {client: self._last[client] for client in plan.clients if client in self._last}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"left": list(self._left), "last": dict(self._last)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._left, self._last = list(state["left"]), dict(state["last"])
+
+    def _event(self, client: int, own: ClientSchedule) -> Event:
+        """What one choice of the client releases."""
+        noise, unbounded = own.main.noise_multiplier, math.isinf(own.target_epsilon)
+        if noise == 0 or (noise is None and unbounded):
+            return _BARE
+        if self.selection == "paper_argmin":
+            return Unprotected(PLAIN_CHOICES)
+        must = "be a number where a client has noise but no budget"
+        advice = f"Client {client} has none (privacy.epsilon); usual is {_SHARE} of one."
+        require(self._epsilon is not None or not unbounded, f"{self._key}.selection_epsilon", must, None, advice)
+        return SelectionEvent(_SHARE * own.target_epsilon if self._epsilon is None else float(self._epsilon))
+
+    def _ask(self, clients: list[int], view: View, models: Tensor) -> dict[int, int]:
+        events = {client: view.schedule.planned(client, _PURPOSE).event for client in clients}
+        noised = {c: ExponentialMechanism(e.epsilon) for c, e in events.items() if isinstance(e, SelectionEvent)}
+        plain = {client: NoMechanism(e.words) for client, e in events.items() if isinstance(e, Unprotected)}
+        answers: dict[int, int] = {}
+        if noised:
+            bound = self._bound_of(view)
+            answers |= view.ask(SelectModel(purpose=_PURPOSE, mechanism_of=noised, models=models, loss_bound=bound))
+        if plain:
+            answers |= view.ask(LowestLoss(purpose=_PURPOSE, mechanism_of=plain, models=models))
+        return answers
+
+    def _bound_of(self, view: View) -> float:
+        classes, advice = view.facts.num_classes, "Losses of a regression have no usual bound."
+        given = self._loss_bound is not None or classes > 1
+        require(given, f"{self._key}.loss_bound", "be a number without classes", None, advice)
+        return 2 * math.log(classes) if self._loss_bound is None else float(self._loss_bound)
+
+
+def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
+    """Refuse options of strategy `key`, each given with its default, that have no say beside another one."""
+    for name, (got, default) in options.items():
+        require(got == default, f"{key}.{name}", f"be left out beside {beside}", got)

@@ -1,0 +1,173 @@
+"""What is known of a distillation run: what it sends, when that pays, and what the paper says of its noise."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import dpfl_lightning
+from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RunResult, View
+from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.runtime.text import data_size
+
+# --- traffic
+
+
+class Sent(NamedTuple):
+    """Numbers that all clients together are sent, and send."""
+
+    down: int
+    up: int
+
+    @property
+    def total(self) -> int:
+        return self.down + self.up
+
+
+def traffic(participations: int, num_params: int, release: int) -> Sent:
+    """What rounds send: in each participation one model down and one release up.
+
+    Args:
+        participations: clients of a round, summed over the rounds.
+        num_params: P, all parameters.
+        release: numbers that a client sends back: P where it trains, `ClassGradients.size` where it distils.
+
+    >>> traffic(participations=2, num_params=100, release=900)
+    Sent(down=200, up=1800)
+    """
+    return Sent(participations * num_params, participations * release)
+
+
+def break_even(distillation: Sent, training: Sent) -> float:
+    """Trainings that send as much as one distillation and one training after it; more of them send more.
+
+    n federated trainings send n times what one does. A search on a set sends what the set takes, and what the training
+    of its choice takes: n* = 1 + distillation / training. With T rounds and C classes for the set, R rounds for a
+    training, as many clients a round in both, and releases of P numbers for each class, that is 1 + T (1 + C) / (2 R).
+
+    >>> break_even(traffic(500 * 25, 100, 10 * 100), traffic(500 * 25, 100, 100))
+    6.5
+    """
+    return 1 + distillation.total / training.total
+
+
+def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
+    """Clients of a round, summed over the rounds of a plan.
+
+    Args:
+        cohorts: clients that are drawn in each round.
+        releases: how many each of the N clients can pay for.
+        fewest: rounds in which fewer can pay are left out.
+
+    >>> participations([{0, 1}, {0, 2}, {0, 1}], releases=[1, 2, 2], fewest=1)
+    4
+    """
+    taken = [0] * len(releases)
+    for cohort in cohorts:
+        able = [client for client in cohort if taken[client] < releases[client]]
+        for client in able if len(able) >= fewest else ():
+            taken[client] += 1
+    return sum(taken)
+
+
+def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
+    """What a run sends in all, in rounds of federated training, and from how many trainings it sends less.
+
+    Args:
+        training_round: of one round of federated training of the same net.
+        clients: of such a round.
+
+    >>> words = traffic_words(traffic(12_500, 320_010, 3_200_100), traffic(25, 320_010, 320_010), 25)
+    >>> print(words)  # doctest: +NORMALIZE_WHITESPACE
+    The run sends 16 GB to clients and 160 GB back, as much as 2,750 rounds of training this net with 25 clients. So a
+    set and one training after it send less than n trainings of R rounds each if n is above 1 + 2,750 / R.
+    """
+    rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
+    down, up = (data_size(BYTES * floats) for floats in distillation)
+    return (
+        f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this net with "
+        f"{clients} clients. So a set and one training after it send less than n trainings of R rounds each if n is "
+        f"above 1 + {rounds} / R."
+    )
+
+
+# --- the paper's epsilon
+
+
+def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0) -> float:
+    """Eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`: to compare with, no epsilon.
+
+    It counts one release, however many a run makes. It takes the noise multiplier for a standard deviation, and so
+    grows with the clip norm, on which no epsilon depends. The formula that it comes from holds below 1 only.
+
+    Args:
+        noise_multiplier: sigma of the paper: noise std / clip norm, on the sum as in its eq. 10, or on the mean as in
+            its appendix; > 0.
+        delta: in (0, 1).
+        clip_norm: of one record's gradient, > 0.
+
+    Raises:
+        UserError: a number out of range.
+
+    Reference: Wang and Wang (2024), eqs. 40 and 41; Dwork and Roth (2014), theorem A.1.
+
+    >>> round(paper_epsilon(noise_multiplier=10.0, delta=1e-5), 3)  # 500 rounds of full batches have 11.48
+    0.969
+    """
+    require(noise_multiplier > 0, "noise_multiplier", "be above 0", noise_multiplier)
+    require(0 < delta < 1, "delta", "be in (0, 1)", delta)
+    require(clip_norm > 0, "clip_norm", "be above 0", clip_norm)
+    return math.sqrt(2 * math.log(1.25 / delta)) * 2 * clip_norm / noise_multiplier
+
+
+def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float) -> str:
+    """Eq. 41 beside the run's own epsilon.
+
+    >>> print(paper_epsilon_words(10.0, 1e-5, 1.0))  # doctest: +NORMALIZE_WHITESPACE
+    For comparison only: the paper's eq. 41 says epsilon 0.969 of noise multiplier 10 and a record's clip norm of 1 at
+    delta 1e-05. It counts one release of the whole run, takes the multiplier for a standard deviation, and is not this
+    run's epsilon.
+    """
+    found = paper_epsilon(noise_multiplier, delta, clip_norm)
+    told = f"noise multiplier {noise_multiplier:.3g} and a record's clip norm of {clip_norm:.3g} at delta {delta:g}"
+    return (
+        f"For comparison only: the paper's eq. 41 says epsilon {found:.3g} of {told}. It counts one release of the "
+        "whole run, takes the multiplier for a standard deviation, and is not this run's epsilon."
+    )
+
+
+# --- the set
+
+
+def card(view: View, result: RunResult, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
+    """How a set was made, from whom, and what that cost them.
+
+    Args:
+        options: of the strategy.
+        sampling: what a null there came to.
+    """
+    facts, run = view.facts, view.run.options
+    spent = [client["epsilon_spent"] for client in result.clients]
+    return {
+        "what": "a distilled set: synthetic images whose gradients match those of clients' records",
+        "values": "normalised as the records of the run's data",
+        "images_per_class": options["images_per_class"],
+        "num_classes": facts.num_classes,
+        "shape": list(facts.input_shape),
+        "options": dict(options),
+        "sampling": sampling,
+        "data": run.get("data"),
+        "model": run.get("model"),
+        "seed": view.seed,
+        "rounds": result.rounds,
+        "clients": facts.num_clients,
+        "records": sum(facts.num_records),
+        "guarantee": result.guarantee,
+        "epsilon_max": None if None in spent else max(spent),
+        "delta_max": max(client["delta"] for client in result.clients),
+        "ledger": result.ledger,
+        "test_accuracy": result.test_accuracy,
+        "dpfl_lightning": dpfl_lightning.__version__,
+    }

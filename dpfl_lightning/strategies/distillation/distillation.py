@@ -1,0 +1,533 @@
+"""Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.gradient_matching import (
+    Matching,
+    SyntheticSet,
+    coordinate_median,
+    matched_names,
+    noise_aware_rows,
+    num_rows,
+)
+from dpfl_lightning.algorithms.server_training import (
+    Training,
+    public_generator,
+    torch_seed,
+    trained_on,
+)
+from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.federated.messages.plan import (
+    ClassGradients,
+    ClientUpdates,
+    Delivered,
+    RoundPlan,
+    RunResult,
+    RunSchedule,
+    ServerState,
+    View,
+)
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.models.augmentation import ClassAugmentation
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.strategies.distillation.costs import (
+    card,
+    paper_epsilon,
+    paper_epsilon_words,
+    participations,
+    traffic,
+    traffic_words,
+)
+from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, loops, participants, switches
+
+PURPOSE = "class_gradients"
+
+_COUNTS = 2  # columns beside a block: records drawn, records held
+
+
+def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
+    """`sum_i share_i block_i / sum_i share_i` of every class, `[G, d]`; zeros where nobody has a share.
+
+    Args:
+        blocks: `[C, G, d]`.
+        shares: `[C, G]`, >= 0.
+    """
+    shares = shares.to(blocks.dtype)
+    total = torch.einsum("cg,cgd->gd", shares, blocks)
+    return total / shares.sum(dim=0).clamp_min(torch.finfo(blocks.dtype).tiny)[:, None]
+
+
+class Distillation(ServerCallback):
+    """DistDD: synthetic images whose gradients match those of the clients' records, class by class, round by round.
+
+    In every round clients send one noised sum of clipped gradients for each class, at the server's throw-away net. The
+    server moves its images until the net's gradient on them is like the released one, then trains the net on the
+    images. What a run delivers is a fresh net trained on the set, and the set (`distilled.pt`). It pays where many
+    trainings follow, such as a search for hyperparameters: they all run on the set, without clients and without
+    privacy loss.
+
+    Args:
+        mode: which defaults hold where an option is left out: `default`, or `paper_literal` (aggregation `uniform`,
+            sampling `fixed`, never a new initialisation, image_learning_rate 0.1).
+        images_per_class: >= 1.
+        matching: distance of two gradients: `layerwise_cosine`, `cos` or `mse`.
+        image_steps: steps of the images for each release, >= 1: more cost neither traffic nor privacy.
+        image_learning_rate: > 0; null is 1. The condensation paper's 0.1 is slow: see docs/distillation.md.
+        image_momentum: in [0, 1).
+        row_weights: `noise_aware` counts a row of the target the less, the more of it is noise; or `equal`.
+        augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`: one operation a class and round, for records
+            and images alike.
+        net_update: how the net moves between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
+            the released gradients).
+        reinit_every: rounds from one initialisation of the net to the next; 0 is never; null is what `loops` says.
+        net_epochs: epochs on the set after a round, >= 0; null is what `loops` says.
+        net_learning_rate: of the net's SGD, > 0.
+        aggregation: `sampled` (sums of sums: each drawn record counts the same), `uniform` (each client's mean counts
+            the same), `class_count` (each client's mean counts as the records it has; only without noise), `median`
+            (of every coordinate, over the clients that have the class; with noise over all), or `by_base_rule`: what
+            a base rule beside it says.
+        participation_fraction: of the clients, drawn anew every round, in (0, 1]; no privacy is claimed for it.
+        sampling: `full` (all records of a client), `poisson` (at its batch_size), or `fixed` (`records_per_class`
+            without replacement, accounted without amplification); null is `full` with noise, else `fixed`.
+        records_per_class: of `fixed`, >= 1.
+        noise_scale: `sum`, or `paper_mean`: given noise multipliers are those of a class's mean, as in the paper's
+            appendix; the ledger holds them as what they are on the sum.
+        min_participants: fewer clients a round are refused, >= 1: at the start if cohorts are smaller. A round in which
+            fewer are there, or have budget left, is left out, and the run ends where that holds for all later ones.
+        min_records_per_target: without noise a class with fewer drawn records in a round is left out of it, >= 1.
+        evaluation_epochs: of the delivered net on the set, >= 1.
+
+    **Guarantees** One release a client and round, of one block for each class, also for those that it lacks: the
+    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size, or the most
+    records that `fixed` may draw. The cohorts of all rounds are drawn before the first one, so a client's budget is
+    spread over the rounds that it takes part in.
+
+    **Privacy** One step of the mechanism for each round of a client. Images, nets and all that follows are
+    post-processing: images begin as noise. A run without noise also sends exact counts, and single gradients of few
+    records from which they can be reconstructed.
+
+    Raises:
+        UserError: an unknown name, a number out of range, options that contradict each other, a population without
+            classes, or a strategy of local training beside it, such as a selection.
+
+    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
+    place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
+    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps a
+    release are ours.
+    """
+
+    trains_on_server = True
+    in_place_of_training = f"clients send class gradients, a share `{KEY}.participation_fraction` of them in each round"
+
+    def __init__(
+        self,
+        mode: str = "default",
+        images_per_class: int = 10,
+        matching: str = "layerwise_cosine",
+        image_steps: int = 1,
+        image_learning_rate: float | None = None,
+        image_momentum: float = 0.5,
+        row_weights: str = "equal",
+        augmentation: str = "none",
+        net_update: str = "synthetic",
+        reinit_every: int | None = None,
+        net_epochs: int | None = None,
+        net_learning_rate: float = 0.01,
+        aggregation: str | None = None,
+        participation_fraction: float = 1.0,
+        sampling: str | None = None,
+        records_per_class: int = 256,
+        noise_scale: str = "sum",
+        min_participants: int = 5,
+        min_records_per_target: int = 32,
+        evaluation_epochs: int = 300,
+    ) -> None:
+        given = {name: value for name, value in locals().items() if name != "self"}
+        self._switches = given = switches(given)
+        every, epochs = loops(images_per_class)
+        self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
+        augmentations = AUGMENTATIONS[augmentation]
+        self._between = Training(
+            epochs=epochs if net_epochs is None else net_epochs,
+            learning_rate=net_learning_rate,
+            augmentations=augmentations,
+        )
+        self._evaluation = Training(
+            epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
+        )
+        self.role = "correction" if given["aggregation"] == "by_base_rule" else "base"
+        self._private, self._sampling = True, ""
+        self._matching: Matching | None = None
+        self._set: SyntheticSet | None = None
+        self._age = 0  # rounds of the net since it was initialised
+        self._taken: list[int] = []  # rounds that each client has taken part in
+        self._target_noise_std = self._records_of_sum = 0.0  # of the round
+        self._drawn: Tensor | None = None  # of each class in the round, where weights hide it: `[num_classes]`
+        self._told: dict[str, float] = {}
+
+    # -- the plan
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        self._check_population(view)
+        view.new_model(view.seed)  # refused now, not when the first round is over
+        bare = sum(not _is_noised(own) for own in schedule.clients)
+        self._private = bare < len(schedule.clients)
+        self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
+        if bare:
+            whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
+            warnings.warn(
+                f"strategy distillation: gradients of single classes go out without noise{whose}: whoever sees them "
+                "can reconstruct records, more easily than from a usual update. Set privacy.epsilon for more than a "
+                "study.",
+                UserNotice,
+                stacklevel=2,
+            )
+        must = "not be class_count where clients add noise: how many records of a class they have is private"
+        allowed = not (self._private and self._switches["aggregation"] == "class_count")
+        require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
+        self._taken = [0] * view.facts.num_clients
+        rounds_of = [0] * view.facts.num_clients
+        for round in range(1, schedule.rounds + 1):
+            for client in self._cohort(view, round):
+                rounds_of[client] += 1
+        return schedule.replan(lambda client, own: self._planned(client, own, schedule.rounds, rounds_of[client], view))
+
+    def _planned(self, client: int, own: ClientSchedule, rounds: int, takes_part: int, view: View) -> ClientSchedule:
+        """The client's training replaced by a release of class gradients in each of its rounds."""
+        lines = []
+        for line in own.planned:
+            if line.purpose == "train" and isinstance(line.event, NoisedEvent):
+                rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
+                noise = self._on_the_sum(line.event.noise_multiplier, self._records_of_a_class(client, rate, view))
+                reserve = max(0, line.count - rounds)
+                count = min(line.count, takes_part + reserve)
+                laplace = isinstance(line.event, LaplaceEvent)
+                event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
+                lines.append(Planned(PURPOSE, event, count))
+            else:
+                lines.append(line)
+        return dataclasses.replace(own, planned=tuple(lines))
+
+    def _records_of_a_class(self, client: int, rate: float, view: View) -> float:
+        """That the client is expected to draw in a round: a public number."""
+        expected = rate * view.facts.num_records[client] / view.facts.num_classes
+        return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
+
+    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
+        """The noise of a class's mean over so many records, as noise on their sum."""
+        if self._switches["noise_scale"] == "sum":
+            return noise_multiplier
+        advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
+        require(noise_multiplier is not None, f"{KEY}.noise_scale", "be sum here", "paper_mean", advice)
+        return noise_multiplier * expected_records  # type: ignore[operator]
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        own, rounds = self._switches, range(1, view.run.rounds + 1)
+        releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
+        taken = participations((self._cohort(view, round) for round in rounds), releases, own["min_participants"])
+        sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
+        model, size = sum(sizes.values()), participants(view.facts.num_clients, own["participation_fraction"])
+        sent = traffic(taken, model, self._job(view).size(sizes))
+        return (traffic_words(sent, traffic(size, model, model), size), *self._papers_words(view))
+
+    def _papers_words(self, view: View) -> tuple[str, ...]:
+        """What the paper's formula says of the least noise, where the mode is the paper's."""
+        if self._switches["mode"] != "paper_literal":
+            return ()
+        found = []
+        for client, schedule in enumerate(view.schedule.clients):
+            mechanism = view.mechanism(client, PURPOSE)
+            if isinstance(mechanism, Gaussian) and mechanism.noise_multiplier > 0:
+                clip_norm = self._job(view).clip_norm(mechanism)  # the paper's is that of one record's gradient
+                noise = mechanism.noise_multiplier * mechanism.clip_norm / clip_norm
+                if self._switches["noise_scale"] == "paper_mean":
+                    noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
+                found.append((noise, schedule.delta, clip_norm))
+        return (paper_epsilon_words(*max(found, key=lambda one: paper_epsilon(*one))),) if found else ()
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        self._told = {}
+        able = self._able(view, view.round)
+        plan = view.plan(PURPOSE, [client for client in plan.clients if client in able], self._job(view))
+        mechanisms = tuple(self._mechanism(client, view) for client in plan.clients)
+        return dataclasses.replace(plan, mechanism_of=mechanisms, fewest=self._switches["min_participants"])
+
+    def _mechanism(self, client: int, view: View) -> Mechanism:
+        """The client's, whose divisor is as many records as are drawn at most: a public number.
+
+        Without noise exact counts are divided alike and the divisor cancels, so it is left as it is.
+        """
+        own = view.mechanism(client, PURPOSE)
+        if not (self._private and self._sampling == "fixed"):
+            return own
+        most = self._switches["records_per_class"] * view.facts.num_classes
+        return dataclasses.replace(own, expected_batch_size=min(own.expected_batch_size, float(most)))
+
+    def _able(self, view: View, round: int) -> frozenset[int]:
+        """Those of a round's cohort who have a planned release left.
+
+        The rounds that they were in are counted, not what they have paid: a resumed run has paid for rounds to come.
+        """
+        counts = [own.count_of(PURPOSE) for own in view.schedule.clients]
+        return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
+
+    def stop(self, view: View) -> str | None:
+        fewest, left = self._switches["min_participants"], range(view.round, view.run.rounds + 1)
+        if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # nearly always the first
+            return None
+        since = f"in every round after {view.state.round} ({KEY}.min_participants)"
+        return f"budgets pay for fewer than {fewest} clients {since}"
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        for client in (*updates.clients, *updates.lost):
+            self._taken[client] += 1
+        return state
+
+    def _cohort(self, view: View, round: int) -> frozenset[int]:
+        """Who takes part in a round: a public draw."""
+        everybody = view.facts.num_clients
+        size = participants(everybody, self._switches["participation_fraction"])
+        drawn = public_generator(view.seed, "participants", round).choice(everybody, size, replace=False)
+        return frozenset(drawn.tolist())
+
+    def _job(self, view: View) -> ClassGradients:
+        names = self._names(view)
+        return ClassGradients(
+            num_classes=view.facts.num_classes,
+            parameters=None if names == tuple(view.module.named_trainable) else names,
+            augmentation=self._augmentation(view),
+            most_records=self._switches["records_per_class"] if self._sampling == "fixed" else None,
+            counts=not self._private,
+        )
+
+    def _names(self, view: View) -> tuple[str, ...]:
+        """Parameters whose gradients are used, and so are sent."""
+        if self._switches["net_update"] == "aggregate":
+            return tuple(view.module.named_trainable)
+        return matched_names(_shapes(view), self._switches["matching"])
+
+    def _augmentation(self, view: View) -> ClassAugmentation | None:
+        """Of this round, for clients and server alike."""
+        if not self._between.augmentations:
+            return None
+        generator = public_generator(view.seed, "augmentation", view.round)
+        return ClassAugmentation.draw(generator, view.facts.num_classes, self._between.augmentations)
+
+    # -- the target
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        return self._reads_single_updates or (not self._private and self.role != "base")
+
+    @property
+    def _reads_single_updates(self) -> bool:
+        """Each client's own means, or their median, are no weighted sum of what clients send."""
+        aggregation = self._switches["aggregation"]
+        return aggregation == "median" or (not self._private and aggregation in ("uniform", "class_count"))
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        if self.role != "base":
+            return None
+        if self._switches["aggregation"] != "sampled":
+            return torch.ones(len(updates.clients), dtype=torch.float64)
+        return torch.tensor(_divisors(updates), dtype=torch.float64)
+
+    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
+        must = "stand alone among strategies that make several models"
+        require(len(weights) == 1, KEY, must, f"{len(weights)} models")
+        divisors, noise_std = (
+            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates), updates.noise_std)
+        )
+        own = self._reads_single_updates  # which are then summed up here
+        self._records_of_sum = float(divisors.sum()) if own else _records_of_sum(weights[0].double().cpu(), divisors)
+        self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
+        if not self._private and self.role != "base":
+            counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weighs means of what was drawn
+            self._drawn = torch.einsum("cg,c->g", counts, divisors * (weights[0].cpu() > 0)).round()
+        if not self._reads_single_updates:
+            return None
+        weigh, deltas = weights[0].to(updates.released), updates.released
+        if self._private:
+            return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
+        counted = divisors.to(deltas) * (weigh > 0)
+        numbers = deltas[..., -_COUNTS:] * counted[:, None, None]  # [C, num_classes, 2]
+        drawn, held = numbers.round().unbind(dim=2)
+        means = deltas[..., :-_COUNTS] * (divisors.to(deltas)[:, None] / drawn.clamp_min(1.0))[..., None]
+        shares = weigh[:, None] * (held if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
+        total = drawn.sum(dim=0)[:, None]
+        sums = torch.cat([self._of_holders(means, shares) * total, numbers.sum(dim=0)], dim=1)
+        return (sums / self._records_of_sum)[None]
+
+    def _of_holders(self, blocks: Tensor, shares: Tensor) -> Tensor:
+        if self._switches["aggregation"] == "median":
+            return coordinate_median(blocks, shares > 0)
+        return mean_of_holders(blocks, shares)
+
+    def _target(self, combined: Tensor) -> tuple[Tensor, Tensor]:
+        """Each class's mean gradient `[num_classes, d]`, over a public number of records where clients add noise; and
+        which classes have one, `[num_classes]` bool."""
+        if self._private:
+            return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
+        records = combined[:, -_COUNTS]
+        drawn = (records * self._records_of_sum).round() if self._drawn is None else self._drawn.to(records)
+        present = drawn >= self._switches["min_records_per_target"]
+        return combined[:, :-_COUNTS] / records.clamp_min(torch.finfo(records.dtype).tiny)[:, None], present
+
+    # -- the server's own work
+
+    def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState:
+        target, present = self._target(combined[0])
+        params = view.module.unflatten(state.models[0])
+        names = self._names(view)
+        sizes = [params[name].numel() for name in names]
+        by_class = {
+            name: part.view(-1, *params[name].shape)
+            for name, part in zip(names, target.split(sizes, dim=1), strict=True)
+        }
+        before = self._move_images(params, by_class, present, view)
+        reinitialised = self._age + 1 == self._reinit_every
+        self._told = {
+            "matching_loss": float(before[present].sum()),
+            "classes_left_out": float((~present).sum()),
+            "net_reinitialised": float(reinitialised),
+        }
+        if self._switches["matching"] == "layerwise_cosine" and bool(present.any()):
+            self._told["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
+        self._age = 0 if reinitialised else self._age + 1
+        theta = (
+            self._new_net(view) if reinitialised else self._moved_net(state.models[0], target * present[:, None], view)
+        )
+        return dataclasses.replace(state, models=theta[None])
+
+    def _move_images(
+        self, params: Mapping[str, Tensor], target: Mapping[str, Tensor], present: Tensor, view: View
+    ) -> Tensor:
+        """Some steps towards one target; the distances before them, `[num_classes]`.
+
+        A step to images that are not finite is not taken, nor one after it, which would be the same.
+        """
+        matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
+        noise_aware = self._switches["row_weights"] == "noise_aware"
+        rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
+        moved, before = matching.step(self._synthetic(view), params, target, present, rows)
+        for _ in range(self._switches["image_steps"] - 1):
+            if not moved.is_finite:
+                break
+            self._set = moved
+            moved, _ = matching.step(moved, params, target, present, rows)
+        if moved.is_finite:
+            self._set = moved
+        else:
+            warnings.warn(
+                f"strategy distillation: in round {view.round} images would have moved to numbers that are not finite, "
+                f"and stayed where they were. Set a smaller {KEY}.image_learning_rate.",
+                UserNotice,
+                stacklevel=2,
+            )
+        return before
+
+    def _new_net(self, view: View) -> Tensor:
+        return view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
+
+    def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
+        if self._switches["net_update"] == "aggregate":
+            return theta - self._between.learning_rate * target.mean(dim=0)
+        seed = torch_seed(public_generator(view.seed, "net", view.round))
+        return trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
+
+    def deliver(self, state: ServerState, view: View) -> Delivered:
+        init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))
+        model = trained_on(view.module, view.new_model(init), self._synthetic(view).records, self._evaluation, order)
+        return Delivered(model[None], (0,) * view.facts.num_clients)
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        if result.finished:
+            x, y = self._synthetic(view).records
+            DistilledSet(x, y, card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        return self._told
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._set is None else {**vars(self._set), "age": self._age, "taken": list(self._taken)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._set = SyntheticSet(state["images"], state["velocity"])
+            self._age, self._taken = state["age"], list(state["taken"])
+
+    def _synthetic(self, view: View) -> SyntheticSet:
+        if self._set is None:
+            seed = torch_seed(public_generator(view.seed, "images"))
+            facts, like = view.facts, view.module.flat
+            self._set = SyntheticSet.of_noise(
+                facts.num_classes,
+                self._switches["images_per_class"],
+                facts.input_shape,
+                torch.Generator().manual_seed(seed),
+            ).to(like.device, like.dtype)
+        return self._set
+
+    def _matching_of(self, view: View) -> Matching:
+        if self._matching is None:
+            own = self._switches
+            self._matching = Matching.of(
+                view.module,
+                self._names(view),
+                view.facts.input_shape,
+                own["matching"],
+                learning_rate=own["image_learning_rate"],
+                momentum=own["image_momentum"],
+            )
+        return self._matching
+
+    def _check_population(self, view: View) -> None:
+        facts, own = view.facts, self._switches
+        classes = facts.num_classes
+        require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has none.")
+        image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are no images."
+        must = "be none for these data"
+        require(image or own["augmentation"] == "none", f"{KEY}.augmentation", must, own["augmentation"], advice)
+        must = "be cos or mse for a net without trainable parameters of two or more dimensions"
+        require(bool(matched_names(_shapes(view), own["matching"])), f"{KEY}.matching", must, own["matching"])
+        must = "be empty: a net that the server trains by itself has no clients' own parameters"
+        require(not view.module.personal, "personal", must, view.module.personal)
+        size = participants(facts.num_clients, own["participation_fraction"])
+        must = f"be at most the {size} clients of a round"
+        advice = "A gradient of few clients' records gives them away; raise clients.count or participation_fraction."
+        require(own["min_participants"] <= size, f"{KEY}.min_participants", must, own["min_participants"], advice)
+
+
+def _divisors(updates: ClientUpdates) -> list[float]:
+    """What each client divided its sums by."""
+    return [own.expected_batch_size for own in updates.mechanism_of]
+
+
+def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
+    """What makes records of a weighted sum of numbers that were divided by `divisors` `[C]`.
+
+    The sum of the divisors of those that count, if weights are as the divisors; else less: none is counted twice.
+    """
+    counts = weights > 0
+    return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
+
+
+def _is_noised(own: ClientSchedule) -> bool:
+    """Whether the client's training adds noise."""
+    noise = own.main.noise_multiplier
+    return own.target_epsilon < math.inf if noise is None else noise > 0
+
+
+def _shapes(view: View) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in view.module.named_trainable.items()}

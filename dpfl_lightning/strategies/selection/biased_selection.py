@@ -1,0 +1,192 @@
+"""DPFL-BCS: clients with large budgets and many records take part more often, so that the mean update has less noise.
+
+The functional half says how noise grows with participations; `allocation.py` turns it into quotas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
+from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.mechanism import mechanism_of
+from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, train_line, with_quotas
+
+Vector = NDArray[np.float64]
+
+_L1_SCALE = 0.25  # L2 norm of a gradient over the L1 bound it is clipped to, for the anchor: an L1 bound is no L2 scale
+_FAR = 4  # how far from the mean quota the growth of noise is looked at where no formula gives it
+
+
+@dataclass(frozen=True)
+class ParticipationNoise:
+    """`E|Z_n|^2 = factor_n T_n^exponent`: noise in the mean gradient of one of T_n participations, all coordinates.
+
+    Args:
+        factor: `[N]`, >= 0; 0 without noise.
+        exponent: 1 for Gaussian, 2 for Laplace noise and delta 0; fitted where batches are sampled.
+    """
+
+    factor: Vector
+    exponent: float
+
+
+def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) -> ParticipationNoise:
+    """What the run's accountant asks of each client, by the number of its participations.
+
+    Exact for full batches: the noise of T releases that share a budget is that of one, times sqrt(T) (Gaussian) or T
+    (Laplace, delta 0). Else solved at a quarter and at four times the mean quota, with one exponent for all clients.
+
+    Args:
+        schedule: its noise not solved yet; of each client's target, budget and other releases.
+        view: solves it.
+        mean_quota: > 0.
+    """
+    exponent = exact_exponent(schedule)
+    if exponent is not None:
+        return ParticipationNoise(_noise_of(schedule, 1, view), exponent)
+    most = max(own.count_of(PURPOSE) for own in schedule.clients)
+    few, many = max(1, round(mean_quota / _FAR)), min(most, max(2, round(mean_quota * _FAR)))
+    low, high = _noise_of(schedule, few, view), _noise_of(schedule, many, view)
+    noised = (low > 0) & (high > 0)
+    if many <= few or not noised.any():
+        return ParticipationNoise(low, 1.0)
+    exponent = float(np.log(high[noised] / low[noised]).mean() / math.log(many / few))
+    return ParticipationNoise(np.sqrt(low * high) / (few * many) ** (exponent / 2), max(exponent, 0.1))
+
+
+def exact_exponent(schedule: RunSchedule) -> float | None:
+    """How noise grows with participations if nothing but full batches of one kind shares the budgets, else None."""
+    events = [line.event for own in schedule.clients for line in own.planned if isinstance(line.event, NoisedEvent)]
+    if len(events) > len(schedule.clients):
+        return None
+    if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
+        return 1.0
+    pure = all(own.delta == 0 for own in schedule.clients)
+    return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
+
+
+def _noise_of(schedule: RunSchedule, count: int, view: View) -> Vector:
+    """`E|Z_n|^2` of each client if it takes part so often, `[N]`."""
+    alone = with_quotas(dataclasses.replace(schedule, reserve=0), [count] * len(schedule.clients))
+    return update_noise(view.solve(alone), PURPOSE, view)
+
+
+def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
+    """`E|Z_n|^2` of the mean gradient in each client's update of a purpose, as it is planned, `[N]`."""
+    found = []
+    for client in range(len(schedule.clients)):
+        event, rate = schedule.noised(client, purpose), view.learning_rate[client]
+        mechanism = mechanism_of(event, view.clip_norm[client], view.facts.num_records[client])
+        found.append(view.run.num_params * (mechanism.noise_std(event.steps, rate) / (rate * event.steps)) ** 2)
+    return np.array(found)
+
+
+class BiasedSelection(QuotaSelection):
+    """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
+
+    A client that takes part often must share its budget among more releases, each of them noisier; one that hardly
+    takes part biases the model away from its data. Use it where budgets or numbers of records differ much and noise is
+    what limits accuracy; where noise is small the quotas become equal.
+
+    Args:
+        clients_per_round, sampler, top_fraction: those of `QuotaSelection`.
+        dissimilarity: how much clients' gradients differ at the optimum, as a share of the squared clip norm, >= 0: the
+            larger, the more equal are the quotas. 0 is the least noise (Proposition 1 with caps).
+        min_participation: rounds that every client takes part in at least, >= 0.
+        max_effective_epsilon: budgets count as this at most, > 0: a client that claims more is not selected more often.
+
+    **Guarantees** Quotas are whole, at most one participation a round, and exactly optimal for the noise that the run's
+    accountant asks for.
+
+    **Privacy** Post-processing of public facts, as in `QuotaSelection`: no loss is reported, nothing is estimated.
+
+    Raises:
+        UserError: a number out of range; a given `privacy.noise_multiplier`, which no quota could change.
+
+    Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation a round, whole quotas, and
+    an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term are
+    `two_stage_selection`.
+    """
+
+    key = "strategies.biased_selection"
+
+    def __init__(
+        self,
+        clients_per_round: int | None = None,
+        sampler: str = "quota_systematic",
+        top_fraction: float | None = None,
+        dissimilarity: float = 0.1,
+        min_participation: int = 0,
+        max_effective_epsilon: float | None = None,
+    ) -> None:
+        super().__init__(clients_per_round, sampler, top_fraction)
+        require(0 <= dissimilarity < math.inf, f"{self.key}.dissimilarity", "be >= 0 and finite", dissimilarity)
+        require(min_participation >= 0, f"{self.key}.min_participation", "be >= 0", min_participation)
+        most = max_effective_epsilon
+        require(most is None or most > 0, f"{self.key}.max_effective_epsilon", "be above 0", most)
+        self._dissimilarity, self._least, self._most_epsilon = dissimilarity, min_participation, most
+
+    def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
+        if total == 0:  # other strategies have taken all rounds
+            self._noise = ParticipationNoise(np.zeros(len(upper)), 1.0)
+            return np.zeros(len(upper), dtype=np.int64)
+        self._noise = self._found_noise(total / len(upper), schedule, view)
+        most = total // len(upper)
+        must = f"be at most {most}, the mean number of rounds that a client takes part in"
+        require(self._least <= most, f"{self.key}.min_participation", must, self._least)
+        anchor = self._anchor(schedule, view) if self._noise.factor.any() else 0.0
+        lower = np.minimum(self._least, upper)
+        return allocate_int(self._noise.factor, total, self._noise.exponent, 0.0, lower, upper, anchor)
+
+    def _found_noise(self, mean_quota: float, schedule: RunSchedule, view: View) -> ParticipationNoise:
+        check_free_noise(schedule, self.key.rpartition(".")[2])
+        claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf)
+
+        def claims(client: int, own: ClientSchedule) -> ClientSchedule:
+            return dataclasses.replace(own, target_epsilon=float(claimed[client]))
+
+        return participation_noise(schedule.replan(claims), view, mean_quota)
+
+    def _anchor(self, schedule: RunSchedule, view: View) -> float:
+        laplace = isinstance(train_line(schedule.clients[0]).event, LaplaceEvent)
+        scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
+        return anchor_strength(view.facts.num_clients, self._horizon, scale, self._dissimilarity)
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        noise = self._noise
+        if not noise.factor.any():
+            words = (
+                "No client adds noise: quotas are equal." if self._quota.any() else "No round is left to select for."
+            )
+            return (*super().outline(view), words)
+        gain = noise_gain(self._quota, noise.factor, noise.exponent)
+        return (
+            *super().outline(view),
+            f"The noise in a round's mean update has {1 / gain:.3g} of the variance that equal quotas would give it (a "
+            f"gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
+        )
+
+
+def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
+    """Refuse noise that is given: no quota could change it."""
+    for client, own in enumerate(schedule.clients):
+        if noise := _given_noise(own):
+            raise UserError(
+                f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {noise} for client {client}: "
+                "quotas share budgets out, and given noise is the same for any quota. Give privacy.epsilon alone, or "
+                "use uniform_selection."
+            )
+
+
+def _given_noise(own: ClientSchedule) -> float | None:
+    event = train_line(own).event
+    return event.noise_multiplier if isinstance(event, NoisedEvent) else None

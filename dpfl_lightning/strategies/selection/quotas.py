@@ -1,0 +1,176 @@
+"""A cohort of clients a round, every client as often as its quota says: what selection strategies have in common."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dpfl_lightning.algorithms.cohorts import draw_cohort
+from dpfl_lightning.algorithms.selection_noise import jain_index
+from dpfl_lightning.errors import UserNotice, nearest, require
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunResult, RunSchedule, ServerState, View
+from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.noise import stream_words
+from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
+
+Counts = NDArray[np.int64]
+
+PURPOSE = "train"  # the line of a client's schedule that quotas are of
+_SAMPLERS = ("quota_systematic", "weighted_without_replacement")  # a round holds each client once
+_USUAL_SHARE = 5  # one client in so many takes part in a round, unless it is said
+_DRAWS = 20  # of one round, until somebody with a large budget is in it
+
+
+def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSchedule:
+    """The schedule in which client n trains `quota[n]` times, and the reserve on top if it trains at all."""
+
+    def change(client: int, own: ClientSchedule) -> ClientSchedule:
+        count = int(quota[client]) + schedule.reserve if quota[client] else 0
+        lines = [dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line for line in own.planned]
+        return dataclasses.replace(own, planned=tuple(lines))
+
+    return schedule.replan(change)
+
+
+class QuotaSelection(ServerCallback):
+    """K clients a round, client n in T_n rounds of the run, with noise for T_n releases instead of one in every round.
+
+    A subclass says the quotas T_n. Goes beside a base rule; if a run names none, all updates of a round weigh the same.
+
+    Args:
+        clients_per_round: K, from 1 to the number of clients; None is a fifth of them.
+        sampler: quota_systematic (exact: see `cohorts.systematic`) or weighted_without_replacement (the paper's words).
+        top_fraction: a round is drawn again, at most 20 times, until one of the clients with the largest claimed
+            budgets is in it, this share of all, in (0, 1); for `pfa`, which projects onto their updates. None: never.
+
+    **Guarantees** No client trains more often than its quota, which its noise was solved for. A client that an earlier
+    strategy leaves out of a round keeps its slot; one that is lost after it was charged has used it.
+
+    **Privacy** Post-processing of public facts: claimed budgets and numbers of records, which are trusted. The server
+    knows who takes part, so selection amplifies nothing.
+    """
+
+    default_base = Uniform
+    needs_training = True
+    key = "strategies.quota_selection"
+
+    def __init__(
+        self,
+        clients_per_round: int | None = None,
+        sampler: str = "quota_systematic",
+        top_fraction: float | None = None,
+    ) -> None:
+        size, known = clients_per_round, f"be one of {', '.join(_SAMPLERS)}"
+        require(size is None or size >= 1, f"{self.key}.clients_per_round", "be >= 1", size)
+        require(sampler in _SAMPLERS, f"{self.key}.sampler", known, sampler, nearest(sampler, _SAMPLERS))
+        fits = top_fraction is None or 0 < top_fraction < 1
+        require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
+        self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
+        self._taken = np.zeros(0, dtype=np.int64)
+        self._purpose = PURPOSE  # that the rounds now are of
+        self._drawn_in = 0  # the round of the last cohort
+
+    def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
+        """Quotas `[N]` of sum `total`, each at most `upper` `[N]`: for a subclass to say."""
+        raise NotImplementedError
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        count = view.facts.num_clients
+        self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
+        must = f"be at most the {count} clients"
+        require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
+        planned = [own.count_of(PURPOSE) for own in schedule.clients]
+        upper = np.maximum(np.array(planned) - schedule.reserve, 0)
+        self._horizon = int(upper.max())
+        total = min(self._cohort_size * self._horizon, int(upper.sum()))
+        self._quota = self._quotas(total, upper, schedule, view)
+        self._taken, self._settled, self._purpose = np.zeros(count, dtype=np.int64), False, PURPOSE
+        if self._top_fraction is not None:
+            epsilon = np.array(view.facts.reported_epsilon)
+            self._top = larger_budgets(epsilon, "top", self._top_fraction, view.seed)
+        return with_quotas(schedule, self._quota)
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        if plan.purpose != PURPOSE:
+            return plan
+        self._settle(view)
+        here = np.zeros(len(self._quota), dtype=bool)
+        here[list(plan.clients)] = True
+        cohort = set(self._cohort(np.where(here, self._quota, 0), view).tolist())
+        self._drawn_in = view.round
+        return plan.only(lambda client: client in cohort)
+
+    def _settle(self, view: View) -> None:
+        """Where noise is given, budgets may pay for less than was planned; once a run."""
+        if not self._settled:
+            paid = [max(0, own.count_of(self._purpose) - view.schedule.reserve) for own in view.schedule.clients]
+            self._quota, self._settled = np.minimum(self._quota, paid), True
+
+    def _cohort(self, quota: Counts, view: View) -> Counts:
+        key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
+        generator = np.random.Generator(np.random.PCG64DXSM(key))
+        for _ in range(_DRAWS):
+            left = self._rounds_left(view.run.rounds, view.round)
+            cohort = draw_cohort(self._sampler, quota, self._taken, left, self._cohort_size, generator)
+            if self._top_fraction is None or self._top[cohort].any():
+                break
+        return cohort
+
+    def _rounds_left(self, rounds: int, round: int) -> int:
+        """With this one; fewer than the run's where budgets pay for fewer."""
+        return min(self._horizon, rounds - round + 1)
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        if self._drawn_in == view.round:
+            self._taken[[*updates.clients, *updates.lost]] += 1
+        return state
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        left = self._rounds_left(view.run.rounds, view.state.round + 1)
+        forfeited = int(np.maximum(self._quota - self._taken - left, 0).sum())
+        told: dict[str, float | Tensor] = {
+            "quota": torch.from_numpy(self._quota).double(),
+            "participations": torch.from_numpy(self._taken).double(),
+            "forfeited_participations": float(forfeited),
+        }
+        return {**told, "participation_equality": jain_index(self._taken)} if self._taken.any() else told
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        self._settle(view)
+        quota = np.sort(self._quota)
+        never = int((quota == 0).sum())
+        return (
+            f"{self._cohort_size} of {len(quota)} clients a round; quotas from {quota[0]} to {quota[-1]} of "
+            f"{self._horizon} rounds, median {np.median(quota):g}, {never} of none; Jain index of participation "
+            f"{jain_index(quota):.3f}.",
+        )
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        unused = int((self._quota - self._taken).sum())
+        if result.finished and unused:
+            warnings.warn(
+                f"{self.key.rpartition('.')[2]}: {unused} of {int(self._quota.sum())} planned participations were not "
+                "used, because clients were away or the run ended early; what noise they cost the others is lost.",
+                UserNotice,
+                stacklevel=2,
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self._taken.tolist()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._taken = np.array(state["taken"], dtype=np.int64)
+
+
+def train_line(own: ClientSchedule) -> Planned:
+    """The line that quotas are of."""
+    return next(line for line in own.planned if line.purpose == PURPOSE)

@@ -1,0 +1,336 @@
+"""DPFL-BCS as the paper has it: rounds in which clients report noised losses, then quotas that avoid unlike clients."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.allocation import allocate_int
+from dpfl_lightning.algorithms.selection_estimates import (
+    FirstStage,
+    estimated_skew,
+    fit_constants,
+    least_differences,
+    shrunken_heterogeneity,
+)
+from dpfl_lightning.algorithms.selection_noise import (
+    PAPER_BIAS,
+    Curvature,
+    NoiseModel,
+    bias_noise_ratio,
+    jain_index,
+)
+from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
+from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, Unprotected
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
+from dpfl_lightning.strategies.selection.biased_selection import (
+    check_free_noise,
+    exact_exponent,
+    participation_noise,
+    update_noise,
+)
+from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, train_line, with_quotas
+
+FILTER = (
+    "the noise of later rounds was chosen from noised losses of the first ones: what holds is the client's whole "
+    "budget, and any smaller epsilon is a reading"
+)
+UNSOUND = (
+    "clients report losses that are not clipped, one of them at a model before noise: no bound is known of what one "
+    "record changes"
+)
+_LOSS, _LATER = "loss", "later_train"
+_ESTIMATES = ("shrunken", "least_difference")
+_MARGIN = 1 + 1e-7  # more noise than the split of a budget needs, so that rounding does not exceed it
+
+
+class TwoStageSelection(QuotaSelection):
+    """Some rounds of least noise, in which clients also report losses; then quotas with the paper's bias term.
+
+    `sum_n noise_n T_n^(z + 1) + ratio sum_n unlikeness_n T_n` is minimised over the rounds that are left, with the
+    budgets that are left. To compare with `biased_selection`: the term has brought nothing, even with true values, for
+    it leads to the few clients that are most alike, not to equal quotas, where noise is small.
+
+    Args:
+        clients_per_round, sampler, top_fraction: those of `QuotaSelection`.
+        warmup_rounds: T_0, in which losses are reported, from 2 to one less than the rounds.
+        ratio: cost of one unit of unlikeness (loss) in one participation, over the geometric mean of the clients' noise
+            factors, >= 0; None fits the paper's constants to one number, which decides nothing: see `fit_constants`.
+        loss_share: of each participation's part of the budget, for the loss, in (0, 1).
+        loss_bound: losses are clipped to [0, loss_bound], > 0; None is log(classes).
+        estimates: shrunken (mean noised loss, drawn to the mean of all as far as noise explains the differences) or
+            least_difference (the paper's: smallest difference between a client's losses before and after its update,
+            asked at its noised update, at the price of a second report).
+        allow_unsound: with least_difference, losses as the paper's clients report them: not clipped, and at the
+            client's own model before noise. Noise is added, but no bound of one record's influence is known, and
+            every epsilon is infinite. For comparison only.
+
+    **Guarantees** Whole quotas in both stages; nobody exceeds its budget, whatever losses say.
+
+    **Privacy** Losses are `MeanLoss` queries, planned and charged beside the updates. Later noise follows from them, so
+    a guarantee states the whole budget (a privacy filter): full batches with Gaussian noise, or Laplace and delta 0.
+
+    Raises:
+        UserError: a number out of range, sampled batches, a given noise multiplier.
+
+    Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. Theirs reports unclipped losses, one of them at the
+    client's own model before noise, which its sensitivity does not cover; has real quotas, which overspend; and splits
+    epsilon and delta in proportion to participations, which takes ten times the noise.
+    """
+
+    key = "strategies.two_stage_selection"
+    caveats = (FILTER,)
+
+    def __init__(
+        self,
+        clients_per_round: int | None = None,
+        sampler: str = "quota_systematic",
+        top_fraction: float | None = None,
+        warmup_rounds: int = 10,
+        ratio: float | None = 3.0,
+        loss_share: float = 0.1,
+        loss_bound: float | None = None,
+        estimates: str = "shrunken",
+        allow_unsound: bool = False,
+    ) -> None:
+        super().__init__(clients_per_round, sampler, top_fraction)
+        require(warmup_rounds >= 2, f"{self.key}.warmup_rounds", "be >= 2", warmup_rounds)
+        require(ratio is None or 0 <= ratio < math.inf, f"{self.key}.ratio", "be >= 0 and finite", ratio)
+        require(0 < loss_share < 1, f"{self.key}.loss_share", "be in (0, 1)", loss_share)
+        in_range = loss_bound is None or 0 < loss_bound < math.inf
+        require(in_range, f"{self.key}.loss_bound", "be above 0 and finite", loss_bound)
+        must = f"be one of {', '.join(_ESTIMATES)}"
+        require(estimates in _ESTIMATES, f"{self.key}.estimates", must, estimates, nearest(estimates, _ESTIMATES))
+        fitted = ratio is not None or estimates == "least_difference"
+        advice = "Only the paper's own estimates come with its constants."
+        require(fitted, f"{self.key}.ratio", "be a number with shrunken estimates", None, advice)
+        self._warmup, self._ratio, self._share, self._bound = warmup_rounds, ratio, loss_share, loss_bound
+        paper = estimates == "least_difference"
+        must = "be false with shrunken estimates"
+        require(paper or not allow_unsound, f"{self.key}.allow_unsound", must, allow_unsound)
+        self._estimates, self._unsound = estimates, allow_unsound
+        self._losses_a_round = 2 if paper else 1
+        self._reports: list[tuple[int, int, float, float]] = []  # (round, client, loss before, loss after or NaN)
+        self._first: Counts | None = None  # participations of the first stage, once the second has begun
+        self._constants: dict[str, float] = {}  # of the paper, where they were fitted
+
+    # -- the first stage
+
+    def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        self._check(schedule, view)
+        self._first, self._reports = None, []
+        planned = super().plan_run(schedule, view)
+        once = with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients))
+        self._report_noise: list[Any] = []  # of losses that no event covers, by client
+        alone = [own.noise_multiplier(PURPOSE) for own in view.solve(once).clients]
+        return planned.replan(lambda client, own: self._with_reports(own, alone[client]))
+
+    def _check(self, schedule: RunSchedule, view: View) -> None:
+        name = self.key.rpartition(".")[2]
+        check_free_noise(schedule, name)
+        must = f"be below the {schedule.rounds} rounds"
+        require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
+        must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
+        plain = exact_exponent(schedule) is not None
+        require(plain, "clients.batch_size", must, "other plans", "Later noise follows from released losses.")
+        known = ("gdp", "rdp")
+        must = f"be {' or '.join(known)} where later noise follows from released losses"
+        require(view.run.accountant in known, "privacy.accountant", must, view.run.accountant)
+        self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
+        advice = "Losses of a regression have no usual bound."
+        require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)
+
+    def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
+        self._noise = participation_noise(schedule, view, total / len(upper))
+        return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
+
+    def _with_reports(self, own: ClientSchedule, alone: float) -> ClientSchedule:
+        """Each participation's part of the budget, split between update and losses.
+
+        Args:
+            alone: noise multiplier of a client that takes part once, without reports.
+        """
+        line, power = train_line(own), self._noise.exponent / 2
+        noise = _MARGIN * alone * line.count**power
+        updates = _of_noise(line, noise / (1 - self._share) ** power)
+        reports = _of_noise(line, noise * (self._losses_a_round / self._share) ** power)
+        assert isinstance(reports.event, NoisedEvent)  # for mypy
+        once = dataclasses.replace(reports.event, steps=1)  # however many steps an update has
+        reports = Planned(_LOSS, once, self._losses_a_round * line.count)
+        if self._unsound:
+            self._report_noise.append(reports.event)
+            reports = Planned(_LOSS, Unprotected(UNSOUND), line.count)
+        others = (other for other in own.planned if other is not line)
+        return dataclasses.replace(own, planned=(updates, reports, *others))
+
+    def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
+        plan = super().plan_round(plan, view)
+        if self._first is not None:
+            mechanisms = tuple(view.mechanism(client, _LATER) for client in plan.clients)
+            return dataclasses.replace(plan, mechanism_of=mechanisms, purpose=_LATER)
+        if view.round <= self._warmup and plan.clients:
+            self._reports += self._asked_unsoundly(plan, view) if self._unsound else self._asked_before(plan, view)
+        return plan
+
+    def _asked_before(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
+        row_of = dict(zip(plan.clients, plan.model_of, strict=True))
+        answers = self._ask(view.state.models, row_of, view)
+        return [(view.round, client, loss, math.nan) for client, loss in answers.items()]
+
+    def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
+        mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}
+        step_of = {
+            client: (own.clip_norm, own.clip_order, rate)
+            for client, own, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
+        }
+        (row,) = set(plan.model_of)
+        model = view.state.models[row]
+        answers = view.ask(LossesAroundStep(purpose=_LOSS, mechanism_of=mechanisms, model=model, step_of=step_of))
+        return [(view.round, client, before, after) for client, (before, after) in answers.items()]
+
+    def sees(self, plan: RoundPlan, view: View) -> bool:
+        return self._asks_after(view)
+
+    def _asks_after(self, view: View) -> bool:
+        """Whether clients are asked again at their noised updates."""
+        return self._losses_a_round == 2 and not self._unsound and view.round <= self._warmup
+
+    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        if updates.deltas is not None and self._asks_after(view):
+            row_of = {client: row for row, client in enumerate(updates.clients)}
+            after = self._ask(view.state.models[list(updates.model_of)] + updates.deltas, row_of, view)
+            self._reports = [
+                (*one[:3], after.get(one[1], math.nan)) if one[0] == view.round else one for one in self._reports
+            ]
+        return super().refine(state, updates, view)
+
+    def _ask(self, models: Tensor, row_of: Mapping[int, int], view: View) -> dict[int, float]:
+        mechanisms = {client: self._loss_mechanism(client, view.schedule, view) for client in row_of}
+        bound = self._bound_now
+        query = MeanLoss(purpose=_LOSS, mechanism_of=mechanisms, models=models, row_of=row_of, loss_bound=bound)
+        return dict(view.ask(query))
+
+    def _loss_mechanism(self, client: int, schedule: RunSchedule, view: View) -> Mechanism:
+        event = self._report_noise[client] if self._unsound else schedule.noised(client, _LOSS)
+        return mechanism_of(event, self._bound_now / 2, view.facts.num_records[client])
+
+    # -- the second stage
+
+    def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
+        if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == _LATER:
+            return schedule
+        paid = schedule.replan(lambda client, own: _paid(own, client, view))
+        if self._first is None:
+            self._begin_second_stage(schedule, paid, view)
+        self._horizon, self._settled, quota = view.run.rounds - self._warmup, True, self._quota
+        return paid.replan(lambda client, own: _with_later(own, int(quota[client]), schedule.reserve))
+
+    def _begin_second_stage(self, planned: RunSchedule, paid: RunSchedule, view: View) -> None:
+        able = np.array([_has_budget_left(*both) for both in zip(planned.clients, paid.clients, strict=True)])
+        once = view.solve(paid.replan(lambda client, own: _with_later(own, int(able[client]), 0)))
+        factor = np.where(able, update_noise(once, _LATER, view), np.inf)
+        self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
+        rounds = view.run.rounds - self._warmup
+        cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
+        total = min(self._cohort_size, int(able.sum())) * rounds
+        self._quota = allocate_int(factor, total, self._noise.exponent, cost, upper=rounds)
+        self._taken = np.zeros_like(self._quota)
+
+    def _heterogeneity(self, schedule: RunSchedule, view: View) -> np.ndarray:
+        """Each client's unlikeness as its reports tell it, `[N]`."""
+        count = view.facts.num_clients
+        if self._estimates == "least_difference":
+            whole = [(client, before, after) for _, client, before, after in self._reports if not math.isnan(after)]
+            return least_differences(whole, count)
+        reports = np.bincount([client for _, client, _, _ in self._reports], minlength=count)
+        sums = np.bincount(
+            [client for _, client, _, _ in self._reports], [loss for _, _, loss, _ in self._reports], minlength=count
+        )
+        std = [self._loss_mechanism(client, schedule, view).noise_std(1, 1.0) for client in range(count)]
+        positive = np.where(np.array(std) > 0, std, 1e-12)  # without noise every difference counts
+        return shrunken_heterogeneity(sums / np.maximum(reports, 1), reports, positive, self._bound_now)[0]
+
+    def _cost_of_unlikeness(self, factor: np.ndarray, rounds: int) -> float:
+        """Of one unit in one participation, in the unit of the noise factors."""
+        if self._ratio is not None:
+            positive = factor[factor > 0]
+            return self._ratio * float(np.exp(np.log(positive).mean())) if len(positive) else 0.0
+        last = {client: loss for round, client, loss, _ in self._reports if round == self._warmup}
+        earlier = [client for round, client, _, _ in self._reports if round < self._warmup]
+        if not last or not earlier:
+            return 0.0
+        counts = np.bincount(earlier, minlength=len(self._quota)).astype(float)
+        noise = NoiseModel(1.0, self._noise.exponent, self._noise.factor)
+        skew, loss = estimated_skew(counts, last, self._bound_now), float(np.mean(list(last.values())))
+        stage = FirstStage(self._warmup - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
+        found, _ = fit_constants(stage)
+        curvature = Curvature(found.smoothness, found.strong_convexity, found.lr_offset)
+        self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": found.lr_offset}
+        self._constants |= {"fitted_smoothness": found.smoothness, "fitted_convexity": found.strong_convexity}
+        return bias_noise_ratio(rounds, self._cohort_size, 1.0, curvature, PAPER_BIAS)
+
+    # -- what is told and kept
+
+    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+        told = dict(super().tell(view))
+        if self._first is not None:
+            whole = self._first + self._taken
+            told |= {"quota": torch.from_numpy(self._first + self._quota).double()}
+            told |= {"participations": torch.from_numpy(whole).double(), "participation_equality": jain_index(whole)}
+            told["unlikeness"] = torch.from_numpy(self._unlike).double()
+        return told | self._constants
+
+    def outline(self, view: View) -> tuple[str, ...]:
+        words = (
+            f"In the first {self._warmup} rounds {self._losses_a_round} losses are reported with each update. These "
+            "quotas are those of a whole run without a second stage; the later rounds' follow from the losses."
+        )
+        return (*super().outline(view), words)
+
+    def state_dict(self) -> dict[str, Any]:
+        second = None
+        if self._first is not None:
+            second = [one.tolist() for one in (self._first, self._quota, self._unlike)]
+        reports, constants = [list(one) for one in self._reports], dict(self._constants)
+        return {**super().state_dict(), "reports": reports, "second": second, "constants": constants}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._reports = [(int(r), int(c), float(a), float(b)) for r, c, a, b in state["reports"]]
+        self._constants = dict(state["constants"])
+        if state["second"] is not None:
+            first, quota, unlike = state["second"]
+            self._first, self._quota = np.array(first, dtype=np.int64), np.array(quota, dtype=np.int64)
+            self._unlike = np.array(unlike)
+
+
+def _of_noise(line: Planned, noise_multiplier: float | None) -> Planned:
+    assert isinstance(line.event, NoisedEvent)  # for mypy
+    return dataclasses.replace(line, event=dataclasses.replace(line.event, noise_multiplier=noise_multiplier))
+
+
+def _paid(own: ClientSchedule, client: int, view: View) -> ClientSchedule:
+    """What the client has paid for."""
+    lines = [dataclasses.replace(line, count=view.used(client, line.purpose)) for line in own.planned]
+    return dataclasses.replace(own, planned=tuple(lines))
+
+
+def _has_budget_left(planned: ClientSchedule, paid: ClientSchedule) -> bool:
+    """In whole releases, not in rounded epsilons; a client of quota 0 has all of it."""
+    return planned.count_of(PURPOSE) == 0 or paid.count_of(PURPOSE) < planned.count_of(PURPOSE)
+
+
+def _with_later(own: ClientSchedule, count: int, reserve: int) -> ClientSchedule:
+    """With so many participations more, whose noise takes what is left of the budget."""
+    later = _of_noise(train_line(own), None)
+    later = dataclasses.replace(later, purpose=_LATER, count=count + reserve if count else 0)
+    return dataclasses.replace(own, planned=(*own.planned, later))

@@ -1,8 +1,0 @@
-"""Runs, searches and tables in MLflow."""
-
-from dpfl_lightning.tracking.report import log_report
-from dpfl_lightning.tracking.run import Tracking
-from dpfl_lightning.tracking.store import downloaded, how_to_open, store_uri
-from dpfl_lightning.tracking.study import StudyTracking
-
-__all__ = ["StudyTracking", "Tracking", "downloaded", "how_to_open", "log_report", "store_uri"]

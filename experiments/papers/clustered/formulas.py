@@ -1,0 +1,125 @@
+"""What the papers' formulas give without any training: noise multipliers, noise of updates, prices of releases.
+
+The setting is that of the revised paper's Figure 3: N = 6,600 records, batch 32, one local epoch a round, 200 rounds,
+delta 1e-4, clip norm 3, learning rate 5e-4 and the 11,181,642 parameters of a ResNet-18.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+
+from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent, repeated
+from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+
+RECORDS, BATCH, ROUNDS, DELTA, CLIP_NORM, RATE, NUM_PARAMS = 6600, 32, 200, 1e-4, 3.0, 5e-4, 11_181_642
+EPSILONS = {f"eps{epsilon}": float(epsilon) for epsilon in (10, 5, 4, 3, 2)}
+
+SELECTIONS = 20  # a tenth of the rounds
+SHARE = 0.03  # of the budget: the range of one selection
+
+
+@functools.cache
+def noise_multiplier(
+    epsilon: float,
+    first_batch: int | None = RECORDS,
+    batch: int = BATCH,
+    first_noise: float | None = None,
+    selections: int = 0,
+    selection_epsilon: float = 0.0,
+    records: int = RECORDS,
+    rounds: int = ROUNDS,
+    epochs: int = 1,
+    accountant: str = "rdp",
+) -> float:
+    """z of the rounds after the first one, for a budget that pays for everything.
+
+    Args:
+        epsilon: of the whole run.
+        first_batch: of round 1; None is a round like the others.
+        batch: of the others.
+        first_noise: noise multiplier of round 1; None is that of the others, as in the papers.
+        selections: choices by loss.
+        selection_epsilon: range of one of them.
+        records: N.
+        rounds: E.
+        epochs: K.
+        accountant: its name.
+
+    >>> round(noise_multiplier(5.0, first_batch=None), 3), round(noise_multiplier(5.0), 3)
+    (1.078, 1.31)
+    """
+    first = batch if first_batch is None else first_batch
+    lines = [
+        Planned("first_round", GaussianEvent(first / records, first_noise, epochs * math.ceil(records / first)), 1),
+        Planned("train", GaussianEvent(batch / records, None, epochs * math.ceil(records / batch)), rounds - 1),
+    ]
+    if selections:
+        lines.append(Planned("select", SelectionEvent(selection_epsilon), selections))
+    (solved,) = calibrate([ClientSchedule(epsilon, DELTA, tuple(lines))], get_accountant(accountant))
+    return solved.noise_multiplier("train")
+
+
+def epsilon_alone(event: Event, times: int = 1, accountant: str = "rdp") -> float:
+    """What so many such releases cost if there is nothing else.
+
+    >>> round(epsilon_alone(GaussianEvent(1.0, 1.31)), 2)
+    3.05
+    """
+    return get_accountant(accountant).epsilon([repeated(event, times)], DELTA)
+
+
+def update_variance(batch: int, noise_multiplier: float, epochs: int = 1) -> float:
+    """Noise variance of one round's update, all parameters together: `K N lr^2 P c^2 z^2 / b^3`.
+
+    Reference: Lemma 4.1, which neglects what drawing batches adds, and takes N / b for the number of steps.
+
+    >>> f"{update_variance(6600, 1.3104):.2e}"
+    '9.92e-07'
+    """
+    return epochs * RECORDS * RATE**2 * NUM_PARAMS * (CLIP_NORM * noise_multiplier) ** 2 / batch**3
+
+
+def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
+    """What private choices among models cost, in the noise of training beside a full-batch round of the same noise.
+
+    Returns:
+        Noise multipliers: `free` (choices are not paid for, as the papers have it), `joint` (20 choices composed with
+        training), `subtracted` (their epsilon is taken off the budget, as later published code has it), `every_round`
+        (100 choices, composed); `joint_increase` and `subtracted_increase` over `free`, in per cent. And epsilons of
+        the choices alone: `alone`, `alone_every_round`.
+    """
+    event = SelectionEvent(SHARE * epsilon)
+    alone = epsilon_alone(event, SELECTIONS, accountant)
+    joint = {
+        name: noise_multiplier(epsilon, selections=count, selection_epsilon=event.epsilon, accountant=accountant)
+        for name, count in (("joint", SELECTIONS), ("every_round", ROUNDS // 2))
+    }
+    free = noise_multiplier(epsilon, accountant=accountant)
+    subtracted = noise_multiplier(epsilon - alone, accountant=accountant)
+    return {
+        "free": free,
+        **joint,
+        "subtracted": subtracted,
+        "joint_increase": 100 * (joint["joint"] / free - 1),
+        "subtracted_increase": 100 * (subtracted / free - 1),
+        "alone": alone,
+        "alone_every_round": epsilon_alone(event, ROUNDS // 2, accountant),
+    }
+
+
+def full_batch_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
+    """What a full-batch first round costs the others.
+
+    Returns:
+        Noise multipliers: `without` it, with it at the `same` noise, and with noise of its own, `own3` and `own5`;
+        `increase` of the same one, in per cent; `alone`: epsilon of the round at the same noise, and `alone5` at 5.
+    """
+    without = noise_multiplier(epsilon, first_batch=None, accountant=accountant)
+    same = noise_multiplier(epsilon, accountant=accountant)
+    own = {f"own{z}": noise_multiplier(epsilon, first_noise=float(z), accountant=accountant) for z in (3, 5)}
+    alone = {
+        name: epsilon_alone(GaussianEvent(1.0, z), 1, accountant) for name, z in (("alone", same), ("alone5", 5.0))
+    }
+    return {"without": without, "same": same, **own, "increase": 100 * (same / without - 1), **alone}

@@ -1,0 +1,131 @@
+"""What is read off a run with true groups, beside the usual."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from sklearn.metrics import silhouette_score
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundReport, RunResult, View
+from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, clustering, true_groups
+from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
+from experiments.papers.recorder import Recorder
+
+_SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
+
+
+class GroupRecorder(Recorder):
+    """Accuracy of groups, how well clusters match them, and what was sent.
+
+    Values beside the usual, in per cent: `accuracy_majority`, `accuracy_minority`, `accuracy_<group>`,
+    `clustering_accuracy` and `minority_recall` of the last round; `adjusted_rand_index`; `clusters_perfect`, 1 or 0;
+    `models_down` and `models_up`, sent to and from a client on average; and every number that strategies tell.
+    `curves`: name -> {round: value} of groups and of `clustering_accuracy`, in per cent. `clients` have also loss,
+    true_group and model.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._curves: dict[str, dict[int, float]] = {}
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        super().on_round_end(view, report)
+        points = accuracy_of_groups(report.client_accuracy or (), true_groups(view.facts))
+        points |= {name: float(value) for name, value in report.told.items() if name == "clustering_accuracy"}
+        for name, value in points.items():
+            self._curves.setdefault(name, {})[report.round] = 100 * value
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        super().on_run_end(view, result)
+        self.found["curves"] = {
+            name: {str(at): value for at, value in curve.items()} for name, curve in self._curves.items()
+        }
+        if "clients" in self.found:
+            names = ("loss", "true_group", "model")
+            self.found["clients"] |= {name: [client[name] for client in result.clients] for name in names}
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        told = {name: value for name, value in result.told.items() if isinstance(value, float)}
+        sent = {f"models_{way}": told.pop(f"floats_{way}") for way in ("down", "up") if f"floats_{way}" in told}
+        models = view.run.num_params * view.facts.num_clients
+        return {
+            **super()._values(view, result),
+            **{f"accuracy_{name}": 100 * value for name, value in result.accuracy_of_groups.items()},
+            **told,
+            **matches(told),
+            **{name: floats / models for name, floats in sent.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "curves": {name: dict(curve) for name, curve in self._curves.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._curves = {name: dict(curve) for name, curve in state["curves"].items()}
+
+
+def matches(told: Mapping[str, float]) -> dict[str, float]:
+    """How well clusters match groups, shares in per cent, and whether all do.
+
+    >>> matches({"clustering_accuracy": 1.0, "adjusted_rand_index": 1.0, "weight": 3.0})
+    {'clustering_accuracy': 100.0, 'adjusted_rand_index': 1.0, 'clusters_perfect': 1.0}
+    """
+    known = {name: told[name] * (100 if name in _SHARES else 1) for name in MATCHES if name in told}
+    return known | ({"clusters_perfect": float(told["clustering_accuracy"] == 1)} if known else {})
+
+
+class FirstRound(GroupRecorder):
+    """Ends the run after its first round: what clusters that round alone shows, of a strategy that has a picture.
+
+    Values beside the usual: `num_clusters`, `separation`, `confident` (1 or 0), and how these clusters match;
+    `silhouette` of the true groups in `points`, each client's update along the two directions in which updates differ
+    most, in units of the largest distance from their mean.
+    """
+
+    needs = "deltas"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._points: list[list[float]] = []
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        self._points = principal_points(updates.released.flatten(1)).tolist()
+        return None
+
+    def stop(self, view: View) -> str | None:
+        return "one round is all that is looked at" if view.round > 1 else None
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        super().on_run_end(view, result)
+        self.found["points"] = self._points
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        values, sketch, groups = super()._values(view, result), result.sketch, true_groups(view.facts)
+        if groups and self._points:
+            values["silhouette"] = float(silhouette_score(self._points, groups))
+        if sketch is None:
+            return values
+        found = {"num_clusters": float(sketch.num_clusters), "confident": float(sketch.confident)}
+        found |= {} if sketch.separation is None else {"separation": sketch.separation}
+        return values | found | (matches(clustering(sketch.cluster, groups)) if groups else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "points": self._points}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._points = state["points"]
+
+
+def principal_points(deltas: Tensor) -> np.ndarray:
+    """Updates `[n, P]` in their first two principal components, the farthest at distance 1: `[n, 2]`.
+
+    >>> principal_points(Tensor([[0, 0, 0], [0, 3, 4], [0, 9, 12]]))[:, 0].round(6).tolist()
+    [-0.8, -0.2, 1.0]
+    """
+    points = coordinates(deltas)[:, [-1, -2]]
+    points *= np.where(points[np.abs(points).argmax(axis=0), [0, 1]] < 0, -1, 1)  # one sign, whatever the solver's
+    return points / max(np.linalg.norm(points, axis=1).max(), np.finfo(float).tiny)

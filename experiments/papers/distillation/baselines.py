@@ -1,0 +1,113 @@
+"""What a federated set is compared with: sets and records that a simulation can make because it holds all data.
+
+Nothing here is private: these are yardsticks, made from clients' records as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
+from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
+from dpfl_lightning.config.options import ClientOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.search.train_and_score import ON_A_SET as ON_A_SET
+from dpfl_lightning.search.train_and_score import ON_EVERYTHING as ON_EVERYTHING
+from dpfl_lightning.search.train_and_score import NewNet, one_client
+from dpfl_lightning.search.train_and_score import Taught as Taught
+from dpfl_lightning.search.train_and_score import taught as taught
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from dpfl_lightning.strategies.distillation.distillation import Distillation
+
+
+def whole(population: Population) -> tuple[Tensor, Tensor]:
+    """Every client's training records together."""
+    rows = torch.cat(population.train_of)
+    return population.x[rows], population.y[rows]
+
+
+def random_subset(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """So many real records of each class, drawn from all clients' without replacement; all, where there are fewer."""
+    x, y = whole(population)
+    generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "random subset")))
+    order = torch.randperm(len(y), generator=generator).to(y.device)
+    rows = torch.cat([order[y[order] == label][:images_per_class] for label in range(population.num_classes)])
+    return x[rows], y[rows]
+
+
+def noise_set(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Images of noise: what distillation begins with."""
+    generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "images")))
+    images = SyntheticSet.of_noise(population.num_classes, images_per_class, population.input_shape, generator)
+    x, y = images.records
+    return x.to(population.x), y.to(population.y)
+
+
+def centralised_matching(
+    population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+) -> DistilledSet:
+    """The set of one client that holds everything, after as many rounds of the same strategy.
+
+    Args:
+        new_net: builds the net from a seed.
+        options: of `Distillation`.
+    """
+    return _matched(one_client(population), new_net, rounds, seed, device, options)
+
+
+def local_matching(
+    population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
+) -> list[DistilledSet]:
+    """The set that each client would make by itself, of the classes that it has."""
+    sets = []
+    for rows in population.train_of:
+        own = _matched(one_client(population, rows), new_net, rounds, seed, device, options)
+        has = torch.isin(own.y, population.y[rows].unique().to(own.y))
+        sets.append(DistilledSet(own.x[has], own.y[has], own.card))
+    return sets
+
+
+def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
+    """The records of several sets together: local matching with `images_for_each` at every client."""
+    return torch.cat([own.x for own in sets]), torch.cat([own.y for own in sets])
+
+
+def images_for_each(images_per_class: int, num_clients: int) -> int:
+    """How many images a class each client makes, so that together they have at least so many.
+
+    >>> images_for_each(10, 4)
+    3
+    """
+    return math.ceil(images_per_class / num_clients)
+
+
+def _matched(
+    population: Population, new_net: NewNet, rounds: int, seed: int, device: str, options: dict[str, Any]
+) -> DistilledSet:
+    own = Distillation(**{"min_participants": 1, "min_records_per_target": 1, **options})
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserNotice)  # that nothing is private here
+        FederatedLoop(
+            population,
+            ClientModule(new_net(seed)),
+            rounds=rounds,
+            clients=ClientOptions(count=1, batch_size=population.num_records[0]),
+            privacy=None,
+            callbacks=[own],
+            seed=seed,
+            output_dir=folder,
+            device=device,
+            evaluate_every=rounds,
+            new_net=new_net,
+        ).run()
+        return DistilledSet.load(folder)

@@ -1,0 +1,85 @@
+"""One round of real training: what estimators of noise say of its updates, beside the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
+from dpfl_lightning.algorithms.noise_weights import weights
+from dpfl_lightning.algorithms.robust_pca import robust_pca
+from dpfl_lightning.federated.messages.plan import ClientUpdates, RunResult, View
+from experiments.papers.noise_aware.formulas import of_sum, oracle_weights
+from experiments.papers.recorder import Recorder
+
+
+class FirstRound(Recorder):
+    """Ends the run after its first round, whose noise is that of the whole run's plan.
+
+    Values for each estimator: `<name>_noise`, the noise variance of the sum under its weights, per parameter at
+    learning rate 1; `<name>_excess`, the same divided by the least possible. `oracle_noise` is that least. The lists in
+    `first_round` have a number for each client: `truth` and `<name>_variance` (as `truth`, but for a common factor),
+    `<name>_weights`, `oracle_weights`, `epsilon`; and, if asked for, `singular_values` of the updates and of their
+    low-rank part.
+
+    Args:
+        estimators: name -> options.
+        singular_values: whether to keep them.
+    """
+
+    needs = "deltas"
+
+    def __init__(self, estimators: Mapping[str, EstimatorOptions], singular_values: bool = False) -> None:
+        super().__init__()
+        self.estimators, self.singular_values = dict(estimators), singular_values
+        self._lists: dict[str, list] = {}
+
+    def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
+        rates = [view.learning_rate[client] for client in updates.clients]
+        truth = [(std / rate) ** 2 for std, rate in zip(updates.noise_std, rates, strict=True)]
+        self._lists = {
+            "epsilon": [view.run.budgets[client] for client in updates.clients],
+            "truth": truth,
+            "oracle_weights": oracle_weights(truth),
+        }
+        for name, options in self.estimators.items():
+            found = estimate(updates.released, options).noise_var
+            scale = updates.released.shape[1] * rates[0] ** 2
+            self._lists[f"{name}_variance"] = (found / scale).tolist()
+            self._lists[f"{name}_weights"] = weights(found).tolist()
+        if self.singular_values:
+            self._lists["singular_values"] = robust_pca(updates.released).singular_values.tolist()
+        return None
+
+    def stop(self, view: View) -> str | None:
+        return "one round is all that is looked at" if view.round > 1 else None
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        super().on_run_end(view, result)
+        self.found["first_round"] = self._lists
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        if not self._lists:
+            return {}  # interrupted before its end
+        truth = self._lists["truth"]
+        least = of_sum(self._lists["oracle_weights"], truth)
+        noises = {name: of_sum(self._lists[f"{name}_weights"], truth) for name in self.estimators}
+        return {
+            "oracle_noise": least,
+            **{f"{name}_noise": noise for name, noise in noises.items()},
+            **{f"{name}_excess": noise / least for name, noise in noises.items()},
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "lists": self._lists}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._lists = state["lists"]
+
+
+def blocks(rows: int) -> EstimatorOptions:
+    """Robust PCA of the first so many parameters, as the paper's figures have it."""
+    return EstimatorOptions("rpca", rows=rows, blocks=1, row_choice="head")

@@ -1,0 +1,93 @@
+"""What is read off a run: accuracies of clients, how equal they are, and their mean over rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, pstdev
+from typing import Any
+
+from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
+from dpfl_lightning.federated.server.strategy import ServerCallback
+
+_MOST_CLIENTS = 100  # single clients of more are not kept
+
+
+class Recorder(ServerCallback):
+    """Watches one run; afterwards `found` is what its cell holds.
+
+    `found["values"]` are numbers that tables show; overwrite `_values` for a paper that reads others. The rest is for
+    figures: `clients` and `curve` (round -> mean accuracy; of a resumed run without the round before it was stopped).
+    `device` is where the run computed.
+
+    **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.device = ""
+        self._curve: dict[int, float] = {}
+
+    def on_run_start(self, view: View) -> None:
+        self.device = view.run.device
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        known = [accuracy for accuracy in report.client_accuracy or () if accuracy is not None]
+        if known:
+            self._curve[report.round] = 100 * fmean(known)
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        values = self._values(view, result)
+        if "accuracy" in values:
+            self._curve[result.rounds] = values["accuracy"]
+        self.found = {"values": values, "curve": {str(at): one for at, one in self._curve.items()}}
+        if len(result.clients) <= _MOST_CLIENTS:
+            names = ("accuracy", "epsilon_spent", "epsilon_budget", "batch_size", "num_records", "noise_multiplier")
+            self.found["clients"] = {name: [client[name] for client in result.clients] for name in names}
+
+    def _values(self, view: View, result: RunResult) -> dict[str, Any]:
+        return accuracies(result.clients, result.test_accuracy)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"curve": dict(self._curve)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._curve = dict(state["curve"])
+
+
+def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
+    """Accuracy over clients on their own held-out records, in per cent: mean and fairness.
+
+    Args:
+        clients: of `RunResult`: accuracy in [0, 1] or None, num_records.
+        test_accuracy: on the common test set, in [0, 1], or None.
+
+    Returns:
+        accuracy (unweighted mean, as the papers have it), accuracy_weighted (by training records), accuracy_std
+        (population), accuracy_worst, accuracy_best, accuracy_gap (best - worst), accuracy_worst_fifth and
+        accuracy_best_fifth (means), accuracy_smallest (of the clients with the fewest records), test_accuracy; only
+        what was measured.
+
+    >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
+    >>> found = accuracies(two, None)
+    >>> found["accuracy"], found["accuracy_weighted"], found["accuracy_std"], found["accuracy_smallest"]
+    (62.5, 56.25, 12.5, 75.0)
+    """
+    known = sorted(
+        (100 * client["accuracy"], client["num_records"]) for client in clients if client["accuracy"] is not None
+    )
+    found = {} if test_accuracy is None else {"test_accuracy": 100 * test_accuracy}
+    if known:
+        each = [accuracy for accuracy, _ in known]
+        fifth, fewest = -(-len(each) // 5), min(records for _, records in known)
+        found |= {
+            "accuracy": fmean(each),
+            "accuracy_weighted": sum(a * n for a, n in known) / sum(n for _, n in known),
+            "accuracy_std": pstdev(each),
+            "accuracy_worst": each[0],
+            "accuracy_best": each[-1],
+            "accuracy_gap": each[-1] - each[0],
+            "accuracy_worst_fifth": fmean(each[:fifth]),
+            "accuracy_best_fifth": fmean(each[-fifth:]),
+            "accuracy_smallest": fmean(accuracy for accuracy, records in known if records == fewest),
+        }
+    return found

@@ -1,0 +1,1 @@
+"""What `python -m experiments.speed` measures, and how."""

@@ -1,0 +1,165 @@
+"""`python -m experiments.speed`: how fast this machine trains, beside the same work done by others.
+
+What is compared, and how fairly, is written in `baselines.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dpfl_lightning.errors import UserError, command, nearest, require
+from dpfl_lightning.reporting.pages import split_page
+from experiments.speed.cases import CASES
+from experiments.speed.report import PAGE, report, write_page
+
+if TYPE_CHECKING:
+    import torch
+
+_NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "startup", "memory")
+_DEVICES = ("cpu", "cuda", "auto")
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    results = _saved(options.load) if options.load else bench(options)
+    print(report(results))
+    if options.save:
+        Path(options.save).write_text(json.dumps(results, indent=1) + "\n")
+    if options.page:
+        write_page(Path(options.page), results)
+        if "memory" in results:
+            from dpfl_lightning.reporting.figures import memory_figure
+
+            memory_figure(results["memory"]["peak_mib"]).savefig(Path(options.page).with_name("memory.svg"))
+    if options.json:
+        print(json.dumps(results))
+    return 0
+
+
+def bench(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure what was asked for; minutes, told on stderr.
+
+    Returns:
+        For each case its figures (see `measure`), `startup`, `machine`, `date`.
+
+    Raises:
+        UserError: the device or the peers' Python is not there.
+    """
+    from experiments.speed.class_gradients import class_gradient_times
+    from experiments.speed.matching import matching_times
+    from experiments.speed.measure import machine, measure, startup
+    from experiments.speed.memory import peak_memory
+    from experiments.speed.robust_pca import robust_pca_times
+
+    device = _device(options.device)
+    before = machine(device)
+    if (before["load_before"] or 0) > 0.5:
+        _say(f"the machine is busy (load {before['load_before']}): rivals of several threads suffer more than ours")
+    results: dict[str, Any] = {}
+    for name in options.cases:
+        if name == "startup":
+            results[name] = startup(options.repeats)
+        elif name == "memory":
+            results[name] = peak_memory(_say)
+        elif name == "robust_pca":
+            results[name] = robust_pca_times(options.scale, options.repeats, _say)
+        elif name == "matching":
+            results[name] = matching_times(options.repeats, device, _say)
+        elif name == "class_gradients":
+            results[name] = class_gradient_times(options.repeats, device, _say)
+        else:
+            case = CASES[name].scaled(options.scale)
+            peers_python = options.peers_python if options.peers and name == "common" else None
+            results[name] = measure(name, case, options.repeats, device, options.workers, _say, peers_python)
+    return {**results, "machine": before, "date": datetime.date.today().isoformat()}
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _device(name: str) -> torch.device:
+    import torch
+
+    there = torch.cuda.is_available()
+    require(name != "cuda" or there, "--device", "be a device of this machine", name, "torch finds no CUDA here.")
+    return torch.device("cuda" if name != "cpu" and there else "cpu")
+
+
+def _saved(path: str) -> dict[str, Any]:
+    try:
+        results = json.loads(Path(path).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"`--load` must be a file that --save wrote, got {path!r}: {error}.") from None
+    ours = isinstance(results, dict) and isinstance(results.get("machine"), dict)
+    require(ours, "--load", "be a file that --save wrote", path, "It has no `machine`.")
+    return results
+
+
+# ---- options
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments.speed",
+        description="Rounds of this package beside the same training without privacy and beside Opacus' loop, "
+        "interleaved in one run on random data; robust PCA of a round's updates beside the textbook's; a step of "
+        "gradient matching, and a client's gradients of each class without privacy, beside plain loops; start-up; peak "
+        "memory for more and more clients (Fashion-MNIST). Takes minutes; tells its progress on stderr.",
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--cases", default=",".join(_NAMES), metavar="NAME,...", help=f"of {', '.join(_NAMES)} (all)")
+    parser.add_argument("--repeats", type=int, default=5, help="timed rounds of each contestant (5)")
+    parser.add_argument("--scale", type=float, default=1.0, help="this share of the clients, for a quick look (1)")
+    parser.add_argument("--workers", type=int, help="clients our engine trains at the same time (its own choice)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (cpu)")
+    parser.add_argument("--peers", action="store_true", help="Flower and pfl-research on the common round, too")
+    parser.add_argument("--peers_python", metavar="PATH", help="Python that has them installed (this one)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--save", metavar="FILE", help="write that object to a file")
+    parser.add_argument("--load", metavar="FILE", help="show what --save wrote instead of measuring")
+    parser.add_argument("--page", metavar="FILE", help="put the table between this page's marks, its figure beside it")
+    try:
+        options, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise UserError(f"{error}. See --help.") from None
+    if unknown:
+        known = [name for action in parser._actions for name in action.option_strings]
+        raise UserError(f"`{unknown[0]}` must be a known option. {nearest(unknown[0], known) or 'See --help.'}")
+    options.cases = options.cases.split(",")
+    options.peers_python = options.peers_python or sys.executable
+    _check(options)
+    return options
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Everything that can be refused before minutes have passed."""
+    for name in options.cases:
+        require(name in _NAMES, "--cases", f"be some of {', '.join(_NAMES)}", name, nearest(name, _NAMES))
+    require(options.repeats >= 1, "--repeats", "be at least 1", options.repeats)
+    require(0 < options.scale <= 1, "--scale", "be in (0, 1]", options.scale)
+    require(options.workers is None or options.workers >= 1, "--workers", "be at least 1", options.workers)
+    names, near = f"be one of {', '.join(_DEVICES)}", nearest(options.device, _DEVICES)
+    require(options.device in _DEVICES, "--device", names, options.device, near)
+    if options.peers:
+        from experiments.speed.peers import check_python
+
+        require("common" in options.cases, "--cases", "hold common with --peers", ",".join(options.cases))
+        require(options.device == "cpu", "--device", "be cpu with --peers", options.device, "They are set up for it.")
+        check_python(options.peers_python)
+    if options.save:
+        require(Path(options.save).parent.is_dir(), "--save", "lie in a folder that exists", options.save)
+    if options.page:
+        split_page(Path(options.page), PAGE)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(None))

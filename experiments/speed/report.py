@@ -1,0 +1,172 @@
+"""Figures in words: the same table for the terminal and for the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dpfl_lightning.reporting.pages import fill_page
+from dpfl_lightning.runtime.text import markdown
+from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
+
+#: the name of the marks of its page
+PAGE = "bench"
+
+RIVALS = {
+    "nonprivate": "plain SGD without privacy",
+    "opacus": "Opacus' loop",
+    "flower": "Flower (Ray) with Opacus clients",
+    "pfl": "pfl-research without privacy",
+}
+
+#: what was done beside a loop over classes
+_STEPS = {
+    "matching": "a step of gradient matching, {images} images of 10 classes",
+    "class_gradients": "a client's gradients of each of 10 classes without privacy, {records} records",
+}
+
+
+def report(results: Mapping[str, Any]) -> str:
+    """Table with the ratios first, start-up, machine, and what was compared; Markdown that reads well as it is.
+
+    >>> machine = {"cores": 2, "cpu": "arm64", "device": "cpu", "load_before": 0.1, "threads": 2, "torch": 2.9}
+    >>> print(report({"machine": machine | {"opacus": 1.6, "python": 3.12}, "date": "2026-01-31"}))
+    2026-01-31: 2 cores (arm64), load 0.1 before the run; torch 2.9 with 2 threads by default, Opacus 1.6, Python \
+3.12; on a GPU: not measured.
+    """
+    measured = {name: results[name] for name in CASES if name in results}
+    parts = []
+    if measured:
+        rows = [row for name, found in measured.items() for row in _rows(name, found)]
+        parts += [markdown(["ours is", "over repeats", "round", "compared with", "ours", "theirs"], rows)]
+        parts += ["\n".join(_work(name, found) for name, found in measured.items())]
+    if "robust_pca" in results:
+        parts += ["\n".join(_robust_pca(name, found) for name, found in results["robust_pca"].items())]
+        parts += _share_of_a_round(results)
+    loops = [_beside_a_loop(words, results[name]) for name, words in _STEPS.items() if name in results]
+    parts += ["\n".join(loops)] if loops else []
+    if "startup" in results:
+        parts.append(_startup(results["startup"]))
+    if "memory" in results:
+        parts.append(_memory(results["memory"]))
+    missing = [reason for found in measured.values() for reason in found.get("not_measured", {}).values()]
+    parts += [f"Not measured: {reason}." for reason in missing]
+    parts.append(_machine(results))
+    if measured:
+        parts.append(
+            "Ratios are rates, ours / theirs: the median, and the range, over the repeats of one run in which the "
+            "contestants take turns. All are whole rounds, from one model to the mean. A wide range is a busy machine, "
+            "on which operators of several threads, the loops', suffer most: such a run flatters ours."
+        )
+    return "\n\n".join(parts)
+
+
+def write_page(path: Path, results: Mapping[str, Any]) -> None:
+    """Put the report between the marks of the page.
+
+    Raises:
+        UserError: there is no such page, or it has no marks.
+    """
+    fill_page(path, PAGE, report(results))
+
+
+def _rows(name: str, found: Mapping[str, Any]) -> list[list[str]]:
+    unit = CASES[name].unit
+    rates = found[f"{unit}_per_second"]
+    return [
+        [
+            f"**{found[f'ratio_vs_{rival}']:.2f} x**",
+            "{:.2f} to {:.2f}".format(*found[f"range_vs_{rival}"]),
+            name,
+            words,
+            _rate(rates.get(f"ours_beside_{rival}", rates["ours"]), unit),
+            _rate(rates[rival], unit),
+        ]
+        for rival, words in RIVALS.items()
+        if rival in rates
+    ]
+
+
+def _rate(value: float, unit: str) -> str:
+    return f"{value:,.{0 if value >= 100 else 1}f} {unit}/s"
+
+
+def _work(name: str, found: Mapping[str, Any]) -> str:
+    shape = {"cnn_small": "random data of Fashion-MNIST's shape", "resnet18": "random data of CIFAR-10's shape"}
+    repeats = len(found["seconds_per_round"]["ours"])
+    return (
+        f"- {name}: {found['clients']} clients x {found['records']:,} records, {shape[found['model']]}; "
+        f"{found['model']} ({found['parameters']:,} parameters), one local epoch, batch {found['batch_size']}, "
+        f"clip {CLIP_NORM:g}, noise multiplier {NOISE_MULTIPLIER:g}; median of {repeats}"
+        + "".join(f"; {who}: {_gpu(use)}" for who, use in found.get("gpu", {}).items())
+        + "".join(f"; {who}: {_versions(those)}" for who, those in found.get("versions", {}).items())
+    )
+
+
+def _gpu(use: Mapping[str, float]) -> str:
+    busy = f", {use['utilisation_percent']} % busy" if "utilisation_percent" in use else ""
+    return f"{use['peak_memory_mib']:,} MiB of GPU memory{busy}"
+
+
+def _versions(those: Mapping[str, str]) -> str:
+    return ", ".join(f"{library} {number}" for library, number in those.items())
+
+
+def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
+    ours, theirs = (median(found[key]) for key in ("seconds", "svd_seconds"))
+    return (
+        f"- robust PCA of {shape} updates: {ours:.2f} s, {found['iterations']} iterations (median of "
+        f"{len(found['seconds'])}); the textbook's by singular value decompositions takes about {theirs:.0f} s, "
+        f"{found['ratio_vs_svd']:.1f} times as long."
+    )
+
+
+def _share_of_a_round(results: Mapping[str, Any]) -> list[str]:
+    """Of as many clients and parameters as the common work has."""
+    common = results.get("common", {})
+    found = results["robust_pca"].get(f"{common.get('clients')} x {common.get('parameters', 0):,}")
+    if not found:
+        return []
+    share = median(found["seconds"]) / median(common["seconds_per_round"]["ours"])
+    return [f"Robust PCA of that many updates is {share:.1%} of a round of the common work."]
+
+
+def _beside_a_loop(words: str, found: Mapping[str, Any]) -> str:
+    ours, theirs = (1000 * median(found[key]) for key in ("seconds", "loop_seconds"))
+    return (
+        f"- {words.format(**found)}, ConvNet of {found['parameters']:,} parameters: {ours:,.0f} ms (median of "
+        f"{len(found['seconds'])}); a plain loop over the classes takes {theirs:,.0f} ms, "
+        f"**{found['ratio_vs_loop']:.2f} times** as long "
+        f"({found['range_vs_loop'][0]:.2f} to {found['range_vs_loop'][1]:.2f}; {found['threads']} threads)."
+    )
+
+
+def _startup(found: Mapping[str, Any]) -> str:
+    def loads(names: Sequence[str]) -> str:
+        return f"imports {', '.join(names)}" if names else f"imports none of {', '.join(HEAVY)}"
+
+    return (
+        f"Start-up: `python -m dpfl_lightning.fit --help` takes {found['fit_help_seconds']:.2f} s and "
+        f"{loads(found['fit_help_imports'])}; `import dpfl_lightning` takes {found['import_seconds']:.2f} s and "
+        f"{loads(found['import_imports'])}."
+    )
+
+
+def _memory(found: Mapping[str, Any]) -> str:
+    peaks = ", ".join(f"{peak:,} MiB with {int(count):,} clients" for count, peak in found["peak_mib"].items())
+    return (
+        f"Peak memory of a whole run ({found['data']}, {found['records']} records a client, overlapping draws): "
+        f"{peaks}; between the least and the most {found['growth']:.1%}.\n\n![Peak memory over clients](memory.svg)"
+    )
+
+
+def _machine(results: Mapping[str, Any]) -> str:
+    told = results["machine"]
+    gpu = "on a GPU: not measured" if told["device"] == "cpu" else f"on {told['device']}"
+    return (
+        f"{results['date']}: {told['cores']} cores ({told['cpu']}), load {told['load_before']} before the run; "
+        f"torch {told['torch']} with {told['threads']} threads by default, Opacus {told['opacus']}, "
+        f"Python {told['python']}; {gpu}."
+    )

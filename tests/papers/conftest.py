@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from fake_experiments import fake
+
+from experiments.papers.experiment import Column, Row
+from experiments.papers.registry import experiments
+
+
+@pytest.fixture
+def known(monkeypatch):
+    """The fake, and another that shows its cells under other names."""
+    borrower = fake(
+        name="fake.table2",
+        rows={"best": Row("best", "accuracy_best", "ours", "fake.table1")},
+        columns={"x": Column("X", cell="b")},
+        cells={},
+    )
+    for one in (fake(), borrower):
+        monkeypatch.setitem(experiments(), one.name, one)
+    return borrower
+
+
+@pytest.fixture
+def in_the_repository(monkeypatch):
+    """Declared cells name configurations by their place there."""
+    monkeypatch.chdir(Path(__file__).parents[2])

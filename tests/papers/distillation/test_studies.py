@@ -1,0 +1,213 @@
+"""Cells of the distillation paper, made on handwritten digits through the command."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpfl_lightning.fit import fit
+from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from experiments.papers.__main__ import main
+from experiments.papers.cells import Cell, path_of, read
+from experiments.papers.distillation import searches, studies
+from experiments.papers.run import Making, Work, make
+
+ROOT = Path(__file__).parents[3]
+DIGITS = {
+    "data.name": "digits",
+    "data.records_per_client": "110",
+    "data.public_records": "200",
+    "model.width": "4",
+    "model.depth": "2",
+    "rounds": "2",
+}
+QUICK = {**DIGITS, "strategies.distillation.net_epochs": "2", "strategies.distillation.evaluation_epochs": "1"}
+FREE = ("--tracking=null", "--engine.device=cpu", "--engine.workers=1")
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """In the repository, with fewer passes over each set and two clients for all."""
+    monkeypatch.chdir(ROOT)
+    for name in ("ON_A_SET", "ON_EVERYTHING"):
+        monkeypatch.setattr(studies, name, studies.Training(epochs=4, momentum=0.9, decayed=True))
+    monkeypatch.setattr(studies, "_AUGMENTED_EPOCHS", 3)
+    monkeypatch.setattr(studies, "_PASSES", 2)
+    monkeypatch.setattr(studies, "_NET_EPOCHS", 4)
+    monkeypatch.setattr(studies, "NETWORKS", 2)
+    monkeypatch.setattr(studies, "LOCAL_CLIENTS", {"small": 2})
+
+
+@pytest.fixture
+def work(tmp_path):
+    return Work(fit, tmp_path / "results", tmp_path / "runs", FREE)
+
+
+def cell(name: str, row: str, column: str, departures: dict[str, str]) -> Cell:
+    return Cell(f"distillation.{name}", row, column, "small", 0, tuple(sorted(departures.items())))
+
+
+def made(work: Work, *asked) -> dict:
+    one = cell(*asked)
+    assert make([one], work) == []
+    return read(path_of(work.results, one))
+
+
+def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
+    held = made(work, "baselines", "ten_steps", "alpha1", QUICK)
+    values, one = held["values"], cell("baselines", "ten_steps", "alpha1", QUICK)
+    assert 0 < values["test_accuracy"] < 100 and values["test_accuracy_std"] >= 0 and "accuracy" not in values
+    assert (
+        held["rounds"] == 2 and held["epsilon_max"] is None and held["guarantee"].startswith("No differential privacy")
+    )
+    assert list(held["curve"]) == ["2"] and held["curve"]["2"] == values["delivered_accuracy"]
+    assert "experiments.papers distillation.baselines --rows ten_steps --columns alpha1" in held["command"]
+    folder = work.runs / one.place
+    making = Making(one, work)
+    population = studies.population_of(making)
+    build = studies.new_net(making.options, population)
+    records = DistilledSet.load(folder).records
+    assert records[0].shape == (100, 1, 8, 8)
+    again = studies.taught(build, population, records, studies.ON_A_SET, 2, 0)
+    assert values["test_accuracy"] == pytest.approx(100 * again.mean)
+
+
+def test_what_a_round_sends(work):
+    """5 clients a round get the model, and send a matched gradient and two counts for each of 10 classes."""
+    values = made(work, "baselines", "one_step", "alpha1", QUICK)["values"]
+    net = studies.new_net(Making(cell("baselines", "one_step", "alpha1", QUICK), work).options, _population(work))(0)
+    sizes = [parameter.numel() for parameter in net.parameters()]
+    matched = sum(parameter.numel() for parameter in net.parameters() if parameter.dim() >= 2)
+    assert values["gigabytes"] == pytest.approx(2 * 5 * 4 * (sum(sizes) + 10 * (matched + 2)) / 1e9)
+
+
+def _population(work):
+    return studies.population_of(Making(cell("baselines", "one_step", "alpha1", QUICK), work))
+
+
+@pytest.mark.parametrize("row", ["random", "random_dsa", "noise", "whole"])
+def test_yardsticks_need_no_run(row, work):
+    values = made(work, "baselines", row, "alpha1", DIGITS)["values"]
+    assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl"))
+
+
+def test_random_records_are_as_many_as_the_images(work, monkeypatch):
+    seen = []
+    real = studies.taught
+
+    def watched(build, population, records, *rest):
+        seen.append(records[1].bincount().tolist())
+        return real(build, population, records, *rest)
+
+    monkeypatch.setattr(studies, "taught", watched)
+    made(work, "baselines", "random", "alpha1", DIGITS)
+    made(work, "baselines", "noise", "alpha1", DIGITS)
+    made(work, "baselines", "whole", "alpha1", DIGITS)
+    assert seen[:2] == [[10] * 10] * 2 and sum(seen[2]) == 1100
+
+
+def test_local_matching_is_of_some_clients(work):
+    held = made(work, "baselines", "local", "alpha1", QUICK)
+    values = held["values"]
+    assert len(held["of_clients"]) == 2
+    assert values["test_accuracy_worst"] <= values["test_accuracy"] <= values["test_accuracy_best"]
+    assert values["test_accuracy"] == pytest.approx(sum(held["of_clients"]) / 2)
+
+
+def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work, monkeypatch):
+    seen = []
+
+    def watched(build, population, records, *rest):
+        seen.append((records[1], population))
+        return taught(build, population, records, *rest)
+
+    taught = studies.taught
+    monkeypatch.setattr(studies, "taught", watched)
+    made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
+    ((labels, population),) = seen
+    held = [population.y[rows].unique() for rows in population.train_of]
+    assert len(held) == 10 and labels.bincount().tolist() == torch.cat(held).bincount().tolist()
+
+
+@pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
+def test_with_privacy_the_budget_holds(work):
+    for row in ("noise_aware", "dpfedavg"):
+        departures = QUICK if row == "noise_aware" else {**DIGITS, "clients.batch_size": "16"}
+        held = made(work, "private", row, "eps8", departures)
+        assert held["epsilon_max"] == pytest.approx(8, abs=0.01) and held["epsilon_max"] <= 8 + 1e-6
+        assert "differential privacy" in held["guarantee"] and held["values"]["gigabytes"] > 0
+
+
+def test_few_records_are_given_away_unless_there_is_noise(work):
+    data = {"data.name": "digits"}
+    plain, private = (made(work, "inversion", row, "logistic", data) for row in ("records10", "records10_private"))
+    assert plain["values"]["own"] > plain["values"]["strangers"] + 0.05 and plain["values"]["own"] > 0.8
+    assert abs(private["values"]["own"]) < 0.4 and private["epsilon_max"] <= 8 + 1e-6
+
+
+def test_the_nearest_record_is_that_of_the_largest_correlation():
+    image = torch.tensor([[[1.0, 2.0, 4.0]]])
+    records = torch.tensor([[[4.0, 2.0, 1.0]], [[10.0, 12.0, 16.0]], [[0.0, 1.0, 0.0]]])
+    assert studies._nearest(image, records) == pytest.approx(1.0)
+    assert studies._nearest(image, records[:1]) == pytest.approx(-39 / 42)
+
+
+def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeypatch):
+    """Every scorer's cell by itself; the set is made once, by the first that needs it, and kept."""
+    few = {"image_steps": 2, "net_epochs": 1, "evaluation_epochs": 1}
+    monkeypatch.setattr(searches, "TUNED", searches.TUNED | few)
+    flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
+    argv = [
+        "distillation.nas",
+        "--rows",
+        "net03,net16,net19",
+        "--columns",
+        "federated,distilled",
+        "--jobs",
+        "1",
+        *flags,
+    ]
+    departures = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
+    words = [f"--{key}={text}" for key, text in departures.items()]
+    assert main([*argv, *words]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
+    assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
+    distilled = read(path_of(work.results, cell("nas", "net03", "distilled", departures)))["values"]
+    federated = read(path_of(work.results, cell("nas", "net03", "federated", departures)))["values"]
+    assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
+    assert "delivered_accuracy" in federated
+    assert federated["test_accuracy"] == pytest.approx(federated["delivered_accuracy"])
+    assert len(list(work.results.glob("distillation.nas/*/*.json"))) == 6
+
+
+def test_a_hold_out_is_of_public_records_alone(work):
+    """A net that knows the public records by heart is right there, and only there."""
+    one = cell("hpo", "rate00", "random", {**DIGITS, "data.public_records": "20"})
+    making = Making(one, work)
+    population = studies.population_of(making)
+    build = studies.new_net(making.options, population)
+    x, y = population.public_records()
+    module = studies.ClientModule(build(0))
+    how = studies.Training(epochs=300, learning_rate=0.1, momentum=0.9)
+    learnt = studies.trained_on(module, module.flat, (x, y), how, 0)
+    found = studies.scored(build, population, learnt)
+    assert found["holdout_accuracy"] == 100 and found["test_accuracy"] < 90
+    rows = torch.cat([*population.train_of, population.test])
+    assert not torch.isin(population.public, rows).any()
+
+
+def test_hyperparameters_are_tried_as_clients_would(work, monkeypatch):
+    seen = []
+    real = studies.trained_on
+
+    def watched(module, start, records, how, seed):
+        seen.append((how.epochs, how.learning_rate, how.batch_size, how.momentum))
+        return real(module, start, records, how, seed)
+
+    monkeypatch.setattr(studies, "trained_on", watched)
+    made(work, "hpo", "rate19", "random", DIGITS)
+    assert seen == [(2 * 2, 0.3, 64, 0.0)]

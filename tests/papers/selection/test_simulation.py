@@ -1,0 +1,148 @@
+"""The made-up problem: its runs are those of the real loop, and what is kept of it holds what is said of it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from dpfl_lightning import strategies
+from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.module import ClientModule
+from experiments.papers.cells import RESULTS, finished
+from experiments.papers.registry import experiments
+from experiments.papers.selection import simulation
+from experiments.papers.selection.simulation import Problem, Setting, accuracy_of, noise_of, quotas
+
+NOISY, QUIET = Setting("gaussian", 0.5, 0.1, 3), Setting("gaussian", 0.5, 10, 300)
+
+
+def population(problem: Problem) -> Population:
+    x, y = torch.from_numpy(problem.x).float(), torch.from_numpy(problem.y)
+    pairs = [(x[rows], y[rows]) for rows in problem.rows_of]
+    return Population.from_datasets(pairs, test=(x[problem.test], y[problem.test]), held_out=0.0, num_classes=10)
+
+
+@pytest.mark.parametrize("mechanism", ["gaussian", "laplace"])
+def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
+    setting = Setting(mechanism, 0.5, 0.5, 15)
+    problem, pure = Problem.drawn(setting, 0), mechanism == "laplace"
+    loop = make_loop(
+        population=population(problem),
+        module=ClientModule(nn.Linear(65, 10, bias=False)),
+        rounds=simulation.ROUNDS,
+        clients=ClientOptions(count=simulation.CLIENTS, batch_size=None, learning_rate=4.0),
+        privacy=PrivacyOptions(
+            epsilon=tuple(problem.epsilon.tolist()),
+            delta=0.0 if pure else simulation.DELTA,
+            mechanism=mechanism,
+            clip_norm=setting.clip_norm,
+            accountant="rdp" if pure else "gdp",
+            adjacency="replace_one",
+        ),
+        callbacks=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
+    )
+    planned = loop.plan_schedule()
+    quota = quotas("anchored", problem, setting)
+    assert [own.count_of("train") for own in planned.clients] == quota.tolist()
+    std = np.sqrt(noise_of(problem, setting).variance(quota) / 650)
+    for client, own in enumerate(planned.clients):
+        if quota[client]:
+            scale = own.noise_multiplier("train") * setting.clip_norm / len(problem.rows_of[client])
+            assert scale * (np.sqrt(2) if pure else 1) == pytest.approx(std[client], rel=1e-4)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_clipped_gradients_are_those_of_each_record(order):
+    problem = Problem.drawn(NOISY, 0)
+    rows, model = problem.rows_of[0][:9], np.random.default_rng(0).standard_normal((65, 10))
+    x, y = torch.from_numpy(problem.x[rows]), torch.from_numpy(problem.y[rows])
+    total = torch.zeros(65, 10, dtype=torch.float64)
+    for one, label in zip(x, y, strict=True):
+        w = torch.from_numpy(model).requires_grad_()
+        (gradient,) = torch.autograd.grad(nn.functional.cross_entropy((one @ w)[None], label[None]), w)
+        total += gradient / max(1.0, float(torch.linalg.vector_norm(gradient, order)) / 0.7)
+    np.testing.assert_allclose(problem.gradient(model, rows, 0.7, order), total.numpy() / 9, rtol=1e-9)
+
+
+def test_without_noise_it_learns_and_with_it_selection_helps():
+    """One draw: six points or more above chance, and biased quotas far above equal ones."""
+    problem = Problem.drawn(NOISY, 0)
+    plain, equal, biased = (
+        accuracy_of(method, problem, NOISY, 0, quotas(method, problem, NOISY))
+        for method in ("fedsgd", "uniform", "anchored")
+    )
+    assert plain > 75 and biased > equal + 10
+
+
+def test_more_noise_than_budgets_ask_for_is_never_left_out():
+    """Noise vanishes as budgets grow: the accuracy of the quiet run is that without noise, of clipped gradients."""
+    nearly_none = Setting("gaussian", 3.0, 1e6, 1e7)
+    problem = Problem.drawn(nearly_none, 0)
+    quota = quotas("uniform", problem, nearly_none)
+    quiet, plain = (accuracy_of(method, problem, nearly_none, 0, quota) for method in ("uniform", "fedsgd"))
+    assert quiet == pytest.approx(plain, abs=1.0)
+
+
+# ---- what is kept
+
+
+def kept(name, request) -> dict:
+    experiment = experiments()[f"selection.{name}"]
+    found = finished(request.config.rootpath / RESULTS, experiment, "paper")
+    assert {column for _, column in found} == set(experiment.columns)
+    return {place: cells[0]["values"] for place, cells in found.items()}
+
+
+def test_the_kept_verification_holds_what_its_notes_say(request):
+    found = kept("verification", request)
+
+    def at(method: str, column: str) -> float:
+        return found[method, column][method]
+
+    assert min(at("least_noise", "gaussian_a0.5_0.1"), at("anchored", "gaussian_a0.5_0.1")) > (
+        at("uniform", "gaussian_a0.5_0.1") + 20
+    )
+    assert (
+        at("anchored", "gaussian_a0.5_10") >= at("least_noise", "gaussian_a0.5_10") < at("uniform", "gaussian_a0.5_10")
+    )
+    assert at("anchored", "gaussian_a0.5_10") >= at("uniform", "gaussian_a0.5_10") - 1.5
+    for column in ("gaussian_a0.5_0.1", "gaussian_a3_0.1"):
+        assert at("uniform", column) + 10 < at("weiavg", column) < at("anchored", column) - 3
+        assert abs(at("inverse", column) - at("anchored", column)) < 6
+
+
+def test_the_kept_bias_term_brings_nothing(request):
+    found = kept("bias_term", request)
+    for column in ("gaussian_a0.5_0.1", "gaussian_a0.5_1", "gaussian_a0.5_10"):
+        values = found["anchored", column]
+        assert max(values[f"ratio{ratio}"] for ratio in (3, 30, 300)) < values["ratio0"] + 1
+        assert values["ratio300"] < values["ratio0"] - 4
+
+
+def test_the_kept_files_are_what_is_computed(request, monkeypatch):
+    for name, cell, column in (
+        ("noise", "formulas", "laplace_1"),
+        ("calibration", "formulas", "t40"),
+        ("figure1", "formulas", "gaussian_r60"),
+        ("identifiability", "fit", "far"),
+    ):
+        experiment = experiments()[f"selection.{name}"]
+        found = kept(name, request)
+        row = next(iter(experiment.rows))
+        assert found[row, column] == pytest.approx(dict(experiment.cells[cell].compute(column, {})), rel=1e-6, abs=1e-6)
+    monkeypatch.setattr(simulation, "SEEDS", range(2))
+    two = simulation.methods_at(Setting("laplace", 0.5, 5.0, 150.0))
+    values = kept("verification", request)["uniform", "laplace_a0.5_5"]
+    for method in simulation.METHODS:  # two of six draws: within their spread
+        assert abs(two[method] - values[method]) <= 3 * values[f"{method}_std"] + 1
+
+
+def test_constants_depend_on_where_the_search_begins(request):
+    found = kept("identifiability", request)
+    values = {column: one for (_, column), one in found.items()}
+    assert all(one["residual"] < 1e-5 for one in values.values())
+    decides = [one["decides"] for one in values.values()]
+    assert max(decides) > 2 * min(decides)

@@ -1,0 +1,102 @@
+"""The rooms of the package and the imports between them, read from the source without importing anything.
+
+`python tests/rooms.py --page docs/architecture.md` draws them into that page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "dpfl_lightning"
+#: folders that hold several rooms, one for each folder in them
+DIVIDED = ("privacy", "federated", "strategies")
+
+
+def sources(package: Path = PACKAGE) -> dict[str, Path]:
+    """Module name -> file, of the whole package."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        name = ".".join((package.name, *path.relative_to(package).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def room_of(module: str, package: Path = PACKAGE) -> str:
+    """The room that a module of the package is in.
+
+    >>> [room_of(f"dpfl_lightning.{name}") for name in ("data.groups", "privacy.ledger.file", "errors", "fit")]
+    ['data', 'privacy.ledger', 'errors', 'commands']
+    """
+    parts = module.split(".")[1:]
+    if not parts:
+        return ""
+    if parts[0] in DIVIDED and len(parts) > 1 and (package / parts[0] / parts[1]).is_dir():
+        return ".".join(parts[:2])
+    if (package / parts[0]).is_dir() or parts[0] in ("errors", "build"):
+        return parts[0]
+    return "commands"
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every absolute module name that a file imports, at its top, in a function or for type checkers."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
+    """(room, room that it imports from) -> the modules that do so."""
+    known = sources(package)
+    found: dict[tuple[str, str], list[str]] = {}
+    for module, path in known.items():
+        for name in imported(path):
+            target = name if name in known else name.rpartition(".")[0]
+            if target in known and (rooms := (room_of(module, package), room_of(target, package)))[0] != rooms[1]:
+                found.setdefault(rooms, []).append(module)
+    return {rooms: users for rooms, users in found.items() if all(rooms)}
+
+
+def drawing(floors: tuple[tuple[str, ...], ...]) -> str:
+    """A Mermaid drawing: floors from top to bottom, and every arrow that no other path of arrows implies."""
+    below: dict[str, set[str]] = {}
+    for user, used in arrows():
+        below.setdefault(user, set()).add(used)
+
+    def reach(room: str) -> set[str]:
+        return set().union(*({one} | reach(one) for one in below.get(room, ())))
+
+    lines = ["```mermaid", "flowchart TD"]
+    for number, floor in enumerate(floors):
+        lines += [f"  subgraph floor{number}[ ]", *(f'    {_id(room)}["{room}"]' for room in floor), "  end"]
+    for room in (one for floor in floors for one in floor):
+        direct = below.get(room, set())
+        implied = set().union(*(reach(one) for one in direct)) if direct else set()
+        lines += [f"  {_id(room)} --> {_id(used)}" for used in sorted(direct - implied)]
+    return "\n".join([*lines, "```"])
+
+
+def _id(room: str) -> str:
+    return room.replace(".", "_")
+
+
+def main() -> int:
+    """Draw the rooms into a page."""
+    from test_layers import FLOORS
+
+    from dpfl_lightning.reporting.pages import fill_page
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--page", type=Path, required=True)
+    fill_page(parser.parse_args().page, "rooms", drawing(FLOORS))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

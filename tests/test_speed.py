@@ -1,0 +1,298 @@
+"""The benchmark: what it prints, that everybody does the same work, and what the docs say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+import pytest
+import torch
+from torch.nn.utils import parameters_to_vector
+
+from dpfl_lightning.algorithms.robust_pca import PcpSettings
+from dpfl_lightning.algorithms.robust_pca import robust_pca as pca
+from experiments.speed import class_gradients, matching, measure, memory, peers, robust_pca
+from experiments.speed.__main__ import main
+from experiments.speed.baselines import build_net, contestants
+from experiments.speed.cases import CASES, CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER
+from experiments.speed.measure import startup
+from experiments.speed.peers import Peer
+from experiments.speed.report import report, write_page
+
+ROOT = Path(__file__).parents[1]
+SAVED = ROOT / "experiments" / "results" / "bench.json"
+QUICK = ["--cases", "common,small_clients", "--repeats", "1", "--scale", "0.04"]  # 1 and 20 clients
+
+#: what the slow test holds the package to, on any machine
+FLOOR_VS_OPACUS = 2.0
+FLOOR_VS_LOOP = 1.0
+
+
+@pytest.fixture(autouse=True)
+def threads_as_before():
+    """The engine chooses for the whole process."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_json_is_the_last_line_and_the_page_is_filled(capsys, tmp_path, monkeypatch):
+    monkeypatch.setitem(CASES, "common", dataclasses.replace(CASES["common"], records=640))
+    page, saved = tmp_path / "page.md", tmp_path / "bench.json"
+    shutil.copy(ROOT / "docs" / "benchmarks.md", page)
+    assert main([*QUICK, "--json", "--save", str(saved), "--page", str(page)]) == 0
+    said = capsys.readouterr()
+    results = json.loads(said.out.splitlines()[-1])
+    assert set(results) == {"common", "small_clients", "machine", "date"}
+    for name, unit in (("common", "records_per_second"), ("small_clients", "clients_per_second")):
+        found = results[name]
+        assert found["ratio_vs_nonprivate"] > 0 and found["ratio_vs_opacus"] > 0
+        assert set(found[unit]) == set(found["seconds_per_round"]) == {"ours", "nonprivate", "opacus"}
+        assert all(value > 0 for value in found[unit].values())
+    assert results["common"]["parameters"] == 28_938
+    assert said.out.startswith("| ours is") and "common: opacus, round 1 of 1" in said.err
+    assert json.loads(saved.read_text()) == results
+    assert report(results) in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--cases", "comon"], ["--cases", "comon", "Did you mean `common`?"]),
+        (["--case", "common"], ["--case", "Did you mean `--cases`?"]),
+        (["--repeats", "0"], ["--repeats", "at least 1", "0"]),
+        (["--repeats", "x"], ["--repeats", "'x'"]),
+        (["--scale", "1.5"], ["--scale", "(0, 1]", "1.5"]),
+        (["--workers", "0"], ["--workers", "at least 1"]),
+        (["--device", "gpu"], ["--device", "gpu", "cpu, cuda, auto"]),
+        (["--cases", "startup", "--peers"], ["--cases", "common", "startup"]),
+        (["--peers", "--peers_python", "no/python"], ["--peers_python", "no/python"]),
+        (["--peers", "--device", "auto"], ["--device", "cpu", "auto"]),
+        (["--load", "nowhere.json"], ["--load", "nowhere.json"]),
+        (["--load", "experiments/results/fmnist.json"], ["--load", "fmnist.json"]),
+        (["--save", "no/folder/bench.json"], ["--save", "no/folder"]),
+        (["--page", "README.md"], ["--page", "README.md", "marks"]),
+        pytest.param(
+            ["--device", "cuda"],
+            ["--device", "cuda", "torch finds no CUDA"],
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="it is no mistake here"),
+        ),
+    ],
+)
+def test_a_mistake_is_one_line_and_costs_no_time(argv, words, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main(argv) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and not said.out, said
+    for word in words:
+        assert word in said.err
+
+
+@contextmanager
+def counted_records():
+    """Records that reach a net's one linear layer."""
+    counts: list[int] = []
+
+    def count(layer, inputs):
+        if isinstance(layer, torch.nn.Linear):
+            counts.append(len(inputs[0]))
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    yield counts
+    hook.remove()
+
+
+@pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
+@pytest.mark.parametrize(
+    "case",
+    [
+        dataclasses.replace(CASES["common"], clients=2, records=640),
+        dataclasses.replace(CASES["small_clients"], clients=2),
+    ],
+    ids=["Poisson batches", "full batches"],
+)
+def test_everybody_does_the_same_work(case):
+    """Each takes its records once, in expectation where batches are Poisson's, and the private ones are noised."""
+    start = parameters_to_vector(build_net(case).parameters()).detach()
+    steps = -(-case.records // case.batch_size)
+    noise = LEARNING_RATE * NOISE_MULTIPLIER * CLIP_NORM / case.batch_size * (steps * len(start) / case.clients) ** 0.5
+    everyone = {one.name: one for one in contestants(case, torch.device("cpu"), workers=1)}
+    for name, one in everyone.items():
+        with counted_records() as counts:
+            moved = (one.round() - start).norm()
+        assert torch.isfinite(moved) and moved > 0
+        if name == "ours":
+            assert moved > 0.9 * noise
+            continue  # its layer rules run some layers more than once; its plan is the ledger's business
+        # Poisson: 1,280 records with a standard deviation of 34
+        assert sum(counts) == pytest.approx(case.clients * case.records, rel=0.15 if name == "opacus" else 0)
+        assert (moved > 0.9 * noise) == (name == "opacus")
+
+
+def test_start_up_is_quick_and_lean():
+    found = startup(repeats=1)
+    assert found["fit_help_seconds"] < 3 and found["import_seconds"] < 3
+    assert not {"torch", "lightning"} & set(found["fit_help_imports"])
+    assert found["import_imports"] == []
+
+
+def test_help_loads_no_torch():
+    code = "import sys; from experiments.speed.__main__ import main; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_memory_of_whole_runs_is_measured_and_drawn(tmp_path, monkeypatch, capsys):
+    """Hardly more memory for eight times the clients; slow tests take thousands."""
+    real = memory.peak_memory
+    monkeypatch.setattr(memory, "peak_memory", lambda say: real(say, clients=(20, 160), data="digits"))
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / "docs" / "benchmarks.md", page)
+    assert main(["--cases", "memory", "--page", str(page), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["memory"]
+    assert set(found["peak_mib"]) == {"20", "160"} and min(found["peak_mib"].values()) > 50
+    assert found["growth"] < 0.1
+    assert "memory.svg" in page.read_text() and "</svg>" in (tmp_path / "memory.svg").read_text()
+
+
+def test_robust_pca_is_timed_beside_the_textbooks(monkeypatch, capsys):
+    monkeypatch.setattr(robust_pca, "SHAPES", ((5, 400), (8, 300)))
+    assert main(["--cases", "robust_pca", "--repeats", "2", "--scale", "0.8", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["robust_pca"]
+    assert list(found) == ["4 x 400", "6 x 300"]
+    for times in found.values():
+        assert len(times["seconds"]) == len(times["svd_seconds"]) == 2 and times["ratio_vs_svd"] > 0
+    assert "robust PCA of 4 x 400 updates: " in said.out and "4 x 400, 2 of 2" in said.err
+
+
+def test_robust_pca_is_held_against_a_round_of_the_same_size():
+    saved = json.loads(SAVED.read_text())
+    times = saved["common"]["seconds_per_round"]["ours"], saved["robust_pca"]["20 x 28,938"]["seconds"]
+    share = median(times[1]) / median(times[0])
+    assert share < 0.15 and f"updates is {share:.1%} of a round" in report(saved)
+    del saved["common"]
+    assert "of a round of the common work" not in report(saved)
+
+
+@pytest.mark.filterwarnings("ignore:robust PCA did not converge")
+def test_the_textbooks_robust_pca_takes_the_same_steps():
+    deltas = robust_pca.noisy_updates(6, 500)
+    settings = PcpSettings(primal_tol=0, dual_tol=0, weight_tol=0, max_iterations=12)
+    ours = pca(deltas.double(), settings).noise_var
+    torch.testing.assert_close(robust_pca.textbook(deltas, iterations=12), ours, rtol=1e-9, atol=0)
+
+
+def test_a_matching_step_is_timed_beside_the_loop(monkeypatch, capsys):
+    real = matching.matching_times
+    monkeypatch.setattr(matching, "matching_times", lambda *told: real(*told, width=4, steps=1))
+    assert main(["--cases", "matching", "--repeats", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["matching"]
+    assert len(found["seconds"]) == len(found["loop_seconds"]) == 2 and found["images"] == 100
+    ratios = [theirs / own for own, theirs in zip(found["seconds"], found["loop_seconds"], strict=True)]
+    assert found["range_vs_loop"] == pytest.approx([min(ratios), max(ratios)], abs=1e-3)
+    assert "a plain loop over the classes takes" in said.out and "matching: loop, 2 of 2" in said.err
+
+
+def test_the_loop_takes_the_same_steps():
+    """But for images in which a unit is at the edge between on and off, where rounding decides."""
+    begun = matching.first_images().images
+    steps = [make(4, torch.device("cpu")) for make in (matching.ours, matching.loop)]
+    for _ in range(2):
+        ours, theirs = (step().clone() for step in steps)
+    moved = (theirs - begun).flatten(0, 1).flatten(1).norm(dim=1)
+    apart = (theirs - ours).flatten(0, 1).flatten(1).norm(dim=1) / moved
+    assert bool((moved > 0).all()) and apart.median() < 1e-4 and apart.max() < 0.2
+
+
+def test_class_gradients_are_timed_beside_the_loop(monkeypatch, capsys):
+    real = class_gradients.class_gradient_times
+    monkeypatch.setattr(class_gradients, "class_gradient_times", lambda *told: real(*told, width=4))
+    assert main(["--cases", "class_gradients", "--repeats", "2", "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out.splitlines()[-1])["class_gradients"]
+    assert len(found["seconds"]) == len(found["loop_seconds"]) == 2 and found["records"] == 640
+    assert "gradients of each of 10 classes without privacy, 640 records" in said.out
+
+
+def test_the_loops_class_gradients_are_ours():
+    x, y = class_gradients.records(16, torch.device("cpu"))
+    ours, theirs = (make(4, x, y)() for make in (class_gradients.ours, class_gradients.loop))
+    assert ours.shape == theirs.shape and (ours - theirs).norm() < 1e-3 * theirs.norm()
+
+
+@pytest.mark.slow
+def test_a_matching_step_is_no_slower_than_the_loop():
+    found = matching.matching_times(3, torch.device("cpu"), lambda line: None)
+    assert found["parameters"] == 317_706 and found["ratio_vs_loop"] >= FLOOR_VS_LOOP
+
+
+def test_a_run_that_fails_is_told(monkeypatch, capsys):
+    real = memory.peak_memory
+    monkeypatch.setattr(memory, "peak_memory", lambda say: real(say, clients=(20,), data="digitz"))
+    assert main(["--cases", "memory"]) == 2
+    assert "20 clients, got: " in capsys.readouterr().err
+
+
+# ---- peers
+
+
+@pytest.fixture
+def fake_peers(monkeypatch, tmp_path):
+    """One that is not installed, one that fails, one that works; as scripts for this very Python."""
+    works = """
+import json, pathlib, sys
+job = pathlib.Path(sys.argv[1])
+for _ in range(json.loads(job.read_text())["rounds"]):
+    assert sys.stdin.readline() == "go\\n"
+    assert (job.parent / "net.pt").exists() and (job.parent / "client_0.pt").exists()
+    print("chatter\\nDONE", flush=True)
+"""
+    fails = "import sys; sys.stdin.readline(); sys.exit('no Ray here')"
+    for name, text in (("works", works), ("fails", fails)):
+        (tmp_path / f"{name}.py").write_text(text)
+    known = {
+        "absent": Peer(tmp_path / "works.py", ("no_such_framework",), "no-such-framework"),
+        "failing": Peer(tmp_path / "fails.py", ("torch",), "torch"),
+        "flower": Peer(tmp_path / "works.py", ("torch",), "torch"),
+    }
+    monkeypatch.setattr(peers, "PEERS", known)
+    monkeypatch.setattr(measure, "PEERS", known)
+
+
+def test_a_missing_peer_is_named_and_the_rest_goes_on(fake_peers, capsys, monkeypatch):
+    monkeypatch.setitem(CASES, "common", dataclasses.replace(CASES["common"], clients=1, records=128))
+    assert main(["--cases", "common", "--repeats", "2", "--peers", "--json"]) == 0
+    said = capsys.readouterr()
+    results = json.loads(said.out.splitlines()[-1])
+    common = results["common"]
+    assert set(common["not_measured"]) == {"absent", "failing"}
+    assert "pip install no-such-framework" in said.err and "status 1: no Ray here" in said.err
+    assert len(common["seconds_per_round"]["flower"]) == len(common["seconds_per_round"]["ours_beside_flower"]) == 2
+    smallest, largest = common["range_vs_flower"]
+    assert 0 < smallest <= common["ratio_vs_flower"] <= largest
+    assert "Flower" in said.out and "Not measured: absent" in said.out and "flower: torch" in said.out
+
+
+# ---- docs
+
+
+def test_the_docs_show_the_saved_figures(tmp_path):
+    page = tmp_path / "page.md"
+    shutil.copy(ROOT / "docs" / "benchmarks.md", page)
+    write_page(page, json.loads(SAVED.read_text()))
+    again = f"python -m experiments.speed --load {SAVED.relative_to(ROOT)} --page docs/benchmarks.md"
+    assert page.read_text() == (ROOT / "docs" / "benchmarks.md").read_text(), f"write the page anew: {again}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["common", "small_clients"])
+def test_faster_than_opacus_by_far(name, capsys):
+    assert main(["--cases", name, "--repeats", "3", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])[name]["ratio_vs_opacus"] >= FLOOR_VS_OPACUS
