@@ -10,13 +10,14 @@ __version__ = "0.1.0"
 _HOME = {
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",
-    "Facts": "data",
-    "FederatedLoop": "federated.server.loop",
+    "Facts": "federated.messages.facts",
+    "FederatedLoop": "build",
     "Guarantee": "privacy.accounting.guarantee",
     "Population": "data",
     "PrivacyOptions": "config.options",
-    "RunResult": "federated.messages.plan",
-    "ServerCallback": "federated.server.strategy",
+    "RunResult": "federated.server.results",
+    "Callback": "federated.server.callback",
+    "Strategy": "federated.server.strategy",
     "UserError": "errors",
 }
 

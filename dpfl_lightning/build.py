@@ -1,11 +1,12 @@
-"""From a configuration to a loop: the only place that knows both."""
+"""From options to objects: the one place that knows all rooms, and joins the server to its clients."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,30 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import Options, to_dict
-from dpfl_lightning.data import Facts, Population
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions, to_dict
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.engines.fast import FastEngine
-from dpfl_lightning.federated.client.engines.serial import SerialEngine, TrainerEngine
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import StackedEngine
+from dpfl_lightning.federated.client.engines.trainer import TrainerEngine
+from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import deciding_options
+from dpfl_lightning.federated.client.local_clients import LocalClients, facts_of
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.federated.server.loop import ServerLoop
+from dpfl_lightning.federated.server.settings import client_settings, reported_epsilons
+from dpfl_lightning.federated.server.strategy import Strategy, register
+from dpfl_lightning.federated.transport.ranked import RankedClients
+from dpfl_lightning.federated.transport.ranks import Ranks
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import check_same
+from dpfl_lightning.reporting.guarantee_page import GuaranteePage
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,
@@ -83,19 +95,118 @@ def build_engine(name: str, workers: int | None = None) -> SerialEngine:
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
-def build_loop(
-    options: Options, watchers: Sequence[ServerCallback] = (), population: Population | None = None
-) -> FederatedLoop:
-    """The loop of a configuration, with `watchers` after its strategies.
+class FederatedLoop(ServerLoop):
+    """Differentially private federated training of one module over a population, both sides in this process.
 
     Args:
+        population: the clients' private records, and what they are evaluated on.
+        module: one client's step; its net's parameters are the start.
+        rounds: communication rounds of the whole run, >= 1.
+        clients: batch size, local epochs, learning rate; each one value, a list, or a named distribution.
+        privacy: budgets and mechanism, likewise; None is a run without privacy.
+        network: to simulate: how long what is sent would take.
+        strategies: with at most one base rule; without one a strategy's `default_base` is added, else DPFedAvg.
+        callbacks: watch the run.
+        engine: how the local work is executed; speed only.
+        seed: of everything but noise and sampling.
+        output_dir: a new or empty folder; default under `runs/`.
+        device: "auto", or what Lightning Fabric takes as accelerator.
+        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
+        options: the resolved configuration, for the record.
+        new_net: builds the module's net anew from a seed, for strategies that begin with several models, or again.
+
+    **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
+    its schedule. A complete round is on disk before anything that follows from it is shown. `run(resume=True)` goes on
+    with the same run or with none: the round that a crash broke off is charged again, from `reserve_rounds`, with fresh
+    noise. With `privacy.noise_key`, a simulation, it gives the parameters of the unbroken run, bit for bit (on a CPU,
+    and but for nets that draw random numbers themselves, such as dropout).
+
+    **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
+    test and held-out records is not covered.
+
+    Raises:
+        UserError: options out of range, or that contradict each other.
+    """
+
+    clients: LocalClients
+
+    def __init__(
+        self,
+        population: Population,
+        module: ClientModule,
+        *,
+        rounds: int,
+        clients: ClientOptions | None = None,
+        privacy: PrivacyOptions | None,
+        network: NetworkOptions | None = None,
+        strategies: Sequence[Strategy] = (),
+        callbacks: Sequence[Callback] = (),
+        engine: Engine | None = None,
+        seed: int = 0,
+        output_dir: str | Path | None = None,
+        device: str = "auto",
+        evaluate_every: int = 1,
+        options: Mapping[str, Any] | None = None,
+        new_net: Callable[[int], nn.Module] | None = None,
+    ) -> None:
+        advice = "Wrap a net: ClientModule(net)."
+        require(isinstance(module, ClientModule), "module", "be a ClientModule", type(module).__name__, advice)
+        registered, watching = register(_with_base(strategies), callbacks)
+        ranks = Ranks(device)
+        population, module = population.to(ranks.fabric.device), module.to(ranks.fabric.device)
+        self.population, self.module = population, module
+        sides = population, module, FastEngine() if engine is None else engine, privacy
+        local = LocalClients(*sides) if ranks.size == 1 else RankedClients(*sides, ranks)
+        clients = clients or ClientOptions()
+        settings = client_settings(population.num_records, clients, privacy, seed)
+        facts = facts_of(
+            population,
+            batch_size=tuple(client.batch_size for client in settings),
+            reported_epsilon=reported_epsilons(clients, settings, seed),
+        )
+        folder = Path(output_dir or datetime.now().strftime("runs/%Y-%m-%d_%H-%M-%S-%f"))
+        by_code = f"run(resume=True) of a FederatedLoop with output_dir={str(folder)!r}"
+        super().__init__(
+            local,
+            module,
+            facts,
+            settings,
+            None if privacy is None else dataclasses.replace(privacy, noise_key=None),
+            registered,
+            [GuaranteePage(), *watching],
+            rounds=rounds,
+            network=network or NetworkOptions(),
+            seed=seed,
+            output_dir=folder,
+            evaluate_every=evaluate_every,
+            options=options or {},
+            new_net=new_net,
+            resume_command=f"{ranks.command} -m dpfl_lightning.fit --resume {folder}" if options else by_code,
+        )
+
+
+def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
+    """The strategies, before them a base rule if they have none."""
+    if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
+        return strategies
+    kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None)
+    return [(kind or SizeWeighted)(), *strategies]
+
+
+def build_loop(
+    options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
+) -> FederatedLoop:
+    """The loop of a configuration.
+
+    Args:
+        more: strategies and callbacks beside those that the configuration names.
         population: in place of the one that the configuration names.
 
     Raises:
         UserError: whatever in the configuration cannot be built.
     """
     population = build_population(options) if population is None else population
-    facts = population.facts()  # not the records: they may move to another device
+    facts = facts_of(population)  # not the records: they may move to another device
     return FederatedLoop(
         population,
         ClientModule(build_net(options, facts)),
@@ -103,7 +214,8 @@ def build_loop(
         clients=options.clients,
         privacy=options.privacy,
         network=options.network,
-        callbacks=[*strategies.build(options.strategies), *watchers],
+        strategies=[*strategies.build(options.strategies), *(one for one in more if isinstance(one, Strategy))],
+        callbacks=[one for one in more if not isinstance(one, Strategy)],
         engine=build_engine(options.engine.name, options.engine.workers),
         seed=options.seed,
         output_dir=options.output_dir,
@@ -126,14 +238,14 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     Raises:
         UserError: it began with other options.
     """
-    folder = RunFolder(Path(str(options.output_dir)))
-    if (header := folder.begun()) is None:
-        return folder.options.exists(), None
+    folder = Path(str(options.output_dir))
+    if (header := ClientFolder(folder).header()) is None:
+        return RunFolder(folder).options.exists(), None
     now = deciding_options(to_dict(options))
-    result = folder.path / "result.json"
+    result = folder / "result.json"
     if not result.exists():
         del now["rounds"]  # fewer are possible, and the run refuses more
-    check_same(folder.path, {key: header.identity.get(key) for key in now}, now)
+    check_same(folder, {key: header.identity.get(key) for key in now}, now)
     return True, json.loads(result.read_text()) if result.exists() else None
 
 

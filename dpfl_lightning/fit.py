@@ -18,8 +18,9 @@ from dpfl_lightning.errors import command, require
 from dpfl_lightning.runtime.launcher import launched
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.plan import RunResult
-    from dpfl_lightning.federated.server.strategy import ServerCallback
+    from dpfl_lightning.federated.server.callback import Callback
+    from dpfl_lightning.federated.server.results import RunResult
+    from dpfl_lightning.federated.server.strategy import Strategy
 
 
 @command
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallback] = ()) -> RunResult:
+def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = ()) -> RunResult:
     """One run with progress on the terminal and, unless `tracking` is None, in MLflow.
 
     Of several ranks that a launcher started all come here; rank 0 alone tells and writes.
@@ -51,7 +52,7 @@ def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallbac
     Args:
         options: of the run.
         resume: go on with the run in `options.output_dir`.
-        watchers: told of its rounds beside these two.
+        more: strategies and callbacks beside those that the options name.
 
     Raises:
         UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
@@ -59,12 +60,12 @@ def fit(options: Options, resume: bool = False, watchers: Sequence[ServerCallbac
     from dpfl_lightning.build import build_loop
 
     try:
-        return build_loop(options, [*watchers, *_watchers(options)] if launched().rank == 0 else []).run(resume)
+        return build_loop(options, [*more, *_callbacks(options)] if launched().rank == 0 else []).run(resume)
     finally:
         gc.collect()  # a run's parts refer to each other: its data would stay, and the next run's come beside them
 
 
-def _watchers(options: Options) -> list[ServerCallback]:
+def _callbacks(options: Options) -> list[Callback]:
     from dpfl_lightning.reporting.progress import Progress
 
     if options.tracking is None:

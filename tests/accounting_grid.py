@@ -18,7 +18,8 @@ from oracle import lower_bound, upper_bound
 
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "experiments" / "results" / "accounting.json", ROOT / "docs" / "accounting.md"

@@ -16,16 +16,17 @@ import torch
 from conftest import PowerCut
 from scipy.stats import beta
 
-from dpfl_lightning.federated.messages.plan import View
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.federated.messages.query import MeanLoss
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 
-class Releases(ServerCallback):
+class Releases(Strategy):
     """Keeps every update that reaches the server.
 
     Args:
@@ -55,7 +56,7 @@ def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tenso
     Returns:
         Filled during the run: round -> `[C, P]`, the updates that somebody may have seen.
     """
-    train, seen = loop.engine.train, {}
+    train, seen = loop.clients.engine.train, {}
 
     def failing(plan, *args, **more):
         updates = train(plan, *args, **more)
@@ -65,11 +66,11 @@ def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tenso
             raise PowerCut
         return updates
 
-    loop.engine.train = failing
+    loop.clients.engine.train = failing
     return seen
 
 
-class CutBetweenRounds(ServerCallback):
+class CutBetweenRounds(Callback):
     """The power fails when `round` is complete and before the next one is charged."""
 
     def __init__(self, round: int) -> None:

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.noise import Streams
 
 torch.set_num_threads(1)  # tests run side by side
@@ -36,21 +38,28 @@ def small_net(features: int = 6, classes: int = 3, seed: int = 0) -> nn.Module:
     return nn.Sequential(nn.Linear(features, 8), nn.ReLU(), nn.Linear(8, classes))
 
 
+def parts_of(parts) -> dict:
+    """Strategies and callbacks of a mixed list, as `FederatedLoop` takes them."""
+    only_watch = [one for one in parts if not isinstance(one, Strategy)]
+    return {"strategies": [one for one in parts if isinstance(one, Strategy)], "callbacks": only_watch}
+
+
 class PowerCut(Exception):
     pass
 
 
 def cut_at(loop, round: int) -> None:
     """The power goes after the charge of `round` is synced and one client has trained."""
-    train = loop.engine.train
+    engine = loop.clients.engine
+    train = engine.train
 
-    def failing(plan, state, numbers, say):
+    def failing(plan, models, numbers, say):
         if plan.round == round:
-            loop.engine.release(plan, 0, state, numbers[0])
+            engine.release(plan, 0, models, numbers[0])
             raise PowerCut
-        return train(plan, state, numbers, say)
+        return train(plan, models, numbers, say)
 
-    loop.engine.train = failing
+    engine.train = failing
 
 
 @pytest.fixture(autouse=True)
@@ -85,8 +94,12 @@ def new_store(empty_store):
 @pytest.fixture
 def one_noise(monkeypatch):
     """Simulations of every configuration draw the same noise, so that what they do with it can be compared."""
-    usual = FederatedLoop.streams
-    monkeypatch.setattr(FederatedLoop, "streams", lambda self: Streams(bytes(32)) if self.simulated else usual(self))
+    usual = LocalClients.streams
+
+    def streams(self, plan):
+        return Streams(bytes(32)) if self.simulated else usual(self, plan)
+
+    monkeypatch.setattr(LocalClients, "streams", streams)
 
 
 FIXED_KEY = "00112233445566778899aabbccddeeff"
@@ -97,7 +110,7 @@ def make_loop(tmp_path):
     """`make_loop(rounds=3, ...)`: a loop over four small clients in its folder; without `privacy` a simulation."""
     made = []
 
-    def make(population=None, module=None, privacy="default", clients=None, **options) -> FederatedLoop:
+    def make(population=None, module=None, privacy="default", clients=None, parts=(), **options) -> FederatedLoop:
         if privacy == "default":
             privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
         made.append(1)
@@ -110,6 +123,7 @@ def make_loop(tmp_path):
             clients=clients or ClientOptions(count=4, batch_size=16, learning_rate=0.3),
             privacy=privacy,
             device="cpu",
+            **parts_of(parts),
             **options,
         )
 

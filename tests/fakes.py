@@ -9,12 +9,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from dpfl_lightning.data import Facts
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import RoundReport, RunInfo, RunResult, RunSchedule, ServerState, View
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 FRAME = {"sampling": "Poisson sampling", "accountant": "RDP (Opacus, orders 1.1 to 1024)"}
 

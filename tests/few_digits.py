@@ -15,7 +15,8 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 CLASSES = 3
@@ -67,7 +68,7 @@ SMALL = {
 }
 
 
-class Spy(ServerCallback):
+class Spy(Strategy, Callback):
     """What arrived in each round, and what was told of it."""
 
     needs = "deltas"
@@ -85,7 +86,7 @@ class Spy(ServerCallback):
         self._told.append(report.told)
 
 
-class Reports(ServerCallback):
+class Reports(Callback):
     """Keeps each round's number of records."""
 
     def __init__(self):
@@ -105,7 +106,7 @@ def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net
         module=ClientModule(net(0)),
         new_net=net,
         clients=ClientOptions(count=len(sizes), batch_size=sizes),
-        callbacks=[own, *others],
+        parts=[own, *others],
         privacy=privacy,
         rounds=rounds,
         evaluate_every=rounds,
@@ -148,7 +149,7 @@ def target_of(make_loop, population, **options):
     sizes = list(population.num_records)
     clients = ClientOptions(count=len(sizes), batch_size=sizes)
     loop = make_loop(
-        population=population, module=a_net(), new_net=new_net, clients=clients, callbacks=[own], privacy=None, rounds=1
+        population=population, module=a_net(), new_net=new_net, clients=clients, parts=[own], privacy=None, rounds=1
     )
     start = loop.module.unflatten(loop.module.flat)
     loop.run()

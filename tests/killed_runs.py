@@ -17,18 +17,19 @@ from pathlib import Path
 
 import torch
 from _pytest.monkeypatch import MonkeyPatch
-from conftest import blobs, small_net
+from conftest import blobs, parts_of, small_net
 
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
 
 BUDGETS, DELTA = (4.0, 6.0, 8.0, 10.0), 1e-3
 RATE = 0.3
 
 
-class Onlooker(ServerCallback):
+class Onlooker(Strategy, Callback):
     """Keeps each update and each round's end in a file of its own, at once."""
 
     needs = "deltas"
@@ -46,7 +47,7 @@ class Onlooker(ServerCallback):
         (self._folder / f"{self.start:03d}_{report.round:04d}.told").touch()
 
 
-def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, callbacks=()) -> FederatedLoop:
+def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, parts=()) -> FederatedLoop:
     return FederatedLoop(
         blobs(),
         ClientModule(small_net()),
@@ -56,7 +57,7 @@ def loop_of(folder: Path, rounds: int, reserve: int, key: str | None, callbacks=
         output_dir=folder,
         device="cpu",
         evaluate_every=1000,
-        callbacks=callbacks,
+        **parts_of(parts),
     )
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from pytest import MonkeyPatch
 
+from dpfl_lightning.federated.client import local_clients
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.engines import serial as engine
 from dpfl_lightning.federated.client.engines import stacked
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server import loop
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting import accountant
@@ -184,7 +184,7 @@ def mixing_model(patch: MonkeyPatch) -> None:
         return sample_loss(self, params, torch.where(largest > 8, x * 8 / largest, x), y)
 
     patch.setattr(ClientModule, "sample_loss", mixed)
-    patch.setattr(loop, "check_fits", lambda module, population: None)
+    patch.setattr(local_clients, "check_fits", lambda module, population: None)
     patch.setattr(fast_clipping, "_reached_in_company", lambda *args: None)
 
 

@@ -13,24 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from conftest import FIXED_KEY, blobs, small_net
+from conftest import FIXED_KEY, blobs, parts_of, small_net
 
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, ServerCallback
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Strategy
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import StackedEngine
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.runtime.launcher import launched
 
 
 def make_loop(
     folder: Path,
-    *callbacks: ServerCallback,
+    *parts: Strategy,
     module: ClientModule | None = None,
     population: Population | None = None,
     **options,
@@ -38,7 +38,7 @@ def make_loop(
     privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
     net = module or ClientModule(small_net())
-    told = {"rounds": 3, "clients": clients, "privacy": privacy, "callbacks": callbacks, "device": "cpu"} | options
+    told = {"rounds": 3, "clients": clients, "privacy": privacy, "device": "cpu"} | parts_of(parts) | options
     return FederatedLoop(population or blobs(), net, output_dir=folder, **told)
 
 
@@ -59,14 +59,14 @@ def with_broken_records() -> Population:
     return dataclasses.replace(population, x=x)
 
 
-class Median(ServerCallback):
+class Median(Strategy):
     """Reads every single update."""
 
     def combine(self, updates, weights, view):
         return updates.released.median(dim=0).values[None].repeat(len(weights), 1)
 
 
-class EachItsOwn(ServerCallback):
+class EachItsOwn(Strategy):
     """K = N models, each client pulled to the mean of all; client 1 sits out every other round."""
 
     def refine(self, state, updates, view):
@@ -80,7 +80,7 @@ class EachItsOwn(ServerCallback):
         return dataclasses.replace(plan, anchors=mean, anchor_of=(0,) * len(plan.clients), pull=0.5)
 
 
-class Selection(ServerCallback):
+class Selection(Strategy):
     """Asks every client which of two models fits it better."""
 
     def plan_run(self, schedule, view):
@@ -100,7 +100,7 @@ class Selection(ServerCallback):
         return {"answers": getattr(self, "answers", {})}
 
 
-class GradientsOfClasses(ServerCallback):
+class GradientsOfClasses(Strategy):
     def plan_run(self, schedule, view):
         def change(client, own):
             event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
@@ -176,7 +176,7 @@ def outcome(loop: FederatedLoop) -> dict:
     result = loop.run()
     saved = torch.load(loop.output_dir / "checkpoint.pt", weights_only=True)
     told = {"accuracy": [client["accuracy"] for client in result.clients], "test": result.test_accuracy}
-    return told | {name: saved[name] for name in ("models", "engine", "callbacks")}
+    return told | {name: saved[name] for name in ("models", "clients", "callbacks")}
 
 
 def broken_client(folder: Path) -> dict:

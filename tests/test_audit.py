@@ -18,9 +18,9 @@ from dpfl_lightning.auditing import exact
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.auditing.target import subjects
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.reporting.pages import fill_page
 
 ROOT = Path(__file__).parents[1]
@@ -133,7 +133,7 @@ def test_two_clients_by_themselves_or_those_that_are_named(make_loop):
     assert [one.client for one in found] == [2, 0] and "client 1: nothing is claimed" in left_out[0]
 
 
-class Asks(ServerCallback):
+class Asks(Strategy):
     """A strategy that also plans what is not training, and a first round of another kind."""
 
     def plan_run(self, schedule, view):
@@ -146,7 +146,7 @@ class Asks(ServerCallback):
 
 
 def test_what_is_not_training_is_named_and_what_is_is_claimed(make_loop):
-    loop = make_loop(callbacks=[Asks()])
+    loop = make_loop(parts=[Asks()])
     ((subject,), left_out) = subjects(loop, [2])
     assert left_out == ["client 2: 2 releases of select"]
     assert [(one.purpose, one.count, one.planned.sample_rate) for one in subject.releases][1] == ("first_round", 1, 1.0)

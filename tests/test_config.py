@@ -249,7 +249,7 @@ def test_print_config(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_explains_every_key_quickly_without_torch() -> None:
     script = """
 import sys
-from dpfl_lightning import config
+from dpfl_lightning.config import load as config
 try:
     flags = lambda parser: parser.add_argument("--resume", type=len, help="go on")
     config.load(["--help"], flags, prog="a.b", description="Trains.")

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from fakes import a_result, a_view
 
-from dpfl_lightning.federated.messages.plan import Sketch
+from dpfl_lightning.federated.server.results import Sketch
 from dpfl_lightning.reporting.figures import figures
 
 

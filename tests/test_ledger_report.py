@@ -14,7 +14,8 @@ from fakes import two_phases
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.messages.query import SelectModel
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
@@ -55,7 +56,7 @@ def told(capsys, *words):
 # ---- recomputation equals live
 
 
-class Asks(ServerCallback):
+class Asks(Strategy, Callback):
     """Rounds of two kinds, a selection by the even clients, and what was told live."""
 
     def plan_run(self, schedule, view):
@@ -78,7 +79,7 @@ def test_recomputed_is_live(accountant, make_loop, capsys):
     asks = Asks()
     budgets = [4.0, 6.0, 8.0, 10.0]
     privacy = PrivacyOptions(epsilon=budgets, delta=1e-3, noise_key=FIXED_KEY, accountant=accountant)
-    loop = make_loop(callbacks=[SizeWeighted(), asks], privacy=privacy)
+    loop = make_loop(parts=[SizeWeighted(), asks], privacy=privacy)
     loop.run()
     text, found = told(capsys, "--ledger", loop.output_dir)
     result = json.loads((loop.output_dir / "result.json").read_text())
@@ -107,7 +108,7 @@ def test_recomputed_is_live(accountant, make_loop, capsys):
 def test_without_noise_there_is_no_guarantee(make_loop, capsys):
     loop = make_loop(privacy=None, rounds=1)
     loop.run()
-    text, found = told(capsys, "--ledger", loop.folder.ledger_file)
+    text, found = told(capsys, "--ledger", loop.clients.folder.ledger_file)
     assert [own["epsilon"] for own in found["clients"]] == [None] * 4
     assert "Largest epsilon: No differential privacy" in text and " inf " in text and " none " in text
 
@@ -349,8 +350,8 @@ def test_the_options_of_clients_are_not_needed(make_loop, capsys):
     loop = make_loop(clients=ClientOptions(count=4, batch_size=8))
     loop.run()
     alone = loop.output_dir.parent / "copy.jsonl"
-    alone.write_bytes(loop.folder.ledger_file.read_bytes())
-    alone.with_suffix(".head").write_bytes(head_file(loop.folder.ledger_file).read_bytes())
+    alone.write_bytes(loop.clients.folder.ledger_file.read_bytes())
+    alone.with_suffix(".head").write_bytes(head_file(loop.clients.folder.ledger_file).read_bytes())
     _, there = told(capsys, "--ledger", alone)
     _, here = told(capsys, "--ledger", loop.output_dir)
     assert there["clients"] == here["clients"] and there["head_lines"] == 13

@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.plan import main, plan
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 CLIENT = ["--num_records", "2400", "--batch_size", "128", "--rounds", "10", "--delta", "1e-4"]
 

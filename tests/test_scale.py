@@ -12,10 +12,10 @@ from experiments.speed.memory import peak_memory
 
 ALL_UPDATES = """
 import json, resource, sys, torch
-from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, ServerCallback
+from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Strategy
 from dpfl_lightning import models
 
-class Median(ServerCallback):
+class Median(Strategy):
     "Needs every update."
     def combine(self, updates, weights, view):
         parts = [part.median(dim=0).values for part in updates.released.split(1 << 20, dim=1)]
@@ -28,7 +28,7 @@ loop = FederatedLoop(
     rounds=2,
     clients=ClientOptions(count=20, batch_size=4),
     privacy=PrivacyOptions(epsilon=8.0, delta=1e-2),
-    callbacks=[Median()],
+    parts=[Median()],
     output_dir=sys.argv[1],
     device="cpu",
 )
@@ -58,10 +58,10 @@ def test_all_updates_of_a_model_of_eleven_million_parameters_fit(tmp_path):
 COHORTS = """
 import json, sys
 from dpfl_lightning.config.load import from_mapping
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.build import build_loop
 
-class Memory(ServerCallback):
+class Memory(Strategy):
     "Resident MiB after each round."
     def __init__(self):
         self._mib = []

@@ -14,16 +14,18 @@ from torch import nn
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, Delivered
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.models import Delivered
 from dpfl_lightning.federated.messages.query import SelectModel
-from dpfl_lightning.federated.server.strategy import ServerCallback
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 
-class KMeansRoutes(ServerCallback):
+class KMeansRoutes(Strategy):
     """KM-CDPFL: everybody starts from its cluster's model; updates are routed to clusters."""
 
     role = "route"
@@ -40,7 +42,7 @@ class KMeansRoutes(ServerCallback):
 
 
 def test_km_cdpfl_grows_from_one_model_to_two(make_loop):
-    loop = make_loop(callbacks=[SizeWeighted(), KMeansRoutes()])
+    loop = make_loop(parts=[SizeWeighted(), KMeansRoutes()])
     result = loop.run()
     assert loop.state.models.shape[0] == 2
     assert not torch.allclose(*loop.state.models)
@@ -48,7 +50,7 @@ def test_km_cdpfl_grows_from_one_model_to_two(make_loop):
     assert sorted(path.name for path in loop.output_dir.glob("model*.pt")) == ["model_0.pt", "model_1.pt"]
 
 
-class MeanRegularised(ServerCallback):
+class MeanRegularised(Strategy):
     """MR-MTL: every client keeps its own model, pulled to the mean of all."""
 
     def refine(self, state, updates, view):
@@ -66,7 +68,7 @@ class MeanRegularised(ServerCallback):
 
 def test_mr_mtl_keeps_n_models_near_their_mean(make_loop):
     def spread(pull):
-        loop = make_loop(callbacks=[SizeWeighted(), MeanRegularised(pull)], rounds=4)
+        loop = make_loop(parts=[SizeWeighted(), MeanRegularised(pull)], rounds=4)
         loop.run()
         return float(loop.state.models.std(dim=0).norm())
 
@@ -87,9 +89,9 @@ def test_privatefl_parameters_stay_with_the_client(make_loop):
     loop.run()
     personal = loop.module.personal_mask
     assert torch.equal(loop.state.models[0][personal], start[personal]), "the server's copy never moves"
-    own = [loop.engine.personalised(loop.state.models[0], client)[personal] for client in range(4)]
+    own = [loop.clients.engine.personalised(loop.state.models[0], client)[personal] for client in range(4)]
     assert all(not torch.equal(a, b) for a, b in itertools.pairwise(own))
-    assert set(torch.load(loop.folder.checkpoint, weights_only=True)["engine"]["personal"]) == {0, 1, 2, 3}
+    assert set(torch.load(loop.folder.checkpoint, weights_only=True)["clients"]["personal"]) == {0, 1, 2, 3}
 
 
 def test_an_unknown_personal_name_is_refused():
@@ -97,7 +99,7 @@ def test_an_unknown_personal_name_is_refused():
         type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
 
 
-class TwoPhases(ServerCallback):
+class TwoPhases(Strategy):
     """R-DPCFL in outline: a full-batch first round, then sampled rounds, and a charged selection."""
 
     def plan_run(self, schedule, view):
@@ -121,14 +123,14 @@ class TwoPhases(ServerCallback):
 
 def test_two_phases_and_a_selection_are_planned_charged_and_paid(make_loop):
     phases = TwoPhases()
-    loop = make_loop(callbacks=[SizeWeighted(), phases])
+    loop = make_loop(parts=[SizeWeighted(), phases])
     start = loop.module.flat
     seen = []
     loop.callbacks.append(Watch(lambda view: seen.append(view.state.models[0].clone())))
     result = loop.run()
     assert torch.equal(seen[0], start), "an all-zero row leaves the model alone"
     assert not torch.equal(seen[1], start)
-    events = loop.budgets.ledger.events(0)
+    events = loop.clients.budgets.ledger.events(0)
     assert [type(event).__name__ for event in events] == ["GaussianEvent"] * 2 + ["SelectionEvent", "GaussianEvent"]
     assert events[0].sample_rate == 1.0 and events[0].noise_multiplier == 5.0
     assert set(phases._answers) == {0, 1, 2, 3} and set(phases._answers.values()) <= {0, 1}
@@ -136,7 +138,7 @@ def test_two_phases_and_a_selection_are_planned_charged_and_paid(make_loop):
         assert 0.98 * client["epsilon_budget"] < client["epsilon_spent"] <= client["epsilon_budget"]
 
 
-class Watch(ServerCallback):
+class Watch(Callback):
     def __init__(self, see):
         self._see = see
 
@@ -144,7 +146,7 @@ class Watch(ServerCallback):
         self._see(view)
 
 
-class ClassGradientRun(ServerCallback):
+class ClassGradientRun(Strategy):
     """DistDD in outline: class gradients move a synthetic set at the server; a net trained on it is delivered."""
 
     def plan_run(self, schedule, view):
@@ -171,15 +173,15 @@ class ClassGradientRun(ServerCallback):
 
 def test_class_gradients_reach_the_server_and_another_net_is_delivered(make_loop):
     distiller = ClassGradientRun()
-    loop = make_loop(callbacks=[SizeWeighted(), distiller])
+    loop = make_loop(parts=[SizeWeighted(), distiller])
     loop.run()
     assert distiller.delivered == 3, "once a round, though evaluation, result and export all ask for it"
     assert distiller._synthetic.shape == (1, 3, loop.module.num_params)
     assert torch.equal(torch.load(loop.output_dir / "model.pt")["0.bias"], torch.ones(8))
-    assert all(event.steps == 1 for event in loop.budgets.ledger.events(2))
+    assert all(event.steps == 1 for event in loop.clients.budgets.ledger.events(2))
 
 
-class Cohort(ServerCallback):
+class Cohort(Strategy):
     """DPFL-BCS in outline: quotas planned, a cohort a round."""
 
     def plan_run(self, schedule, view):
@@ -194,15 +196,15 @@ class Cohort(ServerCallback):
 
 def test_quotas_leave_more_budget_for_each_participation(make_loop):
     loop = make_loop(
-        callbacks=[SizeWeighted(), Cohort()], privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY)
+        parts=[SizeWeighted(), Cohort()], privacy=PrivacyOptions(epsilon=4.0, delta=1e-3, noise_key=FIXED_KEY)
     )
     result = loop.run()
     noise = [client["noise_multiplier"] for client in result.clients]
     assert noise[0] < noise[1], "one participation in place of two"
-    assert [len(loop.budgets.ledger.events(client)) for client in range(4)] == [1, 2, 1, 1]
+    assert [len(loop.clients.budgets.ledger.events(client)) for client in range(4)] == [1, 2, 1, 1]
 
 
-class Greedy(ServerCallback):
+class Greedy(Strategy):
     """Lowers its noise without declaring it."""
 
     def plan_round(self, plan, view):
@@ -211,13 +213,13 @@ class Greedy(ServerCallback):
 
 
 def test_a_release_that_was_not_planned_is_refused_before_it_is_charged(make_loop):
-    loop = make_loop(callbacks=[SizeWeighted(), Greedy()])
+    loop = make_loop(parts=[SizeWeighted(), Greedy()])
     with pytest.raises(RuntimeError, match="declares it in `plan_run`"):
         loop.run()
-    assert read_ledger(loop.folder.ledger_file) == []
+    assert read_ledger(loop.clients.folder.ledger_file) == []
 
 
-class Anew(ServerCallback):
+class Anew(Strategy):
     """Plans the last round anew, by `change(line) -> line` of what each client has paid for."""
 
     def __init__(self, change):
@@ -243,10 +245,10 @@ FULL = ClientOptions(count=4, batch_size=None, learning_rate=0.3)
 
 
 def test_what_is_left_can_be_planned_anew_and_the_budget_is_what_holds(make_loop):
-    loop = make_loop(callbacks=[SizeWeighted(), Anew(lambda line: line)], clients=FULL)
+    loop = make_loop(parts=[SizeWeighted(), Anew(lambda line: line)], clients=FULL)
     result = loop.run()
     for client, budget in enumerate([4.0, 6.0, 8.0, 10.0]):
-        *early, last = loop.budgets.ledger.events(client)
+        *early, last = loop.clients.budgets.ledger.events(client)
         assert len(early) == 2 and last.noise_multiplier == pytest.approx(early[0].noise_multiplier, rel=1e-4)
         assert result.clients[client]["epsilon_spent"] == budget
 
@@ -269,4 +271,4 @@ def test_what_is_left_can_be_planned_anew_and_the_budget_is_what_holds(make_loop
 )
 def test_a_new_plan_must_hold_what_was_paid_for(clients, change, words, make_loop):
     with pytest.raises(UserError, match=words):
-        make_loop(callbacks=[SizeWeighted(), Anew(change)], clients=clients).run()
+        make_loop(parts=[SizeWeighted(), Anew(change)], clients=clients).run()

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import Sketch
+from dpfl_lightning.federated.server.results import Sketch
 from dpfl_lightning.federated.server.strategy import register
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, log_report, store_uri
@@ -81,7 +81,7 @@ def play(tracking, view, rounds, result=None):
 
 
 def test_it_has_no_public_names_but_hooks(store, experiment):
-    register([Tracking(experiment, uri=store), SizeWeighted()])
+    register([SizeWeighted()], [Tracking(experiment, uri=store)])
 
 
 def test_a_finished_run(store, experiment, folder):

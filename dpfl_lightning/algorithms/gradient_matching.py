@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss
 from dpfl_lightning.runtime.threads import side_by_side
 
@@ -289,7 +289,7 @@ class Matching:
     @classmethod
     def of(
         cls,
-        module: ClientModule,
+        module: Model,
         names: Sequence[str],
         input_shape: Sequence[int],
         distance: str,

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.models.augmentation import augmented
 from dpfl_lightning.models.fast_loss import FastLoss
+from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.noise import stream_words
 
 
@@ -61,7 +61,7 @@ class Training:
     augmentations: tuple[str, ...] = ()
 
 
-def trained_on(module: ClientModule, start: Tensor, records: tuple[Tensor, Tensor], how: Training, seed: int) -> Tensor:
+def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how: Training, seed: int) -> Tensor:
     """The parameters `[P]` after training from `start` `[P]` on `records`: the mean loss, no clipping, no noise.
 
     Args:

@@ -22,18 +22,20 @@ from dpfl_lightning.auditing.harness import NOBODY, Rig
 from dpfl_lightning.auditing.noisy import as_planned
 from dpfl_lightning.auditing.records import made_up
 from dpfl_lightning.auditing.target import Subject
-from dpfl_lightning.build import build_engine
+from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining, RoundPlan, RunSchedule, View
+from dpfl_lightning.federated.messages.jobs import ClassGradients, Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, MeanLoss, NoMechanism
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams
 
@@ -118,13 +120,13 @@ def fresh_noise(loop: FederatedLoop, subject: Subject, significance: float) -> F
     records = made_up(like, _POOL, loop.seed, start.device, start.dtype)
 
     def rig(streams: Streams) -> Rig:
-        engine = build_engine(loop.engine.name, loop.engine.workers)
+        engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
         return Rig(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
 
     def released(by: Rig, again: bool = False) -> Tensor:
         return by.releases(["eight"] * by.copies, mechanism, 1, rate, start, again=again).double()
 
-    first, second = rig(loop.streams()), rig(loop.streams())
+    first, second = (rig(loop.clients.streams(loop.run_plan())) for _ in range(2))
     ours, key = released(first), "0" * 32
     simulations = [rig(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))]
     simulated = [released(one) for one in simulations]
@@ -233,7 +235,7 @@ def _sums_finding(check: str, what: str, rig: Rig, most: float, tolerance: float
 # ---- answers
 
 
-class _Asks(ServerCallback):
+class _Asks(Strategy):
     """Asks everybody for its mean loss twice, and client 1 for what no mechanism protects."""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -275,10 +277,10 @@ def answers(loop: FederatedLoop, subject: Subject) -> Finding:
             rounds=1,
             clients=ClientOptions(count=2, batch_size=None),
             privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0),
-            callbacks=[asks],
-            engine=build_engine(loop.engine.name),
+            strategies=[asks],
+            engine=build_engine(loop.clients.engine.name),
             output_dir=Path(folder) / "run",
-            device=loop.device.type,
+            device=loop.clients.device.type,
         ).run()
         charges = [charge.purpose for charge in read_ledger(Path(folder) / "run" / "ledger.jsonl")]
         promises = json.loads((Path(folder) / "run" / "guarantees.json").read_text())["clients"]

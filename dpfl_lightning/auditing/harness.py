@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.engines.serial import Batch, SerialEngine
+from dpfl_lightning.federated.client.engines.engine import Batch
+from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -105,8 +107,8 @@ class Rig:
             `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
         """
         self._attempt -= again
-        plan, state, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
-        updates = self.engine.train(plan, state, attempts)
+        plan, models, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
+        updates = self.engine.train(plan, models, attempts)
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
         found = start.new_full((len(names), *shape), torch.inf)
         if updates.deltas is not None:
@@ -116,8 +118,8 @@ class Rig:
 
     def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
         """The rows that the engine draws for each of `steps` steps of one client."""
-        plan, state, attempts = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
-        return list(self.engine.local_task(plan, 0, state, attempts[0])[2].draws)
+        plan, models, attempts = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
+        return list(self.engine.local_task(plan, 0, models, attempts[0])[2].draws)
 
     def _plan(
         self,
@@ -129,7 +131,7 @@ class Rig:
         together: bool,
         job: Job | None,
         round: int,
-    ) -> tuple[RoundPlan, ServerState, list[int]]:
+    ) -> tuple[RoundPlan, Tensor, list[int]]:
         taken: Counter[str] = Counter()
         clients = []
         for name in names:
@@ -149,5 +151,4 @@ class Rig:
             learning_rate_of=(learning_rate,) * count,
             job=job or LocalTraining(),
         )
-        state = ServerState(start.expand(count, -1), (0,) * self._clients)
-        return plan, state, [self._attempt] * count
+        return plan, start.expand(count, -1), [self._attempt] * count

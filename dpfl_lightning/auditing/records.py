@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.engines.serial import Batch
+from dpfl_lightning.federated.client.engines.engine import Batch
 
 SCALES = (1.0, 1.0, 10.0, 1000.0)  # large inputs have gradients that must be clipped
 

@@ -18,9 +18,8 @@ from dpfl_lightning.auditing.findings import Finding
 from dpfl_lightning.auditing.harness import Rig
 from dpfl_lightning.auditing.records import made_up, most_opposed
 from dpfl_lightning.auditing.target import Subject, subjects
-from dpfl_lightning.build import build_engine
+from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
@@ -81,7 +80,7 @@ def audit(
         if finding["refuted"]
     )
     return {
-        "engine": loop.engine.name,
+        "engine": loop.clients.engine.name,
         "seed": loop.seed,
         "confidence": confidence,
         "clients": clients,
@@ -99,11 +98,11 @@ def _checks(
     for engine in exact.engines():
         for name, check in by_engine.items():
             yield name, partial(_unless_refused, check, subject, engine, given, left_out)
-    if loop.simulated:
+    if loop.clients.simulated:
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
-    yield "grid", lambda: [attacks.grid(subject, loop.engine.name, *given, significance)]
+    yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *given, significance)]
     yield "answers", lambda: [attacks.answers(loop, subject)]
     start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
     yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
@@ -169,7 +168,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
     }
 
     def rig(sampling: str) -> Rig:
-        engine = build_engine(loop.engine.name, loop.engine.workers)
+        engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
         streams = Streams()
         return Rig(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
 

@@ -28,33 +28,6 @@ _SHARED = (
 )
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the server may know of the clients: public by assumption; strategies see it, and releases.
-
-    Args:
-        num_records: [N] training records of each client.
-        num_classes: number of classes; 1 for a regression.
-        input_shape: shape X of one record.
-        batch_size: [N] expected batch sizes.
-        reported_epsilon: [N] budgets as the clients report them: claims, which may be false.
-        truth: what only a simulation knows: `groups`, [N] true group of each client; None where there is nothing of
-            the kind. For reports, and for strategies whose `caveats` say that the run is a simulation.
-    """
-
-    num_records: tuple[int, ...]
-    num_classes: int
-    input_shape: tuple[int, ...]
-    batch_size: tuple[int, ...] = ()
-    reported_epsilon: tuple[float, ...] = ()
-    truth: Mapping[str, object] | None = None
-
-    @property
-    def num_clients(self) -> int:
-        """N."""
-        return len(self.num_records)
-
-
 @dataclass(frozen=True, eq=False)
 class Population:
     """The private records of N clients. Clients hold row numbers, never copies.
@@ -72,7 +45,7 @@ class Population:
             the groups have them.
 
     Privacy:
-        Engines read records; strategies get `facts()`. Held-out records only ever score a released model:
+        Engines read records; strategies get `Facts`. Held-out records only ever score a released model:
         guarantees cover training records, and reports say that held-out records are not covered.
     """
 
@@ -100,11 +73,6 @@ class Population:
     def input_shape(self) -> tuple[int, ...]:
         """The shape X of one record."""
         return tuple(self.x.shape[1:])
-
-    def facts(self, **extra: Any) -> Facts:
-        """What the server may know; `extra` are further fields of `Facts`."""
-        truth = None if self.groups is None else {"groups": self.groups}
-        return Facts(self.num_records, self.num_classes, self.input_shape, truth=truth, **extra)
 
     def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Training records of a client: `rows` [b] count within its own; returns x [b, *X] and y [b]."""

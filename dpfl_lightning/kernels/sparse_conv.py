@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dpfl_lightning.kernels import LANES
+
 MOSTLY_ZEROS = 0.4  # share of numbers other than zero up to which this beats a dense convolution
-LANES = 16  # output channels are looked at in groups of so many
 SMALLEST_WINDOW = 16  # numbers: below, vector registers are not worth filling
 
 

@@ -14,10 +14,9 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from dpfl_lightning.kernels import LANES
 from dpfl_lightning.kernels.compiled import compiled
-from dpfl_lightning.kernels.sparse_conv import LANES
 
-# LANES float32 numbers are a vector: one register of AVX-512, two of AVX2
 SUMS = 6  # vectors summed at once: enough to hide an addition's latency, few enough for 16 registers
 PIECE = SUMS * LANES  # numbers of a run that are summed at once
 

@@ -8,10 +8,10 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.kernels import direct_convolution
 from dpfl_lightning.kernels.direct_convolution import DirectConvolution
 from dpfl_lightning.kernels.fused_planes import FusedPlanes
+from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.fast import random_example
 from dpfl_lightning.privacy.clipping.reference import Params
 
@@ -34,7 +34,7 @@ class FastLoss:
             plain gradients.
     """
 
-    def __init__(self, module: ClientModule, x: Tensor, y: Tensor, second_order: bool = True) -> None:
+    def __init__(self, module: Model, x: Tensor, y: Tensor, second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
         for part in _sequential(self.module.net):
@@ -52,7 +52,7 @@ class FastLoss:
         return self._own.module.sample_loss(params, x, y)
 
 
-def _alike(fast: ClientModule, plain: ClientModule, x: Tensor, y: Tensor) -> bool:
+def _alike(fast: Model, plain: Model, x: Tensor, y: Tensor) -> bool:
     """Whether losses of random records and their gradients are the same up to rounding."""
     _, x, y = random_example(plain.net, x, y, plain.flat.dtype)
     plain = copy.deepcopy(plain)  # what a forward pass leaves in a net is not left in the caller's
@@ -64,7 +64,7 @@ def _alike(fast: ClientModule, plain: ClientModule, x: Tensor, y: Tensor) -> boo
     return all(_close(*pair) for pair in zip(found, expected, strict=True))
 
 
-def _losses_and_slope(module: ClientModule, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def _losses_and_slope(module: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """`[B]`, and the gradient of their sum `[P]`; dropout falls alike each time."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)

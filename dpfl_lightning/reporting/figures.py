@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import RunResult, Sketch
 from dpfl_lightning.federated.server.group_metrics import smallest
+from dpfl_lightning.federated.server.results import RunResult, Sketch
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 if TYPE_CHECKING:

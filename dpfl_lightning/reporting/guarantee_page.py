@@ -14,12 +14,25 @@ from pathlib import Path
 from typing import Any
 
 import dpfl_lightning
-from dpfl_lightning.federated.messages.plan import RunInfo, RunResult
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RunInfo, RunResult
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, shown_epsilon
+from dpfl_lightning.runtime.files import write_atomically
 
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # different lists of releases, and things not covered
 _LIBRARIES = ("opacus", "numpy", "scipy", "torch", "lightning")
+
+
+class GuaranteePage(Callback):
+    """Writes `guarantee.html` into the folder of a run that has finished."""
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        if result.finished:
+            page = guarantee_page(result, view.guarantees(), view.run)
+            path = view.run.output_dir / "guarantee.html"
+            write_atomically(path, lambda partial: partial.write_text(page, encoding="utf-8"))
 
 
 def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:

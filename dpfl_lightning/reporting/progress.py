@@ -15,10 +15,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 
-from dpfl_lightning.federated.client.gradient_counts import Diagnostics
-from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.diagnostics import Diagnostics
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.runtime.text import data_size, duration
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
@@ -28,7 +29,7 @@ _SILENCE_SECONDS = 60.0  # of plain lines at most: a log tells that the run goes
 _NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
 
 
-class Progress(ServerCallback):
+class Progress(Callback):
     """Prints the plan, one live line (plain lines where the output is no terminal), and a summary.
 
     Args:

@@ -16,15 +16,18 @@ from torch import Tensor
 
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.server_training import Training, public_generator
-from dpfl_lightning.build import build_loop, build_net, build_population
+from dpfl_lightning.build import FederatedLoop, build_loop, build_net, build_population
 from dpfl_lightning.config.options import Options
 from dpfl_lightning.config.registry import call
-from dpfl_lightning.data import Facts, Population
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import RoundReport, View
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, Unprotected
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
@@ -290,7 +293,7 @@ class RunItself:
         self._population: Population | None = None
 
     def check(self, options: Options) -> None:
-        build_net(options, self._people(options).facts())
+        build_net(options, facts_of(self._people(options)))
         strategies.build(options.strategies)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
@@ -348,7 +351,7 @@ def _caveats(promise: Guarantee) -> tuple[str, ...]:
     return (*unproven, *promise.unprotected, *promise.caveats)
 
 
-class _Reporting(ServerCallback):
+class _Reporting(Strategy, Callback):
     """Tells each evaluation, and stops the run when the answer is that others do better."""
 
     def __init__(self, report: Report) -> None:

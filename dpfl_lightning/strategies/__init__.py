@@ -9,7 +9,7 @@ from typing import Any
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, nearest
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 
 #: registry name -> (file, class)
 STRATEGIES = {
@@ -36,8 +36,8 @@ STRATEGIES = {
 }
 
 
-def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[ServerCallback]:
-    """The callbacks of a configuration's `strategies`: registry name (or `class_path` of a user's own) -> options.
+def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
+    """The strategies of a configuration's `strategies`: registry name (or `class_path` of a user's own) -> options.
 
     Raises:
         UserError: an unknown strategy or option, with the nearest known one.
@@ -48,12 +48,12 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[ServerCall
     return [call(f"strategies.{name}", {name: _class(name)}, name, **(own or {})) for name, own in strategies.items()]
 
 
-def classes() -> dict[str, type[ServerCallback]]:
+def classes() -> dict[str, type[Strategy]]:
     """Registry name -> class, of all strategies."""
     return {name: _class(name) for name in STRATEGIES}
 
 
-def _class(name: str) -> type[ServerCallback]:
+def _class(name: str) -> type[Strategy]:
     if name in STRATEGIES:
         file, attribute = STRATEGIES[name]
         return getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
@@ -62,9 +62,9 @@ def _class(name: str) -> type[ServerCallback]:
         kind = getattr(importlib.import_module(module), attribute) if module else None
     except (ImportError, AttributeError) as error:
         raise UserError(f"`strategies.{name}` must be importable, got: {error}. Is it on PYTHONPATH?") from None
-    if not (inspect.isclass(kind) and issubclass(kind, ServerCallback)):
+    if not (inspect.isclass(kind) and issubclass(kind, Strategy)):
         raise UserError(
-            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own ServerCallback as "
+            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own Strategy as "
             f"package.module.Class, got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
         )
     return kind

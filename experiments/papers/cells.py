@@ -160,7 +160,7 @@ def read(path: Path) -> dict[str, Any]:
 
 def write(results: Path, cell: Cell, held: Mapping[str, Any]) -> Path:
     """Keep a finished cell; a crash leaves the old file or the new one."""
-    from dpfl_lightning.federated.server.folder import write_atomically
+    from dpfl_lightning.runtime.files import write_atomically
 
     path = path_of(results, cell)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,6 @@ from dpfl_lightning.errors import nearest, require
 
 if TYPE_CHECKING:
     from experiments.papers.recorder import Recorder
-    from experiments.papers.run import Making
 
 T = TypeVar("T")
 
@@ -33,12 +32,12 @@ class Training:
         words: `words(row, column, scale)`, arguments of `python -m dpfl_lightning.fit` without seed, as a person types
             them.
         recorder: makes the watcher that reads the cell's values off the run; None: accuracies, see `Recorder`.
-        study: makes the cell in place of that run, or from it and more: what the cell holds, `values` and the rest.
+        study: makes the cell from a `Making`, in place of that run, or from it and more: `values` and the rest.
     """
 
     words: Callable[[str, str, str], Sequence[str]]
     recorder: Callable[[str, str], Recorder] | None = None
-    study: Callable[[Making], Mapping[str, Any]] | None = None
+    study: Callable[[Any], Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

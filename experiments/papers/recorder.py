@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
-from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.view import View
 
 _MOST_CLIENTS = 100  # single clients of more are not kept
 
 
-class Recorder(ServerCallback):
+class Recorder(Callback):
     """Watches one run; afterwards `found` is what its cell holds.
 
     `found["values"]` are numbers that tables show; overwrite `_values` for a paper that reads others. The rest is for

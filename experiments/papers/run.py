@@ -26,7 +26,7 @@ from experiments.papers.experiment import Computation, Training
 from experiments.papers.registry import experiments
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.plan import RunResult
+    from dpfl_lightning.federated.server.results import RunResult
 
 NOISE_KEY = "0" * 32  # of all cells: they are simulations, and the same command gives the same numbers
 #: of MLflow

@@ -27,13 +27,13 @@ from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpfl_lightning import models
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ServerState
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.loop import FederatedLoop
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.noise import Streams
 from experiments.speed.cases import CLIP_NORM, LEARNING_RATE, NOISE_MULTIPLIER, NUM_CLASSES, Case
 
@@ -106,12 +106,12 @@ def our_round(
         device=device.type,
     )
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, Streams(), "poisson")
+    loop.clients.engine.setup(loop.module, loop.population, Streams(), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * case.clients)
 
     def one_round() -> Tensor:
         alike = torch.ones(1, case.clients)  # the mean
-        updates = loop.engine.train(loop.view(state).plan(), state, [0] * case.clients, alike)
+        updates = loop.clients.engine.train(loop.view(state).plan(), state.models, [0] * case.clients, alike)
         return aggregate.step(state, aggregate.combine(alike, updates)).models[0]
 
     return one_round

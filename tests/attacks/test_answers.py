@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from conftest import blobs, small_net
+from conftest import blobs, parts_of, small_net
 
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.plan import main as plan
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 
@@ -22,7 +22,7 @@ def test_choices_without_noise_are_covered_by_no_epsilon(selection, tmp_path, ca
         rounds=2,
         clients=ClientOptions(count=4, batch_size=16),
         privacy=PrivacyOptions(epsilon=8.0, delta=1e-3),
-        callbacks=[Ifca(num_clusters=2, selection=selection)],
+        **parts_of([Ifca(num_clusters=2, selection=selection)]),
         output_dir=tmp_path / "run",
         device="cpu",
         new_net=lambda seed: small_net(seed=seed),

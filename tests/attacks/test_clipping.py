@@ -7,15 +7,14 @@ import math
 import pytest
 import torch
 from attack_tools import Releases
-from conftest import blobs
+from conftest import blobs, parts_of
 from torch import Tensor, nn
 
-from dpfl_lightning.build import ENGINES
+from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
 
 NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
 
@@ -67,7 +66,7 @@ def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, 
         clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
         privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=clip_norm),
         engine=ENGINES[engine](),
-        callbacks=[seen],
+        **parts_of([seen]),
         output_dir=folder,
         device="cpu",
     ).run()
@@ -191,7 +190,7 @@ def test_a_backward_pass_that_mixes_records_moves_no_sum_too_far(engine, tmp_pat
             clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
             privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=1.0),
             engine=ENGINES[engine](),
-            callbacks=[seen],
+            **parts_of([seen]),
             output_dir=tmp_path / str(number),
             device="cpu",
         ).run()

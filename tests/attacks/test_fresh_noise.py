@@ -9,25 +9,25 @@ import shutil
 import pytest
 import torch
 from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
-from conftest import FIXED_KEY, PowerCut, blobs, small_net
+from conftest import FIXED_KEY, PowerCut, blobs, parts_of, small_net
 from torch.nn import functional as F
 
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25
 
 
-def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, callbacks=(), rate=RATE, **privacy) -> FederatedLoop:
+def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, parts=(), rate=RATE, **privacy) -> FederatedLoop:
     """A loop of four clients with full batches, one step a round, and no budget but the schedule's."""
     return FederatedLoop(
         blobs(),
@@ -35,7 +35,7 @@ def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, callbacks=(), ra
         rounds=rounds,
         clients=ClientOptions(count=4, batch_size=None, learning_rate=rate),
         privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, **privacy}),
-        callbacks=[*callbacks, *([] if seen is None else [seen])],
+        **parts_of([*parts, *([] if seen is None else [seen])]),
         seed=seed,
         output_dir=folder,
         device="cpu",
@@ -205,7 +205,7 @@ def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
     """Going on with a copy, or with a backup that was restored: never the noise that was used already."""
     folder, copy = tmp_path / "run", tmp_path / "copy"
     with pytest.raises(PowerCut):
-        run_of(folder, Releases(), callbacks=[CutBetweenRounds(1)]).run()
+        run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
     shutil.copytree(folder, copy)
     ours, theirs = Releases(), Releases()
     loop = run_of(folder, ours)
@@ -225,7 +225,7 @@ def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
 def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_path):
     folder, backup = tmp_path / "run", tmp_path / "backup"
     with pytest.raises(PowerCut):
-        run_of(folder, Releases(), callbacks=[CutBetweenRounds(1)]).run()
+        run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
     shutil.copytree(folder, backup)
     ours, theirs = Releases(), Releases()
     run_of(folder, ours).run(resume=True)

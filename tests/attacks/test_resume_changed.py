@@ -14,15 +14,14 @@ from attack_tools import CutBetweenRounds, cut_after_training, overspent
 from conftest import FIXED_KEY, PowerCut, blobs, small_net
 from torch import nn
 
-from dpfl_lightning.build import ENGINES
+from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.yaml_text import dump, read_yaml
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import fit, main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
@@ -173,9 +172,9 @@ BY_CODE: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "a wider net": (lambda: {"module": wide()}, ("module", "model")),
     "a frozen parameter": (lambda: {"module": frozen()}, ("module", "model")),
     "a personal parameter": (lambda: {"module": personal()}, ("module",)),
-    "another base rule": (lambda: {"callbacks": [Uniform()]}, ("callbacks", "strateg")),
-    "a pull": (lambda: {"callbacks": [FedProx(0.5)]}, ("callbacks", "strateg")),
-    "a selection": (lambda: {"callbacks": [UniformSelection(clients_per_round=2)]}, ("callbacks", "strateg")),
+    "another base rule": (lambda: {"strategies": [Uniform()]}, ("strategies", "strateg")),
+    "a pull": (lambda: {"strategies": [FedProx(0.5)]}, ("strategies", "strateg")),
+    "a selection": (lambda: {"strategies": [UniformSelection(clients_per_round=2)]}, ("strategies", "strateg")),
 }
 #: what changes no release, or only makes the run shorter
 ALLOWED: dict[str, Callable[[], dict[str, Any]]] = {
@@ -185,7 +184,7 @@ ALLOWED: dict[str, Callable[[], dict[str, Any]]] = {
     "fewer rounds than are done": lambda: {"rounds": 1},
     "another engine": lambda: {"engine": ENGINES["serial"]()},
     "fewer evaluations": lambda: {"evaluate_every": 2},
-    "a watcher": lambda: {"callbacks": [ServerCallback()]},
+    "a watcher": lambda: {"strategies": [Strategy()]},
 }
 
 

@@ -17,19 +17,19 @@ import numpy as np
 import pytest
 import torch
 from attack_tools import Releases, attack, finest_bit, mean_loss
+from conftest import parts_of
 from scipy.special import ndtr
 from torch import nn
 
-from dpfl_lightning.build import ENGINES
+from dpfl_lightning.build import ENGINES, FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.query import MeanLoss
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 
 NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
 DELTA = 1e-5
@@ -180,7 +180,7 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
             clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
             privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
             engine=ENGINES[way.engine](),
-            callbacks=[callback],
+            **parts_of([callback]),
             output_dir=Path(folder) / "run",
             device="cpu",
         ).run()

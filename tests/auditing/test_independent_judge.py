@@ -16,11 +16,10 @@ from conftest import blobs, small_net
 
 from dpfl_lightning.auditing import noisy, one_run
 from dpfl_lightning.auditing.run import audit
-from dpfl_lightning.build import build_loop
+from dpfl_lightning.build import FederatedLoop, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
 
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs

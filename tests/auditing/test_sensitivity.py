@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from dpfl_lightning.auditing import exact
 from dpfl_lightning.auditing.records import most_opposed
 from dpfl_lightning.auditing.target import subjects
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.privacy.clipping.layer_rules import RULES
 
 ENGINES = ("fast", "serial", "stacked")  # a Trainer's sums are the serial engine's: `test_mutants.py` runs it

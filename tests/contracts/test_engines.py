@@ -19,9 +19,10 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, ServerState
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
@@ -40,9 +41,9 @@ def released(engine_name: str, make_loop, job=None, module=None, population=None
     state = ServerState(loop.module.flat[None], (0,) * loop.population.num_clients)
     view = loop.view(state)
     plan = view.plan(job=job)
-    for callback in loop.callbacks:
+    for callback in loop.strategies:
         plan = callback.plan_round(plan, view)
-    return engine.train(plan, state, [0] * len(plan.clients)).released
+    return engine.train(plan, state.models, [0] * len(plan.clients)).released
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
@@ -120,8 +121,8 @@ def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
 def test_engine_pulls_to_anchors_as_the_reference(engine, make_loop):
-    pulled, plain = (released(engine, make_loop, callbacks=[FedProx(pull)]) for pull in (2.0, 0.0))
-    torch.testing.assert_close(pulled, released("serial", make_loop, callbacks=[FedProx(2.0)]), rtol=1e-5, atol=1e-5)
+    pulled, plain = (released(engine, make_loop, parts=[FedProx(pull)]) for pull in (2.0, 0.0))
+    torch.testing.assert_close(pulled, released("serial", make_loop, parts=[FedProx(2.0)]), rtol=1e-5, atol=1e-5)
     assert not torch.allclose(pulled, plain)
 
 
@@ -205,9 +206,9 @@ def test_class_gradients_have_the_noise_that_is_announced(make_loop):
     loud = PrivacyOptions(noise_multiplier=500.0, delta=1e-3, noise_key=FIXED_KEY)
     loop = make_loop(privacy=loud, clients=ClientOptions(count=4, batch_size=16, learning_rate=0.01))
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, STREAMS, "poisson")
+    loop.clients.engine.setup(loop.module, loop.population, STREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
-    updates = loop.engine.train(loop.view(state).plan(job=ClassGradients(3)), state, [0] * 4)
+    updates = loop.clients.engine.train(loop.view(state).plan(job=ClassGradients(3)), state.models, [0] * 4)
     for delta, noise_std in zip(updates.released, updates.noise_std, strict=True):
         assert 0.8 * noise_std < float(delta.std()) < 1.2 * noise_std
 
@@ -217,7 +218,7 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), privacy=None, rounds=1)
     net, start = small_net(), loop.module.flat
     loop.run()
-    streams = loop.engine.streams
+    streams = loop.clients.engine.streams
     clients = []
     for client, own in enumerate(loop.settings):
         generator = streams.generator("sampling", 1, client)
@@ -238,11 +239,11 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
 def test_an_empty_batch_still_takes_a_noisy_step(engine, make_loop):
     loop = make_loop(engine=ENGINES[engine](), clients=ClientOptions(count=4, batch_size=1), rounds=1)
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, EmptyDraws(bytes(32)), "poisson")
+    loop.clients.engine.setup(loop.module, loop.population, EmptyDraws(bytes(32)), "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     plan = loop.view(state).plan()
     plan = dataclasses.replace(plan, steps=(1,) * 4)
-    deltas = loop.engine.train(plan, state, [0] * 4).released
+    deltas = loop.clients.engine.train(plan, state.models, [0] * 4).released
     expected = [m.noise_std(1, rate) for m, rate in zip(plan.mechanism_of, plan.learning_rate_of, strict=True)]
     for delta, std in zip(deltas, expected, strict=True):
         assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
@@ -298,7 +299,7 @@ def test_huge_noise_ruins_accuracy(make_loop):
     assert quiet > 0.9 and loud < 0.6
 
 
-class Order(ServerCallback):
+class Order(Strategy):
     """The same round with its clients named in this or the opposite order."""
 
     def __init__(self, way):
@@ -311,7 +312,7 @@ class Order(ServerCallback):
 
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_order_of_clients_does_not_matter(engine, make_loop):
-    forwards, backwards = (make_loop(engine=ENGINES[engine](), callbacks=[Order(way)]) for way in (1, -1))
+    forwards, backwards = (make_loop(engine=ENGINES[engine](), parts=[Order(way)]) for way in (1, -1))
     forwards.run(), backwards.run()
     torch.testing.assert_close(backwards.state.models, forwards.state.models, rtol=1e-6, atol=1e-7)
 
@@ -321,12 +322,12 @@ def test_order_of_clients_does_not_matter(engine, make_loop):
 def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
     loop = make_loop(engine=ENGINES[engine]())
     loop.plan_schedule()
-    loop.engine.setup(loop.module, loop.population, STREAMS, "poisson")
+    loop.clients.engine.setup(loop.module, loop.population, STREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     plan = loop.view(state).plan(job=job)
     say = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
-    kept = loop.engine.train(plan, state, [0] * 4)
-    streamed = loop.engine.train(plan, state, [0] * 4, say)
+    kept = loop.clients.engine.train(plan, state.models, [0] * 4)
+    streamed = loop.clients.engine.train(plan, state.models, [0] * 4, say)
     assert streamed.deltas is None and streamed.clients == kept.clients and streamed.noise_std == kept.noise_std
     combined = aggregate.combine(say, streamed)
     assert torch.equal(combined, aggregate.combine(say, kept))

@@ -12,7 +12,8 @@ from conftest import FIXED_KEY, blobs
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -38,8 +39,8 @@ def make_loop(make_loop):
 def in_a_loop(name, make_loop, **options):
     """The strategy, and a loop with it, and with a base rule beside it if it is none."""
     (own,) = strategies.build({name: OPTIONS.get(name)})
-    callbacks = [own] if own.role == "base" else [SizeWeighted(), own]
-    return own, make_loop(callbacks=callbacks, **{**options, **LOOPS.get(name, {})})
+    parts = [own] if own.role == "base" else [SizeWeighted(), own]
+    return own, make_loop(parts=parts, **{**options, **LOOPS.get(name, {})})
 
 
 def some_updates(order):
@@ -114,21 +115,21 @@ def test_the_formulas(make_loop):
 
 
 def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
-    result = make_loop(callbacks=strategies.build({"minimum_epsilon": None})).run()
+    result = make_loop(parts=strategies.build({"minimum_epsilon": None})).run()
     assert all(3.9 < client["epsilon_spent"] <= 4.0 for client in result.clients)
     assert [client["epsilon_budget"] for client in result.clients] == [4.0, 6.0, 8.0, 10.0]
 
 
 def test_minimum_epsilon_holds_for_given_noise_too(make_loop):
     noisy = PrivacyOptions(epsilon=[2.0, 50.0, 50.0, 50.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
-    result = make_loop(callbacks=strategies.build({"minimum_epsilon": None}), privacy=noisy, rounds=30).run()
+    result = make_loop(parts=strategies.build({"minimum_epsilon": None}), privacy=noisy, rounds=30).run()
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
 
 
 def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     def moved(pull):
         loop = make_loop(
-            callbacks=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1
+            parts=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1
         )
         start = loop.module.flat
         loop.run()
@@ -139,7 +140,7 @@ def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
 
 def test_epsilon_weights_need_budgets(make_loop):
     with pytest.raises(UserError, match=r"privacy\.epsilon.*epsilon_weighted"):
-        make_loop(callbacks=strategies.build({"epsilon_weighted": None}), privacy=None).run()
+        make_loop(parts=strategies.build({"epsilon_weighted": None}), privacy=None).run()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +151,7 @@ def test_epsilon_weights_need_budgets(make_loop):
         ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
         ({"fedprox": {"pull": "much"}}, r"strategies\.fedprox\.pull.* a number, got 'much'"),
         ({"no.such.Strategy": {}}, "importable"),
-        ({"collections.OrderedDict": {}}, "ServerCallback"),
+        ({"collections.OrderedDict": {}}, "Strategy"),
     ],
 )
 def test_bad_names_and_options_are_one_sentence(configuration, words):

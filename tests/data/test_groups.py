@@ -15,8 +15,9 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.identity import data_digests
+from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import Delivered
+from dpfl_lightning.federated.messages.models import Delivered
 from dpfl_lightning.privacy.noise import Streams
 
 CLASSES = 5
@@ -173,7 +174,7 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
 
 
 def test_who_is_in_which_group_is_the_truth_of_a_simulation():
-    assert made(ROTATION).facts().truth == {"groups": GROUP_OF} and made().facts().truth is None
+    assert facts_of(made(ROTATION)).truth == {"groups": GROUP_OF} and facts_of(made()).truth is None
 
 
 def test_to_moves_everything():

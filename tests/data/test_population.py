@@ -9,8 +9,10 @@ from torch.utils.data import ConcatDataset, IterableDataset, TensorDataset
 from torch.utils.data import Dataset as TorchDataset
 
 from dpfl_lightning import ClientModule, FederatedLoop
-from dpfl_lightning.data import Dataset, Facts, Population
+from dpfl_lightning.data import Dataset, Population
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.local_clients import facts_of
+from dpfl_lightning.federated.messages.facts import Facts
 
 
 def dataset(records: int = 600, test: int = 120, classes: int = 4) -> Dataset:
@@ -163,7 +165,7 @@ def test_clients_hold_rows_and_not_copies():
 
 def test_facts_hold_no_records():
     population = Population.partitioned(dataset(), num_clients=6, records_per_client=50)
-    facts = population.facts(batch_size=(8,) * 6, reported_epsilon=(1.0,) * 6)
+    facts = facts_of(population, batch_size=(8,) * 6, reported_epsilon=(1.0,) * 6)
     assert facts == Facts((50,) * 6, 4, (2,), (8,) * 6, (1.0,) * 6, None) and facts.num_clients == 6
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 
@@ -28,10 +28,10 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
     ],
 )
 def test_a_say_of_another_shape_or_sign_is_refused(role, answer, words, make_loop):
-    own = type("Mine", (ServerCallback,), {"role": role, "weigh": lambda self, updates, view: answer})
+    own = type("Mine", (Strategy,), {"role": role, "weigh": lambda self, updates, view: answer})
     base = [] if role == "base" else [Uniform()]
     clients = ClientOptions(count=3, batch_size=16)
-    loop = make_loop(population=blobs(num_clients=3), clients=clients, callbacks=[*base, own()], privacy=None)
+    loop = make_loop(population=blobs(num_clients=3), clients=clients, parts=[*base, own()], privacy=None)
     with pytest.raises(UserError, match="`weigh of Mine` must.*" + words):
         loop.run()
 

@@ -14,7 +14,8 @@ from rich.console import Console
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger import verify as ledger_report
@@ -37,7 +38,7 @@ def with_broken_records():
     return dataclasses.replace(population, x=x)
 
 
-class Watcher(ServerCallback):
+class Watcher(Callback):
     def __init__(self):
         self._reports, self._before = [], []
 
@@ -48,7 +49,7 @@ class Watcher(ServerCallback):
         self._reports.append(report)
 
 
-class Without3(ServerCallback):
+class Without3(Strategy):
     def plan_round(self, plan, view):
         return plan.only(lambda client: client != 3)
 
@@ -56,7 +57,7 @@ class Without3(ServerCallback):
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_each_round_shows_what_the_clients_counted(engine, make_loop):
     watcher = Watcher()
-    loop = make_loop(with_broken_records(), engine=ENGINES[engine](), privacy=SHOWING, callbacks=[Without3(), watcher])
+    loop = make_loop(with_broken_records(), engine=ENGINES[engine](), privacy=SHOWING, parts=[Without3(), watcher])
     loop.run()
     shown = [report.diagnostics for report in watcher._reports]
     counted = json.loads((loop.output_dir / "private.json").read_text())["clients"]
@@ -83,14 +84,14 @@ def test_the_training_is_the_same_bit_for_bit(engine, make_loop):
 
 def test_no_epsilon_is_claimed_anywhere(make_loop):
     watcher, paper = Watcher(), Console(file=io.StringIO(), width=300)
-    loop = make_loop(privacy=SHOWING, callbacks=[watcher, Progress(paper)])
+    loop = make_loop(privacy=SHOWING, parts=[watcher, Progress(paper)])
     result = loop.run()
     assert watcher._before == [math.inf] * 4, "before anything is shown, too"
     assert all(report.epsilon_spent == (math.inf,) * 4 for report in watcher._reports)
     assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.startswith(WORDS)
     saved = json.loads((loop.output_dir / "guarantees.json").read_text())["clients"]
     assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
-    told = ledger_report.read([loop.folder.ledger_file])  # from the file alone
+    told = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
     assert all(math.isinf(account.epsilon) for account in told.accounts) and told.weakest.words().startswith(WORDS)
     text = paper.file.getvalue()
     assert text.count(f"Guarantee: {WORDS}") == 2 and "max epsilon" not in text and "% clipped, 0 not finite" in text
@@ -98,7 +99,7 @@ def test_no_epsilon_is_claimed_anywhere(make_loop):
 
 def test_without_it_nothing_is_shown(make_loop):
     watcher, paper = Watcher(), Console(file=io.StringIO(), width=300)
-    loop = make_loop(with_broken_records(), callbacks=[watcher, Progress(paper)])
+    loop = make_loop(with_broken_records(), parts=[watcher, Progress(paper)])
     result = loop.run()
     assert [report.diagnostics for report in watcher._reports] == [None] * 3 and "clipped" not in paper.file.getvalue()
     assert all(client["epsilon_spent"] > 0 for client in result.clients)
@@ -111,9 +112,9 @@ def test_a_resumed_run_says_so_once(key, make_loop):
     cut_at(loop, 2)
     with pytest.raises(PowerCut):
         loop.run()
-    again = make_loop(privacy=privacy, output_dir=loop.output_dir, callbacks=[watcher])
+    again = make_loop(privacy=privacy, output_dir=loop.output_dir, parts=[watcher])
     result = again.run(resume=True)
-    purposes = [charge.purpose for charge in read_ledger(loop.folder.ledger_file)]
+    purposes = [charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)]
     assert purposes.count("shown") == 4 and purposes.count("train") == 4 * (3 if key else 4)
     assert result.guarantee.startswith(WORDS) and result.rounds == 3
     assert [report.round for report in watcher._reports] == [2, 3]

@@ -16,8 +16,8 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.sampling import draw_steps
@@ -46,7 +46,7 @@ def expected(loop, steps: int | None = None) -> list[dict]:
     for client, own in enumerate(loop.settings):
         drawn = broken = 0
         for round in range(1, loop.rounds + 1):
-            generator = loop.engine.streams.generator("sampling", round, client)
+            generator = loop.clients.engine.streams.generator("sampling", round, client)
             for batch in draw_steps("poisson", own.num_records, own.sample_rate, steps or own.steps, generator):
                 drawn += len(batch)
                 broken += sum(int(row) in BROKEN.get(client, {}) for row in batch)
@@ -73,7 +73,7 @@ def test_every_engine_counts_them_and_trains_on(engine, clients, make_loop):
         assert [row["not_finite"] for row in due] == [0, 3 * 2 * clients.local_epochs, 0, 1 * 2 * clients.local_epochs]
 
 
-class EachClass(ServerCallback):
+class EachClass(Strategy):
     """One draw a round, its sums class by class."""
 
     def plan_run(self, schedule, view):
@@ -100,7 +100,7 @@ def test_class_gradients_are_counted_too(engine, clients, make_loop):
         engine=ENGINES[engine](),
         clients=clients,
         privacy=PRIVACY,
-        callbacks=[EachClass()],
+        parts=[EachClass()],
     )
     loop.run()
     due = expected(loop, steps=1)
@@ -122,7 +122,9 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
             norms.append(float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm()))
         due.append([len(norms), sum(norm > 4.0 for norm in norms), 0])
     loop.run()
-    assert loop.engine.state_dict()["counts"].tolist() == due and all(0 < clipped < every for every, clipped, _ in due)
+    assert loop.clients.engine.state_dict()["counts"].tolist() == due and all(
+        0 < clipped < every for every, clipped, _ in due
+    )
 
 
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
@@ -131,7 +133,7 @@ def test_engines_agree_on_what_was_clipped(engine, make_loop):
     for name in (engine, "serial"):
         loop = make_loop(with_broken_records(), engine=ENGINES[name](), privacy=PRIVACY)
         loop.run()
-        counts.append(loop.engine.state_dict()["counts"])
+        counts.append(loop.clients.engine.state_dict()["counts"])
     gradients, clipped = counts[0][:, 0], counts[0][:, 1]
     assert torch.equal(*counts) and ((clipped > 0) & (clipped < gradients)).all()
 
@@ -177,7 +179,7 @@ def test_counts_stay_with_the_client(make_loop):
     told = []
     for population in (with_broken_records(), blobs()):
         paper = Console(file=io.StringIO(), width=200)
-        loop = make_loop(population, privacy=PRIVACY, callbacks=[Progress(paper)])
+        loop = make_loop(population, privacy=PRIVACY, parts=[Progress(paper)])
         loop.run()
         path = loop.output_dir / "private.json"
         assert path.stat().st_mode & 0o777 == 0o600 and "Do not share" in path.read_text()

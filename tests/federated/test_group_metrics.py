@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import strategies
-from dpfl_lightning.federated.messages.plan import Sketch
 from dpfl_lightning.federated.server.group_metrics import (
     accuracy_of_groups,
     clustering,
@@ -22,7 +21,8 @@ from dpfl_lightning.federated.server.group_metrics import (
     smallest,
     true_groups,
 )
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.strategy import Strategy
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
 
@@ -83,7 +83,7 @@ def test_a_fairness_gap_ignores_what_all_lose_alike():
 # ---- in a run
 
 
-class Clusters(ServerCallback):
+class Clusters(Strategy):
     """Tells clusters and has a picture of them."""
 
     def tell(self, view):
@@ -96,7 +96,7 @@ class Clusters(ServerCallback):
 
 @pytest.fixture
 def run(make_loop):
-    loop = make_loop(callbacks=[Clusters()], rounds=2)
+    loop = make_loop(parts=[Clusters()], rounds=2)
     loop.facts = dataclasses.replace(loop.facts, truth={"groups": (0, 0, 1, 1)})
     return loop, loop.run()
 
@@ -125,7 +125,7 @@ def test_a_picture_of_the_clients_is_kept(run):
 
 
 def test_without_true_groups_nothing_is_said_of_them(make_loop):
-    loop = make_loop(callbacks=[Clusters()], rounds=1)
+    loop = make_loop(parts=[Clusters()], rounds=1)
     result = loop.run()
     assert true_groups(loop.facts) is None and result.accuracy_of_groups == {}
     assert "clustering_accuracy" not in result.told and result.clients[0]["true_group"] is None
@@ -136,10 +136,10 @@ def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
     model = loop.module.num_params
     assert result.told["floats_down"] == result.told["floats_up"] == 2 * 4 * model
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
-    result = make_loop(callbacks=choosing, rounds=2).run()
+    result = make_loop(parts=choosing, rounds=2).run()
     assert result.told["floats_up"] == 2 * 4 * model
     assert result.told["floats_down"] == (1 + 3) * 4 * model, "three models to choose from, and to start from, once"
-    result = make_loop(callbacks=strategies.build({"mr_mtl": {}}), rounds=1).run()
+    result = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run()
     assert result.told["floats_down"] == 2 * result.told["floats_up"], "the mean of all models beside one's own"
 
 

@@ -17,9 +17,10 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.identity import data_digests, module_digest, object_digest, strategy_digests
+from dpfl_lightning.federated.client.identity import data_digests, module_digest
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy, strategy_digests
+from dpfl_lightning.runtime.digests import object_digest
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
@@ -132,7 +133,7 @@ def test_settings_count_wherever_they_hide():
     assert first == again and len(set(first)) == len(first)
 
 
-class Rule(ServerCallback):
+class Rule(Strategy):
     def __init__(self, strength=1.0):
         self._strength = strength
 
@@ -141,7 +142,7 @@ class Rule(ServerCallback):
 
 
 def test_strategies_count_with_their_settings_and_watchers_do_not():
-    class Watching(ServerCallback):
+    class Watching(Strategy):
         pass
 
     told = strategy_digests([Watching(), Rule(), Rule()])
@@ -218,8 +219,8 @@ EDITS = {
     "clients.batch_size": other_clients(batch_size=8),
     "clients.local_epochs": other_clients(local_epochs=2),
     "clients.learning_rate` must stay 0.3, ": other_clients(learning_rate=[0.3, 0.2, 0.3, 0.3]),
-    "strategies": {"callbacks": [Uniform(), FedProx(0.5)]},
-    "strategy.1 Rule": {"callbacks": [Uniform(), Rule(2.0)]},
+    "strategies": {"parts": [Uniform(), FedProx(0.5)]},
+    "strategy.1 Rule": {"parts": [Uniform(), Rule(2.0)]},
     "module": {"module": ClientModule(Layer(scale=2.0))},
     "records of client 3": {"population": changed_record()},
 }
@@ -231,32 +232,32 @@ def begun(make_loop, **options):
     cut_at(loop, 2)
     with pytest.raises(PowerCut):
         loop.run()
-    return loop, loop.folder.ledger_file.read_bytes()
+    return loop, loop.clients.folder.ledger_file.read_bytes()
 
 
 def common(**changed):
     module, rules = ClientModule(Layer()), [Uniform(), Rule()]
-    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "callbacks": rules, **changed}
+    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "parts": rules, **changed}
 
 
 def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charged(make_loop):
     loop, ledger = begun(make_loop, **common())
     for key, edit in EDITS.items():
         again = make_loop(**common(**edit), output_dir=loop.output_dir)
-        again.engine.train = None  # nobody is trained
+        again.clients.engine.train = None  # nobody is trained
         with pytest.raises(UserError) as error:
             again.run(resume=True)
         words = str(error.value)
         assert f"with which the run in {loop.output_dir} began, got " in words, key
         assert words.startswith(f"`{key}") and "start a new run for anything else" in words, (key, words)
-        assert loop.folder.ledger_file.read_bytes() == ledger, key
+        assert loop.clients.folder.ledger_file.read_bytes() == ledger, key
 
 
 def test_what_changes_no_release_may_change(make_loop):
     """The engine, the network, evaluation, watchers, and fewer rounds, all at once."""
     loop, _ = begun(make_loop, **common())
-    watcher = type("Watching", (ServerCallback,), {"on_round_end": lambda self, view, report: None})()
-    free = common(callbacks=[Uniform(), watcher, Rule()], rounds=2)
+    watcher = type("Watching", (Strategy,), {"on_round_end": lambda self, view, report: None})()
+    free = common(parts=[Uniform(), watcher, Rule()], rounds=2)
     network = NetworkOptions(up_megabits_per_second=10.0)
     again = make_loop(**free, network=network, engine=ENGINES["serial"](), evaluate_every=2, output_dir=loop.output_dir)
     result = again.run(resume=True)
@@ -266,14 +267,16 @@ def test_what_changes_no_release_may_change(make_loop):
 def test_the_identity_of_a_run_lies_in_the_ledgers_header_without_any_record(make_loop):
     loop = make_loop(**common())
     loop.run()
-    header = json.loads(loop.folder.ledger_file.read_bytes().splitlines()[0])
+    header = json.loads(loop.clients.folder.ledger_file.read_bytes().splitlines()[0])
     found = header["identity"]
     assert found["rounds"] == 3 and found["privacy.epsilon"] == 8.0 and found["seed"] == 0
     assert len(found["records"]) == len(set(found["records"])) == 4
     assert found["records"] != [one.hex() for one in digests(loop.population, b"")], "a plain digest could be guessed"
     other = make_loop(**common())
     other.run()
-    assert set(other.folder.begun().identity["records"]).isdisjoint(found["records"]), "each run has a key of its own"
+    assert set(other.clients.folder.header().identity["records"]).isdisjoint(found["records"]), (
+        "each run has a key of its own"
+    )
 
 
 # ---- nets
@@ -285,7 +288,7 @@ def test_evaluation_does_not_drop_out(engine, make_loop):
     loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
     loop.run()
     rows = torch.arange(8)
-    one, other = (loop.engine.outputs(loop.state.models[0], rows) for _ in range(2))
+    one, other = (loop.clients.engine.outputs(loop.state.models[0], rows) for _ in range(2))
     assert torch.equal(one, other) and net[1].training
 
 

@@ -26,7 +26,7 @@ def laplace(**more) -> PrivacyOptions:
 def test_a_run_spends_pure_budgets(adjacency, make_loop, capsys):
     loop = make_loop(privacy=laplace(adjacency=adjacency), clients=FULL)
     result = loop.run()
-    for client, (row, promise) in enumerate(zip(result.clients, loop.budgets.guarantees(), strict=True)):
+    for client, (row, promise) in enumerate(zip(result.clients, loop.clients.budgets.guarantees(), strict=True)):
         budget = [4.0, 6.0, 8.0, 10.0][client]
         assert budget * (1 - 1e-5) <= row["epsilon_spent"] <= budget and row["delta"] == 0
         assert promise.accountant == "addition of pure epsilons" and f"({budget:g}, 0)-diff" in promise.words()
@@ -34,7 +34,7 @@ def test_a_run_spends_pure_budgets(adjacency, make_loop, capsys):
         assert row["noise_multiplier"] == pytest.approx(3 * sensitivity / budget, rel=1e-5)
         own = Laplace(1.0, row["noise_multiplier"], 1.0, float(row["num_records"]))
         assert row["noise_std"] == pytest.approx(own.noise_std(1, 0.3)), "the divisor is the number of records"
-    assert {charge.event for charge in read_ledger(loop.folder.ledger_file) if charge.client == 0} == {
+    assert {charge.event for charge in read_ledger(loop.clients.folder.ledger_file) if charge.client == 0} == {
         LaplaceEvent(result.clients[0]["noise_multiplier"], 1)
     }
     assert plan(["--ledger", str(loop.output_dir), "--json"]) == 0

@@ -12,7 +12,8 @@ from conftest import FIXED_KEY, blobs, small_net
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import HOOKS, ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -33,7 +34,7 @@ def test_a_run_learns_and_leaves_its_record(make_loop):
         assert 0 <= client["accuracy"] <= 1
     for words in ("record", "add or remove", "Poisson", "0.001", "Not covered"):
         assert words in written["guarantee"], words
-    assert len(read_ledger(loop.folder.ledger_file)) == 4 * 5
+    assert len(read_ledger(loop.clients.folder.ledger_file)) == 4 * 5
     net = small_net()
     net.load_state_dict(torch.load(loop.output_dir / "model.pt", weights_only=True))
     assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), loop.state.models[0])
@@ -72,7 +73,7 @@ def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(mak
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     cohorts = []
     loop = make_loop(
-        privacy=privacy, rounds=500, callbacks=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))]
+        privacy=privacy, rounds=500, parts=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))]
     )
     result = loop.run()
     assert "every client has spent its budget" in result.reason
@@ -82,7 +83,7 @@ def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(mak
         assert client["epsilon_spent"] <= client["epsilon_budget"]
 
 
-class OnRound(ServerCallback):
+class OnRound(Callback):
     def __init__(self, see):
         self._see = see
 
@@ -90,7 +91,7 @@ class OnRound(ServerCallback):
         self._see(report)
 
 
-class Recorder(ServerCallback):
+class Recorder(Strategy, Callback):
     """Notes every hook and what the ledger held when it was called."""
 
     def __init__(self, calls, ledger_lines):
@@ -100,28 +101,28 @@ class Recorder(ServerCallback):
 def _recording(hook):
     def call(self, *args):
         self._calls.append((hook, self._ledger_lines()))
-        return getattr(ServerCallback, hook)(self, *args)
+        return getattr(super(Recorder, self), hook)(*args)
 
     return call
 
 
-for _hook in HOOKS:
-    if callable(getattr(ServerCallback, _hook)):
+for _hook in (*HOOKS, "on_run_start", "on_round_end", "on_run_end"):
+    if callable(getattr(Recorder, _hook)):
         setattr(Recorder, _hook, _recording(_hook))
 
 
 def test_round_order_and_that_charges_come_before_training(make_loop):
     calls: list = []
     loop = make_loop(rounds=2)
-    lines = lambda: len(read_ledger(loop.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
-    loop.callbacks.append(Recorder(calls, lines))
-    train = loop.engine.train
+    lines = lambda: len(read_ledger(loop.clients.folder.ledger_file)) if hasattr(loop, "folder") else 0  # noqa: E731
+    loop.strategies.append(Recorder(calls, lines))
+    train = loop.clients.engine.train
 
     def spy(*args):
         calls.append(("TRAIN", lines()))
         return train(*args)
 
-    loop.engine.train = spy
+    loop.clients.engine.train = spy
     loop.run()
 
     def one_round(before, after, last):
@@ -133,7 +134,9 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
             ("TRAIN", after),
             ("sees", after),
         ]
-        verbs += [(name, after) for name in ("weigh", "combine", "step", "refine", "tell", "state_dict", "deliver")]
+        verbs += [
+            (name, after) for name in ("weigh", "combine", "scale", "step", "refine", "tell", "state_dict", "deliver")
+        ]
         return [*verbs, ("on_round_end", after)]
 
     expected = [
@@ -150,21 +153,21 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
 
 
 def test_a_misspelt_hook_is_heard(make_loop):
-    odd = type("Odd", (ServerCallback,), {"plan_rounds": lambda self, plan, view: plan})
+    odd = type("Odd", (Strategy,), {"plan_rounds": lambda self, plan, view: plan})
     with pytest.raises(UserError, match=r"plan_rounds.*Did you mean `plan_round`"):
-        make_loop(callbacks=[SizeWeighted(), odd()])
+        make_loop(parts=[SizeWeighted(), odd()])
 
 
 def test_a_role_or_need_that_there_is_not_is_heard(make_loop):
-    odd = type("Odd", (ServerCallback,), {"role": "bas"})
+    odd = type("Odd", (Strategy,), {"role": "bas"})
     with pytest.raises(UserError, match=r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"):
-        make_loop(callbacks=[odd()])
-    odd = type("Odd", (ServerCallback,), {"needs": "delta"})
+        make_loop(parts=[odd()])
+    odd = type("Odd", (Strategy,), {"needs": "delta"})
     with pytest.raises(UserError, match=r"`Odd.needs` must be one of facts, deltas, .*Did you mean `deltas`"):
-        make_loop(callbacks=[odd()])
+        make_loop(parts=[odd()])
 
 
-class Breaks(ServerCallback):
+class Breaks(Strategy):
     """Its hook raises at the view of that round, until it is mended."""
 
     mended = False
@@ -188,7 +191,7 @@ class Breaks(ServerCallback):
 
 @pytest.mark.parametrize(("hook", "round", "when"), [("weigh", 2, "in round 2"), ("tell", 3, "after round 2")])
 def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round, when, make_loop, monkeypatch):
-    loop = make_loop(callbacks=[Breaks(hook, round)])
+    loop = make_loop(parts=[Breaks(hook, round)])
     with pytest.raises(ZeroDivisionError) as caught:
         loop.run()
     again = f"run(resume=True) of a FederatedLoop with output_dir={str(loop.output_dir)!r}"
@@ -197,29 +200,29 @@ def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round
         f"The run is kept; when this is mended, go on with: {again}",
     ]
     monkeypatch.setattr(Breaks, "mended", True)
-    resumed = make_loop(callbacks=[Breaks(hook, round)], output_dir=loop.output_dir)
-    whole = make_loop(callbacks=[Breaks(hook, round)])
+    resumed = make_loop(parts=[Breaks(hook, round)], output_dir=loop.output_dir)
+    whole = make_loop(parts=[Breaks(hook, round)])
     assert resumed.run(resume=True).finished and whole.run().finished
     assert torch.equal(resumed.state.models, whole.state.models)
 
 
 def test_two_base_rules_and_two_answers_are_errors(make_loop):
     with pytest.raises(UserError, match="exactly one base rule"):
-        make_loop(callbacks=[SizeWeighted(), Uniform()])
-    answer = type("Median", (ServerCallback,), {"combine": lambda self, updates, weights, view: updates.deltas})
+        make_loop(parts=[SizeWeighted(), Uniform()])
+    answer = type("Median", (Strategy,), {"combine": lambda self, updates, weights, view: updates.deltas})
     with pytest.raises(UserError, match="`combine` must be answered by one strategy"):
-        make_loop(callbacks=[SizeWeighted(), answer(), answer()]).run()
+        make_loop(parts=[SizeWeighted(), answer(), answer()]).run()
 
 
 def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
     seen = []
-    peek = type("Peek", (ServerCallback,), {"weigh": lambda self, updates, view: seen.append(updates.deltas)})
+    peek = type("Peek", (Strategy,), {"weigh": lambda self, updates, view: seen.append(updates.deltas)})
     reader = type("Reader", (peek,), {"needs": "deltas"})
-    make_loop(callbacks=[SizeWeighted(), peek(), reader()], rounds=1).run()
+    make_loop(parts=[SizeWeighted(), peek(), reader()], rounds=1).run()
     assert seen[0] is None and seen[1].shape[0] == 4
 
 
-class ReadsUpdates(ServerCallback):
+class ReadsUpdates(Strategy):
     needs = "deltas"
 
     def refine(self, state, updates, view):
@@ -228,19 +231,19 @@ class ReadsUpdates(ServerCallback):
 
 
 @pytest.mark.usefixtures("one_noise")
-@pytest.mark.parametrize("callbacks", [[], [ReadsUpdates()]], ids=["streamed", "kept"])
-def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, callbacks):
-    loop = make_loop(rounds=1, callbacks=callbacks)
-    only = make_loop(rounds=1, callbacks=[*callbacks, Without(1)])
+@pytest.mark.parametrize("parts", [[], [ReadsUpdates()]], ids=["streamed", "kept"])
+def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts):
+    loop = make_loop(rounds=1, parts=parts)
+    only = make_loop(rounds=1, parts=[*parts, Without(1)])
     only.run()
-    releases = loop.engine.releases
+    releases = loop.clients.engine.releases
 
     def broken(*args):
         for row, delta in releases(*args):
             delta[0] = float("nan") if row == 1 else delta[0]
             yield row, delta
 
-    loop.engine.releases = broken
+    loop.clients.engine.releases = broken
     weights = []
     loop.callbacks.append(OnRound(lambda report: weights.append((report.clients, report.weights))))
     loop.run()
@@ -248,7 +251,7 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, callbacks):
     torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
 
 
-class Without(ServerCallback):
+class Without(Strategy):
     def __init__(self, client):
         self._client = client
 
@@ -259,7 +262,7 @@ class Without(ServerCallback):
 def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop):
     loop = make_loop(rounds=1)
     start = loop.module.flat
-    loop.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))
+    loop.clients.engine.releases = lambda plan, *_: ((row, start * float("inf")) for row in range(len(plan.clients)))
     result = loop.run()
     assert torch.equal(loop.state.models[0], start) and result.reason == "the one round is done"
 
@@ -271,22 +274,22 @@ def test_updates_are_streamed_unless_somebody_reads_them(make_loop):
 
     def watched(**options):
         loop = make_loop(rounds=2, **options)
-        train = loop.engine.train
+        train = loop.clients.engine.train
 
         def spy(*args):
             seen.append(train(*args))
             return seen[-1]
 
-        loop.engine.train = spy
+        loop.clients.engine.train = spy
         loop.run()
         return loop.state.models
 
-    streamed, kept = watched(), watched(callbacks=[ReadsUpdates()])
+    streamed, kept = watched(), watched(parts=[ReadsUpdates()])
     assert [updates.deltas is None for updates in seen] == [True, True, False, False]
     assert torch.equal(streamed, kept)
 
 
-class Sees(ServerCallback):
+class Sees(Strategy):
     """Reads single updates in even rounds; client 1 is absent in round 3."""
 
     def plan_round(self, plan, view):
@@ -301,11 +304,11 @@ class Sees(ServerCallback):
 
 def test_a_strategy_says_in_which_rounds_it_sees_updates(make_loop):
     own = Sees()
-    make_loop(callbacks=[own], rounds=4).run()
+    make_loop(parts=[own], rounds=4).run()
     assert own.seen == [False, True, False, True]
 
 
-class Tells(ServerCallback):
+class Tells(Strategy):
     def __init__(self, told):
         self._told = told
 
@@ -316,8 +319,8 @@ class Tells(ServerCallback):
 def test_what_strategies_tell_is_reported_and_kept(make_loop):
     reports = []
     of_clients = torch.tensor([1.0, 2.0, float("nan"), 4.0])
-    callbacks = [Sees(), Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)]
-    loop = make_loop(callbacks=callbacks, rounds=3)
+    parts = [Sees(), Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)]
+    loop = make_loop(parts=parts, rounds=3)
     result = loop.run()
     sizes = torch.tensor(loop.population.num_records, dtype=torch.float64)
     torch.testing.assert_close(reports[0].told["weight"], sizes / sizes.sum())
@@ -328,7 +331,7 @@ def test_what_strategies_tell_is_reported_and_kept(make_loop):
     assert told["effective_clients"] == pytest.approx(float(1 / own.square().sum()))
     assert result.told["height"] == [1.0, 2.0, None, 4.0] and result.told["weight"][1] is None
     assert json.loads((loop.output_dir / "result.json").read_text())["told"] == result.told
-    again = make_loop(callbacks=[Sees()], rounds=3, output_dir=loop.output_dir)
+    again = make_loop(parts=[Sees()], rounds=3, output_dir=loop.output_dir)
     assert again.run(resume=True).told == result.told
 
 
@@ -343,15 +346,15 @@ def test_what_strategies_tell_is_reported_and_kept(make_loop):
 )
 def test_what_cannot_be_told(told, words, make_loop):
     with pytest.raises(RuntimeError, match=words):
-        make_loop(callbacks=[Tells(one) for one in told], rounds=1).run()
+        make_loop(parts=[Tells(one) for one in told], rounds=1).run()
 
 
 def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
-    own = type("Odd", (ServerCallback,), {"caveats": ("a toy",)})()
-    loop = make_loop(callbacks=[own], rounds=1)
+    own = type("Odd", (Strategy,), {"caveats": ("a toy",)})()
+    loop = make_loop(parts=[own], rounds=1)
     result = loop.run()
     assert "Caveat: a toy." in result.guarantee
-    assert all(one.caveats[-1] == "a toy" for one in loop.budgets.guarantees())
+    assert all(one.caveats[-1] == "a toy" for one in loop.clients.budgets.guarantees())
 
 
 def test_how_unequally_clients_are_served(make_loop):
@@ -426,12 +429,12 @@ def test_blobs_are_unequal():
     assert len(set(blobs().num_records)) == 4
 
 
-class Trains(ServerCallback):
+class Trains(Strategy):
     trains_on_server = True
 
 
-@pytest.mark.parametrize(("callbacks", "foretold"), [([], True), ([Trains()], False)], ids=["clients", "server"])
-def test_the_time_of_a_run_is_foretold_where_clients_take_it(callbacks, foretold, make_loop):
-    loop = make_loop(callbacks=callbacks)
+@pytest.mark.parametrize(("parts", "foretold"), [([], True), ([Trains()], False)], ids=["clients", "server"])
+def test_the_time_of_a_run_is_foretold_where_clients_take_it(parts, foretold, make_loop):
+    loop = make_loop(parts=parts)
     loop.run()
     assert math.isfinite(loop.info.estimated_seconds) is foretold

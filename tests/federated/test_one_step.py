@@ -16,7 +16,8 @@ from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import StackedEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams
 
@@ -41,9 +42,9 @@ def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     population = dataclasses.replace(POPULATION, x=POPULATION.x.to(dtype))
     engine.setup(ClientModule(small_net().to(dtype)), population, Streams(bytes(32)), "poisson")
     flat = engine.module.flat
-    state = ServerState(torch.stack([flat, 2 * flat]), (0,) * CLIENTS)
+    models = torch.stack([flat, 2 * flat])
     return torch.stack(
-        [one for _, one in sorted(engine.releases(plan, state, list(range(CLIENTS))), key=lambda it: it[0])]
+        [one for _, one in sorted(engine.releases(plan, models, list(range(CLIENTS))), key=lambda it: it[0])]
     )
 
 

@@ -21,14 +21,17 @@ from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client import answers
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.federated.messages.query import NoMechanism, Query, event_of
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import Charged, NoMechanism, Query, event_of
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import client_plans
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
@@ -48,8 +51,10 @@ class Columns(Query):
 
     purpose: str = "columns"
 
-    def rows(self, client, module, x, y):
-        return x
+
+@answers.rows_of(Columns)
+def _columns(query, client, module, x, y):
+    return x
 
 
 def silent(kind=Gaussian, clip_norm=1.0):
@@ -60,7 +65,7 @@ def silent(kind=Gaussian, clip_norm=1.0):
 def released(query, x, y=None, generator=None):
     """What leaves client 0."""
     y = torch.zeros(len(x), dtype=torch.long) if y is None else y
-    return answers.answer(query, 0, MODULE, x, y, generator)
+    return answers.answer(Charged.of(query), 0, MODULE, x, y, generator)
 
 
 # ---- the bounds
@@ -95,7 +100,9 @@ def test_one_record_moves_a_sum_by_at_most_the_clip_norm(rows, kind, clip_norm):
 def test_one_record_gives_each_candidate_between_nothing_and_one(rows):
     query, x = Columns(mechanism_of={0: ExponentialMechanism(1.0)}), torch.tensor(rows)
     y = torch.zeros(len(x), dtype=torch.long)
-    sums = [answers._bounded_sum(query, 0, MODULE, own, y[: len(own)], answers._scores) for own in (x, x[1:])]
+    sums = [
+        answers._bounded_sum(Charged.of(query), 0, MODULE, own, y[: len(own)], answers._scores) for own in (x, x[1:])
+    ]
     moved = sums[0] - sums[1]
     assert bool((moved >= -1e-12).all()) and bool((moved <= 1 + 1e-12).all())
 
@@ -121,8 +128,10 @@ class Mixing(Query):
 
     purpose: str = "columns"
 
-    def rows(self, client, module, x, y):
-        return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
+
+@answers.rows_of(Mixing)
+def _mixing(query, client, module, x, y):
+    return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
 
 
 def test_a_row_sees_its_record_alone():
@@ -138,8 +147,10 @@ class Shaped(Query):
     make: object
     purpose: str = "columns"
 
-    def rows(self, client, module, x, y):
-        return self.make(x)
+
+@answers.rows_of(Shaped)
+def _shaped(query, client, module, x, y):
+    return query.make(x)
 
 
 @pytest.mark.parametrize(
@@ -156,14 +167,14 @@ class Shaped(Query):
 )
 @pytest.mark.parametrize("mechanism", [silent(), ExponentialMechanism(1.0)], ids=["sum", "selection"])
 def test_anything_but_one_row_a_record_is_refused(make, got, mechanism):
-    with pytest.raises(ValueError, match=rf"Shaped\.rows must return one row of real numbers for each record.* {got}"):
+    with pytest.raises(ValueError, match=rf"the rows of Shaped must be one row of real numbers.* {got}"):
         released(Shaped(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
 
 
 def test_rows_of_several_lengths_are_refused():
     lengths = iter([2, 1])
     query = Shaped(mechanism_of={0: silent()}, make=lambda x, calls=lengths: x[:, : next(calls)])
-    with pytest.raises(ValueError, match=r"rows of one length, got 2 and 1"):
+    with pytest.raises(ValueError, match=r"must have one length, got 2 and 1"):
         released(query, torch.ones(FORWARD_CHUNK + 1, 2))
 
 
@@ -215,11 +226,11 @@ class Steals(Query):
 
     purpose: str = "steal"
 
-    def rows(self, client, module, x, y):
-        return torch.cat([x, y[:, None]], dim=1)
 
-    def answer(self, client, module, x, y):
-        return torch.cat([x, y[:, None]], dim=1)
+@answers.rows_of(Steals)
+@answers.plain_answer_of(Steals)
+def _steal(query, client, module, x, y):
+    return torch.cat([x, y[:, None]], dim=1)
 
 
 @dataclass(frozen=True)
@@ -236,7 +247,7 @@ class OldStyle:
         return x, y
 
 
-class Asks(ServerCallback):
+class Asks(Strategy, Callback):
     """Asks one question in round 2, having planned `event` for it."""
 
     def __init__(self, event, question):
@@ -259,7 +270,7 @@ class Asks(ServerCallback):
 def test_who_asks_for_the_records_gets_a_clipped_and_noised_sum(engine, make_loop):
     noise = Gaussian(0.5, 6.0, 1.0, 1.0)
     asks = Asks(noise.event(1), lambda clients: Steals(mechanism_of=dict.fromkeys(clients, noise)))
-    loop = make_loop(callbacks=[SizeWeighted(), asks], engine=ENGINES[engine]())
+    loop = make_loop(parts=[SizeWeighted(), asks], engine=ENGINES[engine]())
     result = loop.run()
     for client in range(4):
         got = asks._answers[client]
@@ -273,7 +284,7 @@ def test_who_asks_for_the_records_gets_a_clipped_and_noised_sum(engine, make_loo
 
 def test_who_shows_the_records_has_no_privacy_from_then_on(make_loop):
     asks = Asks(Unprotected("records"), lambda one: Steals(mechanism_of=dict.fromkeys(one, NoMechanism("records"))))
-    result = make_loop(callbacks=[SizeWeighted(), asks]).run()
+    result = make_loop(parts=[SizeWeighted(), asks]).run()
     assert asks._answers[0].shape[1] == 7
     assert max(asks._spent[0]) < 10.0 and all(math.isinf(min(spent)) for spent in asks._spent[1:])
     assert all(one["epsilon_spent"] is None for one in result.clients) and "records" in result.guarantee
@@ -281,17 +292,30 @@ def test_who_shows_the_records_has_no_privacy_from_then_on(make_loop):
 
 def test_a_question_that_states_its_own_price_is_refused_before_anything_is_charged(make_loop):
     asks = Asks(SelectionEvent(0.1), OldStyle)
-    loop = make_loop(callbacks=[SizeWeighted(), asks])
+    loop = make_loop(parts=[SizeWeighted(), asks])
     with pytest.raises(TypeError, match="a question to clients must be a `Query`, got OldStyle"):
         loop.run()
-    assert asks._answers is None and loop.budgets.ledger.used(0, "steal") == 0
+    assert asks._answers is None and loop.clients.budgets.ledger.used(0, "steal") == 0
+
+
+def test_a_question_that_clients_cannot_answer_is_refused_before_anything_is_charged(make_loop):
+    @dataclass(frozen=True, kw_only=True)
+    class Unknown(Query):
+        purpose: str = "steal"
+
+    for mechanism, register in ((Gaussian(0.5, 6.0, 1.0, 1.0), "rows_of"), (NoMechanism("all"), "plain_answer_of")):
+        asks = Asks(mechanism.event(1), lambda one, how=mechanism: Unknown(mechanism_of=dict.fromkeys(one, how)))
+        loop = make_loop(parts=[SizeWeighted(), asks])
+        with pytest.raises(TypeError, match=rf"cannot answer Unknown: register a function with `{register}"):
+            loop.run()
+        assert loop.clients.budgets.ledger.used(0, "steal") == 0
 
 
 def test_another_mechanism_than_the_planned_one_is_refused(make_loop):
     noise = Gaussian(0.5, 0.01, 1.0, 1.0)
     asks = Asks(GaussianEvent(1.0, 6.0), lambda clients: Steals(mechanism_of=dict.fromkeys(clients, noise)))
     with pytest.raises(RuntimeError, match="but its schedule plans GaussianEvent"):
-        make_loop(callbacks=[SizeWeighted(), asks]).run()
+        make_loop(parts=[SizeWeighted(), asks]).run()
 
 
 # ---- planned and spent
@@ -348,7 +372,7 @@ VARIANTS = [
 ]
 
 
-class Live(ServerCallback):
+class Live(Callback):
     def __init__(self):
         self._reports, self._promise = [], None
 
@@ -370,13 +394,13 @@ def walked(make_loop, capsys):
         full = name == "two_stage_selection"
         loop = make_loop(
             dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
-            callbacks=[*base, live, Progress(paper)],
+            parts=[*base, live, Progress(paper)],
             rounds=4,
             clients=ClientOptions(count=4, batch_size=None if full else 16, learning_rate=0.3),
             privacy=PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY),
         )
-        asked, ask = [], loop.engine.ask
-        loop.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
+        asked, ask = [], loop.clients.engine.ask
+        loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
         schedule = loop.plan_schedule().clients
         planned = client_plans(schedule, loop.accountant, [(100, 10)] * 4)
         result = loop.run()
@@ -413,7 +437,7 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     assert is_bare([one["epsilon_spent"] for one in results["clients"]]) == bare
     assert is_bare([one["epsilon"] for one in promises]) == bare
     assert is_bare([one["epsilon"] for one in ledger["clients"]]) == bare
-    assert is_bare([one.epsilon for one in loop.budgets.guarantees()]) == bare
+    assert is_bare([one.epsilon for one in loop.clients.budgets.guarantees()]) == bare
     assert is_bare(live._reports[-1].epsilon_spent) == bare
     curves = _round_values(live._reports[-1], None)
     assert math.isinf(curves["overall/epsilon_max"]) == bool(bare)
@@ -439,6 +463,6 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
     assert mine - {"Charged"} == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
     assert {name: used & mine for name, used in asking.items()} == {
-        "loss_choice": {"SelectModel", "LowestLoss"},
+        "model_selection": {"SelectModel", "LowestLoss"},
         "two_stage_selection": {"MeanLoss", "LossesAroundStep"},
     }

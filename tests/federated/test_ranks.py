@@ -161,7 +161,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert not torch.equal(*protected), "each rank draws fresh noise"
     assert len(read_ledger(together / "protected" / "ledger.jsonl")) == 4 * 3
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
-    assert set(ours["personal"]["engine"]["personal"]) == {0, 1, 2, 3}
+    assert set(ours["personal"]["clients"]["personal"]) == {0, 1, 2, 3}
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
     assert said[1][0] == 1, "an exception in a client ends all ranks"
     assert len(read_ledger(together / "broken client" / "ledger.jsonl")) == 4, "it was charged before it began"

@@ -19,7 +19,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.ledger.file import Head, chain_of, head_bytes, head_file, read_head
 from dpfl_lightning.privacy.ledger.ledger import Ledger, read_ledger
 
@@ -41,11 +41,11 @@ def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
     broken = make_loop(engine=ENGINES[engine](), rounds=5)
     for round in (1, 4, 5):
         cut(broken, round, resume=round > 1)
-        assert len(read_ledger(broken.folder.ledger_file)) == 4 * round, "what was trained is charged"
+        assert len(read_ledger(broken.clients.folder.ledger_file)) == 4 * round, "what was trained is charged"
         broken = make_loop(engine=ENGINES[engine](), rounds=5, output_dir=broken.output_dir)
     result = broken.run(resume=True)
     assert torch.equal(broken.state.models, unbroken.state.models) and result.rounds == 5
-    assert read_ledger(broken.folder.ledger_file) == read_ledger(unbroken.folder.ledger_file)
+    assert read_ledger(broken.clients.folder.ledger_file) == read_ledger(unbroken.clients.folder.ledger_file)
 
 
 def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop):
@@ -53,22 +53,22 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
     for round in (2, 4):
         cut(loop, round, resume=round > 2)
         loop = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
-    tries, train = [], loop.engine.train
+    tries, train = [], loop.clients.engine.train
 
     def spy(plan, state, numbers, say):
         tries.append((plan.round, numbers))
         return train(plan, state, numbers, say)
 
-    loop.engine.train = spy
+    loop.clients.engine.train = spy
     result = loop.run(resume=True)
     assert result.finished and result.rounds == 5 and tries == [(4, [1] * 4), (5, [0] * 4)]
-    charged = read_ledger(loop.folder.ledger_file)
+    charged = read_ledger(loop.clients.folder.ledger_file)
     assert [sum(one.round == round for one in charged) for round in range(1, 6)] == [4, 8, 4, 8, 4]
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
-    assert sum(loop.budgets.steps(client) for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
-    ledger = loop.folder.ledger_file.read_bytes()
+    assert sum(loop.clients.budgets.steps(client) for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
+    ledger = loop.clients.folder.ledger_file.read_bytes()
     again = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
-    assert again.run(resume=True).reason == result.reason and loop.folder.ledger_file.read_bytes() == ledger
+    assert again.run(resume=True).reason == result.reason and loop.clients.folder.ledger_file.read_bytes() == ledger
 
 
 def test_without_reserve_the_last_round_is_not_paid(make_loop):
@@ -79,7 +79,7 @@ def test_without_reserve_the_last_round_is_not_paid(make_loop):
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
 
 
-class Seen(ServerCallback):
+class Seen(Callback):
     """What lies on disk when a round is shown."""
 
     def __init__(self):
@@ -92,24 +92,24 @@ class Seen(ServerCallback):
 
 def test_a_round_is_on_disk_before_anything_of_it_is_shown(make_loop):
     seen = Seen()
-    make_loop(privacy=PROTECTED, callbacks=[seen]).run()
+    make_loop(privacy=PROTECTED, parts=[seen]).run()
     assert seen._found == [(round, round, True) for round in (1, 2, 3)]
 
 
 def test_what_was_shown_is_gone_on_with_and_not_made_again(make_loop):
     """A watcher ends the run right after a round was shown: that round is neither trained nor charged once more."""
 
-    class Ending(ServerCallback):
+    class Ending(Callback):
         def on_round_end(self, view, report):
             if report.round == 2:
                 raise PowerCut
 
-    loop = make_loop(privacy=PROTECTED, callbacks=[Ending()])
+    loop = make_loop(privacy=PROTECTED, parts=[Ending()])
     with pytest.raises(PowerCut):
         loop.run()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     assert again.run(resume=True).rounds == 3
-    assert [charge.round for charge in read_ledger(again.folder.ledger_file)] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [charge.round for charge in read_ledger(again.clients.folder.ledger_file)] == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent(make_loop):
@@ -119,19 +119,19 @@ def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     with pytest.warns(UserNotice, match="so the run begins anew; what it has spent stays spent"):
         result = again.run(resume=True)
-    assert result.rounds == 3 and len(read_ledger(again.folder.ledger_file)) == 4 * 5
+    assert result.rounds == 3 and len(read_ledger(again.clients.folder.ledger_file)) == 4 * 5
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
 
 
 def test_a_run_that_never_charged_begins_anew(make_loop, monkeypatch):
     """Killed before its ledger had a header: there is nothing to hold it to but its folder."""
     loop = make_loop(privacy=PROTECTED)
-    monkeypatch.setattr(loop.engine, "setup", lambda *given: (_ for _ in ()).throw(PowerCut()))
+    monkeypatch.setattr(loop.clients.engine, "setup", lambda *given: (_ for _ in ()).throw(PowerCut()))
     with pytest.raises(PowerCut):
         loop.run()
-    assert not loop.folder.ledger_file.exists()
+    assert not loop.clients.folder.ledger_file.exists()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
-    assert again.run(resume=True).rounds == 3 and len(read_ledger(again.folder.ledger_file)) == 4 * 3
+    assert again.run(resume=True).rounds == 3 and len(read_ledger(again.clients.folder.ledger_file)) == 4 * 3
 
 
 def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loop):
@@ -144,7 +144,7 @@ def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loo
     cut(fewer, 3, resume=True)
     result = make_loop(rounds=4, output_dir=loop.output_dir).run(resume=True)
     assert result.rounds == 4
-    assert read_ledger(unbroken.folder.ledger_file) == read_ledger(loop.folder.ledger_file)
+    assert read_ledger(unbroken.clients.folder.ledger_file) == read_ledger(loop.clients.folder.ledger_file)
 
 
 def test_personal_parameters_survive(make_loop):
@@ -158,12 +158,12 @@ def test_personal_parameters_survive(make_loop):
     again = make_loop(module=kind(small_net()), rounds=4, output_dir=broken.output_dir)
     again.run(resume=True)
     for client in range(4):
-        ours, theirs = (loop.engine.personalised(loop.state.models[0], client) for loop in (again, unbroken))
+        ours, theirs = (loop.clients.engine.personalised(loop.state.models[0], client) for loop in (again, unbroken))
         assert torch.equal(ours, theirs)
 
 
 def test_watchers_may_come_and_go(make_loop):
-    loop = make_loop(callbacks=[Counting()])
+    loop = make_loop(parts=[Counting()])
     cut_at(loop, 3)
     with pytest.raises(PowerCut):
         loop.run()
@@ -172,11 +172,11 @@ def test_watchers_may_come_and_go(make_loop):
     with pytest.raises(PowerCut):
         alone.run(resume=True)
     counting = Counting()
-    loop = make_loop(callbacks=[Counting(), counting], output_dir=alone.output_dir)
+    loop = make_loop(parts=[Counting(), counting], output_dir=alone.output_dir)
     assert loop.run(resume=True).finished
 
 
-class Counting(ServerCallback):
+class Counting(Callback):
     rounds = 0
 
     def on_round_end(self, view, report):
@@ -193,7 +193,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
     """Cut to an earlier round together with its head, or of another run of the same options: nothing is trained."""
     loop, other = make_loop(), make_loop()
     loop.run(), other.run()
-    ledger, head = loop.folder.ledger_file, head_file(loop.folder.ledger_file)
+    ledger, head = loop.clients.folder.ledger_file, head_file(loop.clients.folder.ledger_file)
     begun = json.loads(head.read_bytes())
     lines = ledger.read_bytes().splitlines(keepends=True)
 
@@ -203,7 +203,10 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
     with pytest.raises(UserError, match="must hold the 13 lines that the checkpoint counts, got 5: 8 were cut off"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
-    shutil.copy(other.folder.ledger_file, ledger), shutil.copy(head_file(other.folder.ledger_file), head)
+    (
+        shutil.copy(other.clients.folder.ledger_file, ledger),
+        shutil.copy(head_file(other.clients.folder.ledger_file), head),
+    )
     with pytest.raises(UserError, match=f"must be the ledger of run {begun['run']}, which the checkpoint is of"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
@@ -212,7 +215,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
-@pytest.mark.parametrize("name", ["ledger", "models", "told"])
+@pytest.mark.parametrize("name", ["clients", "models", "told"])
 def test_a_checkpoint_of_another_version_is_one_sentence(make_loop, name):
     loop = make_loop(rounds=1)
     loop.run()
@@ -238,7 +241,7 @@ def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
     with pytest.raises(PowerCut):
         broken.run()
     monkeypatch.undo()
-    ledger = broken.folder.ledger_file
+    ledger = broken.clients.folder.ledger_file
     assert read_head(ledger).lines == 5 and len(read_ledger(ledger)) == 8
     again = make_loop(output_dir=broken.output_dir)
     result = again.run(resume=True)
@@ -249,10 +252,10 @@ def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
 def test_resuming_a_finished_run_changes_nothing(make_loop):
     loop = make_loop()
     first = loop.run()
-    ledger = loop.folder.ledger_file.read_bytes()
+    ledger = loop.clients.folder.ledger_file.read_bytes()
     again = make_loop(output_dir=loop.output_dir)
     assert again.run(resume=True).test_accuracy == pytest.approx(first.test_accuracy)
-    assert loop.folder.ledger_file.read_bytes() == ledger
+    assert loop.clients.folder.ledger_file.read_bytes() == ledger
     assert torch.equal(again.state.models, loop.state.models)
 
 

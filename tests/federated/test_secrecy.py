@@ -18,13 +18,14 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
+from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import SelectModel
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
@@ -58,12 +59,12 @@ def keys(monkeypatch):
 def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, make_loop, tmp_path):
     """Two runs of one configuration, one of them broken off in its second round: no two draw the same noise."""
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
-    first, second = (make_loop(engine=ENGINES[engine](), privacy=privacy, callbacks=[Asking()]) for _ in range(2))
+    first, second = (make_loop(engine=ENGINES[engine](), privacy=privacy, parts=[Asking()]) for _ in range(2))
     cut_at(second, 2)
     first.run()
     with pytest.raises(PowerCut):
         second.run()
-    assert make_loop(privacy=privacy, callbacks=[Asking()], output_dir=second.output_dir).run(resume=True).finished
+    assert make_loop(privacy=privacy, parts=[Asking()], output_dir=second.output_dir).run(resume=True).finished
     keys[:] = [key for key in keys if len(key) == 32]
     each = 2 + 1  # noise and sampling of an update, noise of an answer
     assert len(keys) == len(set(keys)) and len(keys) >= (3 + 1 + 2) * 4 * each
@@ -80,29 +81,31 @@ def test_the_data_key_lives_as_long_as_the_run(make_loop):
     cut_at(broken, 2)
     with pytest.raises(PowerCut):
         broken.run()
-    key = broken.folder.data_key
-    assert broken.folder.key_file.stat().st_mode & 0o777 == 0o600
+    key = broken.clients.folder.data_key(ended=False)
+    assert broken.clients.folder.key_file.stat().st_mode & 0o777 == 0o600
     assert holders(broken.output_dir, key) == ["data_key"], "an interrupted run needs it, and has it there only"
-    digests = broken.folder.begun().identity["records"]
+    digests = broken.clients.folder.header().identity["records"]
     assert digests == [one.hex() for one in data_digests(broken.population, key)]
     again = make_loop(privacy=PROTECTED, output_dir=broken.output_dir)
-    assert again.run(resume=True).rounds == 2 and again.folder.data_key == key
-    assert not again.folder.key_file.exists() and holders(again.output_dir, key) == []
+    assert again.run(resume=True).rounds == 2
+    assert not again.clients.folder.key_file.exists() and holders(again.output_dir, key) == []
 
 
-def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path, new_store, make_loop):
+def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path, new_store, make_loop, monkeypatch):
     from dpfl_lightning.reporting.mlflow import Tracking
 
     tracking = Tracking("secrecy", uri=new_store(tmp_path / "store"))
     personal = type("Own", (ClientModule,), {"personal": ("0.bias",)})(small_net())
-    loop = make_loop(privacy=PROTECTED, module=personal, callbacks=[tracking])
+    loop = make_loop(privacy=PROTECTED, module=personal, parts=[tracking])
     loop.options = {"rounds": 3, "privacy": {"delta": 1e-3}}
+    keys, data_key = [], ClientFolder.data_key
+    monkeypatch.setattr(ClientFolder, "data_key", lambda *args: keys.append(data_key(*args)) or keys[-1])
     assert loop.run().finished
     left = {path.name for path in tmp_path.rglob("*")}
     assert left >= {"options.yaml", "ledger.jsonl", "checkpoint.pt", "model.pt", "mlflow.db"} and "data_key" not in left
     private = {"private.json", "checkpoint.pt", "data_key"}
     assert not private & {path.name for path in (tmp_path / "store").rglob("*")}
-    assert holders(tmp_path, loop.folder.data_key) == []
+    assert len(keys[0]) == 32 and holders(tmp_path, keys[0]) == []
     for name in ("checkpoint.pt", "private.json"):
         assert (loop.output_dir / name).stat().st_mode & 0o777 == 0o600
 
@@ -118,15 +121,15 @@ def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
     for name in ("one", "other"):
         shutil.copytree(loop.output_dir, tmp_path / name)
         copy = make_loop(privacy=privacy, engine=SerialEngine(), output_dir=tmp_path / name)
-        release = copy.engine.release
-        copy.engine.release = lambda *args, release=release: updates.append(release(*args)) or updates[-1]
+        release = copy.clients.engine.release
+        copy.clients.engine.release = lambda *args, release=release: updates.append(release(*args)) or updates[-1]
         assert copy.run(resume=True).finished
-        assert len(read_ledger(copy.folder.ledger_file)) == 4 * 4, "each copy pays for the round again"
+        assert len(read_ledger(copy.clients.folder.ledger_file)) == 4 * 4, "each copy pays for the round again"
     assert len(updates) == 8
     assert not any(torch.isclose(one, other).any() for one, other in itertools.combinations(updates, 2))
 
 
-class Asking(ServerCallback):
+class Asking(Strategy):
     """Asks one question in every round, and cannot go on without all answers."""
 
     def plan_run(self, schedule, view):
@@ -143,14 +146,17 @@ class Asking(ServerCallback):
 
 def test_a_run_that_ended_early_stays_ended(make_loop):
     """Resuming asks and charges nothing."""
-    stop = type("Stop", (ServerCallback,), {"stop": lambda self, view: "enough" if view.round == 3 else None})
-    loop = make_loop(callbacks=[Asking(), stop()], rounds=9)
+    stop = type("Stop", (Strategy,), {"stop": lambda self, view: "enough" if view.round == 3 else None})
+    loop = make_loop(parts=[Asking(), stop()], rounds=9)
     first = loop.run()
     assert first.reason == "enough" and first.rounds == 2
-    ledger = loop.folder.ledger_file.read_bytes()
-    again = make_loop(callbacks=[Asking(), stop()], rounds=9, output_dir=loop.output_dir)
-    assert again.run(resume=True).reason == "enough" and again.budgets.guarantees() == loop.budgets.guarantees()
-    assert loop.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
+    ledger = loop.clients.folder.ledger_file.read_bytes()
+    again = make_loop(parts=[Asking(), stop()], rounds=9, output_dir=loop.output_dir)
+    assert (
+        again.run(resume=True).reason == "enough"
+        and again.clients.budgets.guarantees() == loop.clients.budgets.guarantees()
+    )
+    assert loop.clients.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
 
 
 def draws_of(loop) -> dict:
@@ -189,7 +195,7 @@ def test_a_simulation_repeats_itself_and_nothing_else(make_loop):
     assert run(engine=ENGINES["serial"]())[0] == draws
     seen = [one for pair in draws.values() for one in pair[1]]
     others = [run(key=FIXED_KEY[::-1]), run(seed=1), run(rounds=3), run(clients=ClientOptions(4, 16, 1, 0.2))]
-    for other, _ in [*others, run(callbacks=[Asking()]), run(privacy=PROTECTED)]:
+    for other, _ in [*others, run(parts=[Asking()]), run(privacy=PROTECTED)]:
         for place, pair in draws.items():
             assert pair[0] != other[place][0] and not set(pair[1]) & set(other[place][1])
         seen += [one for pair in other.values() for one in pair[1]]
@@ -204,11 +210,11 @@ def test_every_guarantee_of_a_simulation_says_that_nobody_is_protected(make_loop
         again = make_loop(privacy=privacy, rounds=1, output_dir=loop.output_dir).run(resume=True)
         guarantees = json.loads((loop.output_dir / "guarantees.json").read_text())
         page = (loop.output_dir / "guarantee.html").read_text()
-        words = [result.guarantee, again.guarantee, *(one.words() for one in loop.budgets.guarantees())]
+        words = [result.guarantee, again.guarantee, *(one.words() for one in loop.clients.budgets.guarantees())]
         assert all(("nobody is protected" in one) == simulated for one in [*words, page, json.dumps(guarantees)])
         assert result.simulated == json.loads((loop.output_dir / "result.json").read_text())["simulated"] == simulated
         assert result.noise.startswith("simulated" if simulated else "AES-256")
-        assert loop.folder.begun().identity["privacy.noise_key"] == (FIXED_KEY if simulated else None)
+        assert loop.clients.folder.header().identity["privacy.noise_key"] == (FIXED_KEY if simulated else None)
 
 
 # ---- the default mode
@@ -236,9 +242,9 @@ def test_a_question_asked_twice_is_two_releases(make_loop):
             return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
 
     for privacy in (PROTECTED, SIMULATED):
-        loop = make_loop(privacy=privacy, rounds=1, callbacks=[Twice()])
+        loop = make_loop(privacy=privacy, rounds=1, parts=[Twice()])
         loop.run()
-        numbers = [(one.purpose, one.number) for one in read_ledger(loop.folder.ledger_file) if one.client == 0]
+        numbers = [(one.purpose, one.number) for one in read_ledger(loop.clients.folder.ledger_file) if one.client == 0]
         assert numbers == [("select", 0), ("select", 1), ("train", 2)], "each charge has a number of its own"
 
 

@@ -17,7 +17,7 @@ from dpfl_lightning.federated.server.settings import (
     solved,
 )
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.schedule import Planned
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.runtime.notice import slow_notice
 
 

@@ -22,7 +22,8 @@ from dpfl_lightning.federated.client.engines import stacked
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import SIZES, StackedEngine, captured, padded_width
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, ServerState
+from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
 from dpfl_lightning.privacy.clipping.stacked import stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Gaussian
@@ -84,9 +85,8 @@ def set_up(engine, clients, dtype=torch.float32, population=None, module=None, s
 def released(engine, plan, seed=5) -> torch.Tensor:
     size, dtype = engine.module.num_params, engine.module.flat.dtype
     models = 0.3 * torch.randn(3, size, generator=torch.Generator().manual_seed(seed), dtype=dtype)
-    state = ServerState(models, (0,) * len(plan.clients))
     return torch.stack(
-        [one for _, one in sorted(engine.releases(plan, state, [0] * len(plan.clients)), key=lambda it: it[0])]
+        [one for _, one in sorted(engine.releases(plan, models, [0] * len(plan.clients)), key=lambda it: it[0])]
     )
 
 

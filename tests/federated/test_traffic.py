@@ -45,7 +45,7 @@ def test_a_query_is_an_exchange_of_its_own(make_loop):
     """Three models go to everybody to choose from; the start of the round is among them and takes no time again."""
     model = make_loop().module.num_params
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
-    result = make_loop(callbacks=choosing, rounds=1, network=SLOW).run()
+    result = make_loop(parts=choosing, rounds=1, network=SLOW).run()
     asked, trained = 3 * 32e-6 * model / 4 + 0.25, 32e-6 * model / 2 + 0.25
     assert result.told["network_seconds"] == pytest.approx(asked + trained)
 

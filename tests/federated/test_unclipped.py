@@ -140,4 +140,4 @@ def test_the_fast_engine_has_it_only_for_nets_that_its_own_sum_serves(make_loop)
     for net, kind in ((small_net(), UnclippedSum), (Twice(), VmapClippedSum)):
         loop = make_loop(engine=FastEngine(), module=ClientModule(net), privacy=None, rounds=1)
         loop.run()
-        assert type(loop.engine.clipped_sum) is kind
+        assert type(loop.clients.engine.clipped_sum) is kind

@@ -13,7 +13,7 @@ from experiments.papers.__main__ import main
 from experiments.papers.cells import read
 from experiments.papers.run import NOISE_KEY
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 QUIET = ["--tracking", "null", "--engine.device", "cpu"]
 EXAMPLE = ["example.digits", "--columns", "epsilon4", "--rows", "uniform"]
 

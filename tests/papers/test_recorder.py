@@ -30,7 +30,7 @@ def test_nothing_is_read_where_nothing_was_evaluated():
 
 def test_a_run_is_read(make_loop):
     recorder = Recorder()
-    result = make_loop(callbacks=[recorder], rounds=3, evaluate_every=2).run()
+    result = make_loop(parts=[recorder], rounds=3, evaluate_every=2).run()
     found = recorder.found
     assert list(found["curve"]) == ["2", "3"] and found["curve"]["3"] == pytest.approx(found["values"]["accuracy"])
     assert found["values"]["test_accuracy"] == pytest.approx(100 * result.test_accuracy)
@@ -46,9 +46,9 @@ def test_a_resumed_run_is_read_as_a_whole(make_loop, tmp_path):
 
     folder, again, whole = tmp_path / "run", Recorder(), Recorder()
     with pytest.raises(KeyboardInterrupt):
-        make_loop(callbacks=[StopsAfterTwo()], rounds=4, output_dir=folder).run()
-    make_loop(callbacks=[again], rounds=4, output_dir=folder).run(resume=True)
-    make_loop(callbacks=[whole], rounds=4).run()
+        make_loop(parts=[StopsAfterTwo()], rounds=4, output_dir=folder).run()
+    make_loop(parts=[again], rounds=4, output_dir=folder).run(resume=True)
+    make_loop(parts=[whole], rounds=4).run()
     assert list(whole.found["curve"]) == ["1", "2", "3", "4"]
     assert again.found["values"] == whole.found["values"]
     assert set(again.found["curve"].items()) <= set(whole.found["curve"].items()) and "4" in again.found["curve"]

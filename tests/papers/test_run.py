@@ -15,7 +15,7 @@ import pytest
 
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import to_dict
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.fit import fit
 from experiments.papers.cells import Cell, finished, path_of, read, wanted
 from experiments.papers.jobs import fitting, make_at_once
@@ -61,7 +61,7 @@ def failing(how: Exception, at: str = "uniform"):
     return run
 
 
-class StopsAfter(ServerCallback):
+class StopsAfter(Callback):
     def __init__(self, round: int) -> None:
         self.round = round
 

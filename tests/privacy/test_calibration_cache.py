@@ -16,7 +16,8 @@ from dpfl_lightning.privacy.accounting import calibration_cache, schedule
 from dpfl_lightning.privacy.accounting.accountant import Gdp, Prv, Rdp, get_accountant
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 

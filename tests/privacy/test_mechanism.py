@@ -13,7 +13,8 @@ from scipy import stats
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import gaussian_mu, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian, Laplace, MechanismRows, mechanism_of
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 

@@ -17,14 +17,8 @@ from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.accounting.schedule import (
-    ClientSchedule,
-    Planned,
-    affordable_count,
-    affordable_counts,
-    calibrate,
-    cut_to_budgets,
-)
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import affordable_count, affordable_counts, calibrate, cut_to_budgets
 
 RDP, PRV, GDP = (get_accountant(name) for name in ("rdp", "prv", "gdp"))
 

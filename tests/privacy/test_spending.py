@@ -6,7 +6,7 @@ import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import Prv, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
 
 SCHEDULE = ClientSchedule(

@@ -18,7 +18,8 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
@@ -70,13 +71,13 @@ def start(make_loop):
             "clients": ClientOptions(count=COUNT, batch_size=40, learning_rate=0.5),
             "rounds": 6,
         }
-        with_base = any(one.role == "base" for one in strategies)
-        return make_loop(callbacks=[*([] if with_base else [SizeWeighted()]), *strategies], **usual | options)
+        with_base = any(getattr(one, "role", "") == "base" for one in strategies)
+        return make_loop(parts=[*([] if with_base else [SizeWeighted()]), *strategies], **usual | options)
 
     return made
 
 
-class Watch(ServerCallback):
+class Watch(Callback):
     """Remembers models and what was told after every round."""
 
     def __init__(self):
@@ -89,7 +90,7 @@ class Watch(ServerCallback):
 
 def paid(loop, purpose, client=0):
     """Rounds in which the client paid for this purpose."""
-    charges = read_ledger(loop.folder.ledger_file)
+    charges = read_ledger(loop.clients.folder.ledger_file)
     return [one.round for one in charges if (one.client, one.purpose) == (client, purpose)]
 
 
@@ -115,7 +116,7 @@ def test_the_first_round_is_a_full_batch_of_its_own_noise(start):
     result = loop.run()
     assert [line.purpose for line in loop.schedule.clients[0].planned] == ["train", "first_round", "select"]
     for client in range(COUNT):
-        events = loop.budgets.ledger.events(client)
+        events = loop.clients.budgets.ledger.events(client)
         assert events[0] == GaussianEvent(1.0, 5.0, 1)
         trained = [event for event in events[1:] if isinstance(event, GaussianEvent)]
         assert len(trained) == 5 and {event.sample_rate for event in trained} == {40 / 200}
@@ -129,7 +130,7 @@ def test_the_first_round_is_a_full_batch_of_its_own_noise(start):
 def test_models_after_the_first_round(start, reuse):
     seen = {}
 
-    class Peek(ServerCallback):
+    class Peek(Strategy):
         needs = "deltas"
 
         def refine(self, state, updates, view):
@@ -156,7 +157,7 @@ def test_local_epochs_are_full_batches(start, epochs):
     clients = ClientOptions(count=COUNT, batch_size=40, learning_rate=0.2, local_epochs=epochs)
     loop = start(Clustered(), clients=clients, rounds=2)
     loop.run()
-    assert loop.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 5.0, epochs)
+    assert loop.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 5.0, epochs)
 
 
 @pytest.mark.parametrize(
@@ -307,7 +308,7 @@ def test_a_model_that_nobody_trains_stays(start, monkeypatch):
 # ---- clients that are missing, few, or alike
 
 
-class Missing(ServerCallback):
+class Missing(Strategy):
     """Clients that do not take part in some round: round -> clients."""
 
     def __init__(self, absent):
@@ -335,13 +336,13 @@ def test_who_missed_the_first_round_joins_by_draw_and_by_loss(start):
 def test_an_update_that_is_not_finite_is_missing(start):
     own = Clustered()
     loop = start(own, rounds=3)
-    releases = loop.engine.releases
+    releases = loop.clients.engine.releases
 
     def broken(plan, state, attempts):
         for row, release in releases(plan, state, attempts):
             yield row, release * (math.nan if (plan.round, plan.clients[row]) == (1, 2) else 1.0)
 
-    loop.engine.releases = broken
+    loop.clients.engine.releases = broken
     with pytest.warns(UserWarning, match="not finite"):
         loop.run()
     assert own.embedding.isnan().any(dim=1).tolist() == [client == 2 for client in range(COUNT)]
@@ -368,7 +369,7 @@ def test_who_is_absent_later_keeps_its_model(start):
 def test_few_clients(make_loop, num_clusters):
     """Four clients of unlike sizes: two are the least that auto can part."""
     own = Clustered(num_clusters=num_clusters)
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=4)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=4)
     assert loop.run().finished
     assert own.responsibilities.shape[1] == (own.responsibilities.shape[1] if num_clusters == "auto" else num_clusters)
     assert num_clusters == "auto" or len(loop.state.models) == num_clusters
@@ -381,7 +382,7 @@ def test_clients_without_any_difference(make_loop, mixture):
     x, y = torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 3
     population = Population.from_datasets([(x, y)] * 4, held_out=0.0, num_classes=3)
     own = Clustered(num_clusters=2, mixture=mixture)
-    loop = make_loop(population, callbacks=[SizeWeighted(), own], privacy=None, rounds=3)
+    loop = make_loop(population, parts=[SizeWeighted(), own], privacy=None, rounds=3)
     assert loop.run().finished
     assert own.responsibilities.isfinite().all()
     assert mixture == "paper" or (own.separation < 1 and not own.confident)
@@ -476,7 +477,7 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
     make_loop(
         population,
         module=Linear(nn.Linear(width, 1, bias=False)),
-        callbacks=[SizeWeighted(), own],
+        parts=[SizeWeighted(), own],
         clients=ClientOptions(count=12, batch_size=50, learning_rate=0.01, local_epochs=epochs),
         privacy=private(epsilon=20.0, delta=1e-4, clip_norm=1.0),
         rounds=1,
@@ -542,7 +543,7 @@ def test_resumed_equals_unbroken_in_every_stage(start, mixture, cut):
     result = again.run(resume=True)
     assert torch.equal(again.state.models, unbroken.state.models) and again.state.model_of == unbroken.state.model_of
     assert result.told == expected.told and result.sketch == expected.sketch
-    ours, theirs = (read_ledger(loop.folder.ledger_file) for loop in (again, unbroken))
+    ours, theirs = (read_ledger(loop.clients.folder.ledger_file) for loop in (again, unbroken))
     assert [(c.client, c.round, c.purpose) for c in ours] == [(c.client, c.round, c.purpose) for c in theirs]
 
 

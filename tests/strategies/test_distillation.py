@@ -37,7 +37,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.distillation.distillation import Distillation, mean_of_holders
@@ -131,18 +131,18 @@ def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_l
             population=digits(EQUAL),
             module=a_net(),
             new_net=new_net,
-            callbacks=[Distillation(aggregation=aggregation, **SMALL)],
+            parts=[Distillation(aggregation=aggregation, **SMALL)],
             privacy=None,
             rounds=1,
             clients=ClientOptions(count=4, batch_size=12),
         )
-        seen, train = [], loop.engine.train
+        seen, train = [], loop.clients.engine.train
 
         def spy(plan, state, attempts, say, seen=seen, train=train):
             seen.append(say is None)
             return train(plan, state, attempts, say)
 
-        loop.engine.train = spy
+        loop.clients.engine.train = spy
         loop.run()
         assert seen == [kept]
 
@@ -205,7 +205,7 @@ def test_a_target_has_as_many_records_as_were_drawn_however_clients_weigh(make_l
         assert left_out(least, [Uniform()], aggregation="by_base_rule") == [expected]
 
 
-class Masked(ServerCallback):
+class Masked(Strategy):
     """Only the second client counts."""
 
     role = "correction"
@@ -262,7 +262,7 @@ def test_the_net_may_follow_the_released_gradients(make_loop):
         population=population,
         module=a_net(),
         new_net=new_net,
-        callbacks=[own],
+        parts=[own],
         privacy=None,
         rounds=1,
         clients=ClientOptions(count=4, batch_size=8),
@@ -282,7 +282,7 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
             population=digits(EQUAL),
             module=a_net(),
             new_net=new_net,
-            callbacks=[own],
+            parts=[own],
             privacy=None,
             rounds=4,
             evaluate_every=every,
@@ -314,7 +314,7 @@ def test_base_rules_may_weigh_class_gradients(name, make_loop):
     loop, _ = distilled(
         make_loop, privacy=privacy, others=strategies.build({name: None}), aggregation="by_base_rule", rounds=1
     )
-    assert loop.state.round == 1 and sum(map(loop.budgets.releases, range(4))) == 4
+    assert loop.state.round == 1 and sum(map(loop.clients.budgets.releases, range(4))) == 4
 
 
 @pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *COMPANY}))
@@ -325,9 +325,9 @@ def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
         f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
         r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
     )
-    for callbacks in ([own, other], [other, own]):
+    for parts in ([own, other], [other, own]):
         with pytest.raises(UserError, match=words):
-            make_loop(callbacks=callbacks, population=digits(EQUAL), module=a_net(), new_net=new_net)
+            make_loop(parts=parts, population=digits(EQUAL), module=a_net(), new_net=new_net)
 
 
 @NOTICE
@@ -398,7 +398,7 @@ def test_populations_that_do_not_fit_are_refused(make_loop):
         loop = make_loop(
             population=population,
             module=module,
-            callbacks=[Distillation(**options)],
+            parts=[Distillation(**options)],
             privacy=privacy or private(),
             **(more or {}),
         )
@@ -427,7 +427,7 @@ def test_populations_that_do_not_fit_are_refused(make_loop):
 
 
 def test_vectors_of_numbers_are_distilled_too(make_loop):
-    loop = make_loop(callbacks=[Distillation(**SMALL)], population=blobs())
+    loop = make_loop(parts=[Distillation(**SMALL)], population=blobs())
     assert loop.run().finished
 
 
@@ -444,15 +444,15 @@ def test_augmentations_of_a_round_are_in_its_job(make_loop):
         new_net=new_net,
         clients=ClientOptions(count=4, batch_size=12),
         privacy=private(),
-        callbacks=[Distillation(augmentation="dsa_without_flip", **SMALL)],
+        parts=[Distillation(augmentation="dsa_without_flip", **SMALL)],
     )
-    jobs, train = [], loop.engine.train
+    jobs, train = [], loop.clients.engine.train
 
     def spy(plan, *rest):
         jobs.append(plan.job)
         return train(plan, *rest)
 
-    loop.engine.train = spy
+    loop.clients.engine.train = spy
     loop.run()
     drawn = [job.augmentation for job in jobs]
     assert all(isinstance(one, ClassAugmentation) and "flip" not in one.operations for one in drawn)

@@ -12,12 +12,12 @@ from few_digits import EQUAL, NOTICE, SMALL, a_net, digits, new_net, private
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.budgets import Budgets
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 
-class Away(ServerCallback):
+class Away(Strategy):
     """Leaves clients out of some rounds."""
 
     def __init__(self, away):
@@ -29,23 +29,23 @@ class Away(ServerCallback):
 
 def asked(loop) -> list[int]:
     """How many clients were asked in each round that anybody was asked in: filled when the loop runs."""
-    found, train = [], loop.engine.train
+    found, train = [], loop.clients.engine.train
 
     def spy(plan, state, attempts, say):
         found.append(len(plan.clients))
         return train(plan, state, attempts, say)
 
-    loop.engine.train = spy
+    loop.clients.engine.train = spy
     return found
 
 
-def few(make_loop, privacy, callbacks, **more):
+def few(make_loop, privacy, parts, **more):
     """A run over four clients."""
     return make_loop(
         population=digits(EQUAL),
         module=a_net(),
         new_net=new_net,
-        callbacks=callbacks,
+        parts=parts,
         privacy=privacy,
         clients=ClientOptions(count=4, batch_size=12),
         **more,
@@ -63,7 +63,7 @@ def test_a_round_of_too_few_clients_is_left_out(privacy, before, make_loop):
     with pytest.warns(UserNotice, match="round 2: 2 clients would be asked, fewer than the 3"):
         assert loop.run().rounds == 3
     assert seen == [4, 3]
-    charged = [charge.round for charge in read_ledger(loop.folder.ledger_file)]
+    charged = [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
     assert [charged.count(round) for round in (1, 2, 3)] == [4, 0, 3]
 
 
@@ -119,7 +119,7 @@ def test_a_resumed_run_leaves_out_the_same_rounds(make_loop):
         warnings.simplefilter("ignore", UserNotice)
         unbroken = run()
         unbroken.run()
-        charges = read_ledger(unbroken.folder.ledger_file)
+        charges = read_ledger(unbroken.clients.folder.ledger_file)
         last = max(one.round for one in charges if one.client == 0)
         for round in {last, max(one.round for one in charges)}:
             broken = run(output_dir=unbroken.output_dir.parent / f"broken{round}")

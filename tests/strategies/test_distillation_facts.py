@@ -36,7 +36,7 @@ def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):
         population=digits(counts),
         module=a_net(),
         new_net=new_net,
-        callbacks=[Distillation(**SMALL | options)],
+        parts=[Distillation(**SMALL | options)],
         privacy=privacy,
         clients=ClientOptions(count=4, batch_size=[sum(own) for own in counts]),
         rounds=rounds,

@@ -32,7 +32,8 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
-from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.client import class_gradients
+from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -44,19 +45,22 @@ from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distill
 def test_a_round_costs_one_step_however_many_classes(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=3, image_steps=4)
     for client in range(4):
-        events = loop.budgets.ledger.events(client)
+        events = loop.clients.budgets.ledger.events(client)
         (noise,) = {event.noise_multiplier for event in events}
         assert events == [GaussianEvent(1.0, noise, 1)] * 3
-    assert {charge.purpose for charge in read_ledger(loop.folder.ledger_file)} == {PURPOSE}
-    assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.budgets.spent())
+    assert {charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)} == {PURPOSE}
+    assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.clients.budgets.spent())
 
 
 def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
     privacy = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)
     loop, _ = distilled(make_loop, privacy=privacy, rounds=3)
     for client in range(4):
-        assert loop.budgets.ledger.events(client) == [LaplaceEvent(loop.budgets.noise_multiplier(client), 1)] * 3
-        assert 3 / loop.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
+        assert (
+            loop.clients.budgets.ledger.events(client)
+            == [LaplaceEvent(loop.clients.budgets.noise_multiplier(client), 1)] * 3
+        )
+        assert 3 / loop.clients.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
 
 
 @NOTICE
@@ -76,15 +80,17 @@ def test_what_is_sent_is_counted(make_loop):
 
 def test_who_takes_part_less_often_has_less_noise(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=7, participation_fraction=0.5)
-    charges = read_ledger(loop.folder.ledger_file)
+    charges = read_ledger(loop.clients.folder.ledger_file)
     of_round = [{charge.client for charge in charges if charge.round == round} for round in range(1, 8)]
     assert all(len(cohort) == 2 for cohort in of_round) and len(set(map(frozenset, of_round))) > 1
     counts = [sum(client in cohort for cohort in of_round) for client in range(4)]
-    noises = [loop.budgets.noise_multiplier(client) for client in range(4)]
+    noises = [loop.clients.budgets.noise_multiplier(client) for client in range(4)]
     assert len(set(counts)) > 1
     by_count = sorted(zip(counts, noises, strict=True))
     assert [noise for _, noise in by_count] == sorted(noises)
-    assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.budgets.spent()), "planned for the rounds they are drawn for"
+    assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.clients.budgets.spent()), (
+        "planned for the rounds they are drawn for"
+    )
 
 
 def test_reserve_rounds_are_kept(make_loop):
@@ -93,7 +99,7 @@ def test_reserve_rounds_are_kept(make_loop):
         module=a_net(),
         new_net=new_net,
         clients=ClientOptions(count=4, batch_size=8),
-        callbacks=[Distillation(participation_fraction=0.5, **SMALL)],
+        parts=[Distillation(participation_fraction=0.5, **SMALL)],
         privacy=private(reserve_rounds=2),
         rounds=5,
     )
@@ -108,7 +114,7 @@ def test_poisson_draws_are_amplified_and_full_batches_are_not(make_loop):
             module=a_net(),
             new_net=new_net,
             clients=ClientOptions(count=4, batch_size=6),
-            callbacks=[Distillation(sampling=sampling, **SMALL)],
+            parts=[Distillation(sampling=sampling, **SMALL)],
             privacy=private(),
             rounds=2,
         )
@@ -145,7 +151,7 @@ def test_the_noise_of_the_target_is_known(make_loop):
             module=a_net(),
             new_net=new_net,
             clients=ClientOptions(count=4, batch_size=sizes),
-            callbacks=[own],
+            parts=[own],
             privacy=PrivacyOptions(noise_multiplier=300.0, delta=1e-3, noise_key=FIXED_KEY),
             rounds=1,
         )
@@ -163,7 +169,7 @@ def test_the_noise_of_a_release_is_that_of_its_sum_however_many_records_were_dra
         mechanism = Gaussian(clip_norm=0.5, noise_multiplier=3.0, sample_rate=1.0, expected_batch_size=expected)
         labels = torch.arange(drawn) % 10
         task = SimpleNamespace(mechanism=mechanism, noise=RandomGenerator(bytes(32)))
-        sent = ClassGradients(10).released(sums, task, torch.float32, labels, labels)
+        sent = class_gradients.release(ClassGradients(10), sums, task, torch.float32, labels, labels)
         noise = sent * expected - sums
         assert float(noise.std()) == pytest.approx(3.0 * 0.5, rel=0.02)
         assert abs(float(noise.mean())) < 5 * 1.5 / math.sqrt(noise.numel())
@@ -177,7 +183,7 @@ def targeted(make_loop, population: Population, batch_size: int, noise: float, *
         module=a_net(),
         new_net=new_net,
         clients=ClientOptions(count=4, batch_size=batch_size),
-        callbacks=[own],
+        parts=[own],
         privacy=PrivacyOptions(noise_multiplier=noise, clip_norm=1e3, delta=1e-3, noise_key=FIXED_KEY),
         rounds=1,
     )
@@ -238,14 +244,14 @@ def test_every_engine_leads_to_the_same_set(make_loop, engine):
 def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
     noise = PrivacyOptions(noise_multiplier=0.5, delta=1e-3, noise_key=FIXED_KEY)
     loop, own = distilled(make_loop, digits(EQUAL), privacy=noise, noise_scale="paper_mean")
-    assert loop.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * 12 / CLASSES, 1)
+    assert loop.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * 12 / CLASSES, 1)
     same = PrivacyOptions(noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
     assert torch.equal(images_of(own), images_of(distilled(make_loop, digits(EQUAL), privacy=same)[1]))
     for drawn, mean_of in ((2, 2), (100, 4)):
         few, _ = distilled(
             make_loop, digits(EQUAL), privacy=noise, noise_scale="paper_mean", sampling="fixed", records_per_class=drawn
         )
-        assert few.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * mean_of, 1)
+        assert few.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 0.5 * mean_of, 1)
     exact = get_accountant("gdp").epsilon([GaussianEvent(1.0, 0.01 * 256, 500)], 1e-5)
     assert exact == pytest.approx(74.59, abs=0.01)
     with pytest.raises(UserError, match=r"noise_scale` must be sum here, got 'paper_mean'"):
@@ -256,13 +262,13 @@ def test_given_noise_beside_a_budget_stops_when_it_is_spent(make_loop):
     both = PrivacyOptions(epsilon=4.0, noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
     loop, _ = distilled(make_loop, privacy=both, rounds=40)
     assert 1 < loop.state.round < 40
-    assert all(0 < spent <= 4.0 for spent in loop.budgets.spent())
+    assert all(0 < spent <= 4.0 for spent in loop.clients.budgets.spent())
 
 
 def test_a_run_without_noise_warns_and_has_no_guarantee(make_loop):
     with pytest.warns(UserNotice, match="without noise: whoever sees them can reconstruct"):
         loop, _ = distilled(make_loop, privacy=PrivacyOptions(noise_multiplier=0.0, delta=1e-3))
-    assert all(math.isinf(promise.epsilon) for promise in loop.budgets.guarantees())
+    assert all(math.isinf(promise.epsilon) for promise in loop.clients.budgets.guarantees())
 
 
 def test_clients_without_noise_beside_others_are_warned_of(make_loop):

@@ -19,7 +19,7 @@ def a_loop(make_loop, batch_size=12, strategy=SMALL, **options):
         population=digits(EQUAL),
         module=a_net(),
         new_net=new_net,
-        callbacks=[Distillation(**strategy)],
+        parts=[Distillation(**strategy)],
         clients=ClientOptions(count=4, batch_size=batch_size),
         **{"privacy": private(), **options},
     )
@@ -42,7 +42,7 @@ def test_resumed_equals_unbroken(privacy, make_loop):
             broken.run(resume=round > 2)
         broken = run(output_dir=broken.output_dir)
     broken.run(resume=True)
-    ours, theirs = (loop.callbacks[0].state_dict() for loop in (broken, unbroken))
+    ours, theirs = (loop.strategies[0].state_dict() for loop in (broken, unbroken))
     assert torch.equal(ours["images"], theirs["images"]) and torch.equal(ours["velocity"], theirs["velocity"])
     assert torch.equal(broken.state.models, unbroken.state.models) and ours["age"] == theirs["age"]
 
@@ -55,7 +55,7 @@ def test_a_run_leaves_its_set_and_says_how_it_was_made(make_loop):
     assert 0.98 * 8 < card["epsilon_max"] <= 8 and card["delta_max"] == 1e-3
     assert card["guarantee"].startswith("Simulated, nobody is protected: (8, 0.001)-differential privacy per record")
     assert (card["clients"], card["records"], card["rounds"]) == (4, 61, 2)
-    assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.budgets.ledger.head.as_dict()
+    assert card["options"]["images_per_class"] == 2 and card["ledger"] == loop.clients.budgets.ledger.head.as_dict()
 
 
 def test_batches_are_those_of_what_is_released(make_loop):

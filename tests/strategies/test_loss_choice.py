@@ -18,13 +18,16 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.federated.messages.plan import RunSchedule
-from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel, summed_losses
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.client.answers import summed_losses
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -33,7 +36,7 @@ from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 
 
-class Choosing(ServerCallback):
+class Choosing(Strategy):
     """Clients choose between the server's model and zeros, in each round from `first` on; those in `absent` do not."""
 
     def __init__(self, first=2, absent=None, same=(), **options):
@@ -60,7 +63,7 @@ class Choosing(ServerCallback):
 
 def paid(loop, client=0):
     """Rounds in which the client paid for a selection."""
-    charges = read_ledger(loop.folder.ledger_file)
+    charges = read_ledger(loop.clients.folder.ledger_file)
     return [one.round for one in charges if (one.client, one.purpose) == (client, "select")]
 
 
@@ -140,7 +143,7 @@ def test_the_lowest_loss_and_the_first_of_equals():
 def test_every_engine_gives_the_same_answers(make_loop):
     def seen(name):
         own = Choosing(selection="exponential", epsilon=0.05)
-        make_loop(callbacks=[SizeWeighted(), own], engine=ENGINES[name](), rounds=6).run()
+        make_loop(parts=[SizeWeighted(), own], engine=ENGINES[name](), rounds=6).run()
         return own._seen
 
     reference = seen("serial")
@@ -152,11 +155,11 @@ def test_every_engine_gives_the_same_answers(make_loop):
 
 
 def test_a_share_of_each_budget_pays_for_each_choice(make_loop):
-    schedule = make_loop(callbacks=[SizeWeighted(), Choosing()], rounds=20).plan_schedule()
+    schedule = make_loop(parts=[SizeWeighted(), Choosing()], rounds=20).plan_schedule()
     assert [own.count_of("select") for own in schedule.clients] == [2] * 4
     events = [schedule.planned(client, "select").event for client in range(4)]
     assert events == [SelectionEvent(0.03 * epsilon) for epsilon in BUDGETS]
-    alone = make_loop(callbacks=[SizeWeighted()], rounds=20).plan_schedule()
+    alone = make_loop(parts=[SizeWeighted()], rounds=20).plan_schedule()
     for own, without in zip(schedule.clients, alone.clients, strict=True):
         assert own.noise_multiplier("train") > without.noise_multiplier("train")
 
@@ -203,15 +206,15 @@ def test_a_client_without_a_budget_needs_a_number(make_loop):
     privacy = PrivacyOptions(epsilon=[4.0, math.inf, 8.0, 10.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
     words = r"`strategies\.choosing\.selection_epsilon` must be a number where .* no budget, got None. Client 1"
     with pytest.raises(UserError, match=words):
-        make_loop(callbacks=[SizeWeighted(), Choosing()], privacy=privacy).plan_schedule()
-    loop = make_loop(callbacks=[SizeWeighted(), Choosing(epsilon=0.2)], privacy=privacy)
+        make_loop(parts=[SizeWeighted(), Choosing()], privacy=privacy).plan_schedule()
+    loop = make_loop(parts=[SizeWeighted(), Choosing(epsilon=0.2)], privacy=privacy)
     loop.run()
     assert loop.schedule.planned(1, "select").event == SelectionEvent(0.2) and paid(loop, 1) == [2]
 
 
 def test_given_noise_leaves_room_for_the_choices(make_loop):
     privacy = PrivacyOptions(epsilon=2.0, noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
-    result = make_loop(callbacks=[SizeWeighted(), Choosing(epsilon=0.4, rounds=2)], privacy=privacy, rounds=9).run()
+    result = make_loop(parts=[SizeWeighted(), Choosing(epsilon=0.4, rounds=2)], privacy=privacy, rounds=9).run()
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
     assert any(client["releases"] < 9 + 2 for client in result.clients), "rounds were given up for it"
 
@@ -242,8 +245,8 @@ def test_a_regression_needs_a_bound(make_loop):
     real = dataclasses.replace(population, y=population.y.float(), num_classes=1)
     module = ClientModule(small_net(classes=1))
     with pytest.raises(UserError, match=r"choosing\.loss_bound` must be a number without classes"):
-        make_loop(real, module, callbacks=[SizeWeighted(), Choosing()]).plan_schedule()
-    assert make_loop(real, module, callbacks=[SizeWeighted(), Choosing(loss_bound=4.0)]).run().finished
+        make_loop(real, module, parts=[SizeWeighted(), Choosing()]).plan_schedule()
+    assert make_loop(real, module, parts=[SizeWeighted(), Choosing(loss_bound=4.0)]).run().finished
 
 
 # ---- charged when it happens, remembered
@@ -251,7 +254,7 @@ def test_a_regression_needs_a_bound(make_loop):
 
 def test_the_first_rounds_choose_and_the_answer_stays(make_loop):
     own = Choosing(rounds=2)
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=6)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=6)
     result = loop.run()
     assert paid(loop) == [2, 3] and own._choice.done
     assert own._seen[3] == own._seen[4] == own._seen[6] and set(own._seen[2]) == {0, 1, 2, 3}
@@ -261,21 +264,21 @@ def test_the_first_rounds_choose_and_the_answer_stays(make_loop):
 
 def test_every_round_or_frozen(make_loop):
     own = Choosing(selection="exponential")
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
     loop.run()
     assert paid(loop) == [2, 3, 4, 5] and own._choice.done
 
 
 def test_between_equal_models_nobody_is_asked(make_loop):
     own = Choosing(same=(2, 3), rounds=1)
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
     loop.run()
     assert paid(loop) == [4] and own._seen[2] == own._seen[3] == {} and own._seen[4] == own._seen[5] != {}
 
 
 def test_who_was_absent_chooses_later(make_loop):
     own = Choosing(absent={1: (2, 3), 2: (3,)}, rounds=2)
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=6)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=6)
     loop.run()
     assert [paid(loop, client) for client in range(4)] == [[2, 3], [4, 5], [2, 4], [2, 3]]
     assert own._choice.done and 1 not in own._seen[2]
@@ -290,7 +293,7 @@ def test_who_cannot_pay_keeps_its_last_answer(make_loop):
             return planned.replan(lambda i, own: dataclasses.replace(own, planned=lines) if i == 0 else own)
 
     own = OnceFewer(rounds=3, epsilon=0.01)
-    loop = make_loop(callbacks=[SizeWeighted(), own], rounds=5)
+    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
     loop.run()
     assert paid(loop, 0) == [2] and paid(loop, 1) == [2, 3, 4] and own._choice.done
     assert len({own._seen[round][0] for round in (2, 3, 4, 5)}) == 1
@@ -299,14 +302,14 @@ def test_who_cannot_pay_keeps_its_last_answer(make_loop):
 @pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
 def test_a_run_cut_between_its_choices_goes_on(options, make_loop):
     whole, first, second = (Choosing(**options) for _ in range(3))
-    unbroken = make_loop(callbacks=[SizeWeighted(), whole], rounds=6)
+    unbroken = make_loop(parts=[SizeWeighted(), whole], rounds=6)
     unbroken.run()
-    broken = make_loop(callbacks=[SizeWeighted(), first], rounds=6)
+    broken = make_loop(parts=[SizeWeighted(), first], rounds=6)
     cut_at(broken, 3)
     with pytest.raises(PowerCut):
         broken.run()
     assert paid(broken) == [2, 3], "asked, charged, and lost with the round"
-    again = make_loop(callbacks=[SizeWeighted(), second], rounds=6, output_dir=broken.output_dir)
+    again = make_loop(parts=[SizeWeighted(), second], rounds=6, output_dir=broken.output_dir)
     again.run(resume=True)
     assert second._seen == whole._seen and paid(again) == paid(unbroken)
     assert torch.equal(again.state.models, unbroken.state.models)
@@ -317,20 +320,20 @@ def test_a_run_cut_between_its_choices_goes_on(options, make_loop):
 
 def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_its_budget(make_loop):
     """Every place that shows an epsilon is in tests/federated/test_queries.py."""
-    loop = make_loop(callbacks=[SizeWeighted(), Choosing(selection="paper_argmin")], rounds=4)
+    loop = make_loop(parts=[SizeWeighted(), Choosing(selection="paper_argmin")], rounds=4)
     result = loop.run()
     assert paid(loop) == [2, 3, 4]
-    alone = make_loop(callbacks=[SizeWeighted()], rounds=4).run()
+    alone = make_loop(parts=[SizeWeighted()], rounds=4).run()
     for client, without in zip(result.clients, alone.clients, strict=True):
         assert client["noise_multiplier"] == without["noise_multiplier"]
         assert client["epsilon_spent"] is None and without["epsilon_spent"] is not None
-    charges = read_ledger(loop.folder.ledger_file)
+    charges = read_ledger(loop.clients.folder.ledger_file)
     assert {one.event for one in charges if one.purpose == "select"} == {Unprotected(PLAIN_CHOICES)}
 
 
 def test_an_unprotected_choice_that_was_never_made_costs_nothing(make_loop):
     """Between equal models nobody is asked: the plan's epsilon is infinite, the run's is that of its training."""
-    loop = make_loop(callbacks=[SizeWeighted(), Choosing(selection="paper_argmin", same=(2, 3))], rounds=3)
+    loop = make_loop(parts=[SizeWeighted(), Choosing(selection="paper_argmin", same=(2, 3))], rounds=3)
     result = loop.run()
     assert not paid(loop)
     assert all(0.9 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
@@ -339,10 +342,10 @@ def test_an_unprotected_choice_that_was_never_made_costs_nothing(make_loop):
 def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loop):
     for options in ({"selection": "exponential", "epsilon": 0.1}, {"selection": "paper_argmin"}):
         own = Choosing(**options)
-        loop = make_loop(callbacks=[SizeWeighted(), own], rounds=8, privacy=None)
+        loop = make_loop(parts=[SizeWeighted(), own], rounds=8, privacy=None)
         loop.run()
         assert own._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"
-        assert all(math.isinf(one.epsilon) for one in loop.budgets.guarantees())
-        assert {type(one.event) for one in read_ledger(loop.folder.ledger_file) if one.purpose == "select"} == {
+        assert all(math.isinf(one.epsilon) for one in loop.clients.budgets.guarantees())
+        assert {type(one.event) for one in read_ledger(loop.clients.folder.ledger_file) if one.purpose == "select"} == {
             Unprotected
         }

@@ -20,8 +20,10 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
 from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
@@ -30,7 +32,7 @@ from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware, estima
 pytestmark = pytest.mark.filterwarnings("ignore:strategy noise_aware.*clients count:UserWarning")
 
 
-class Seen(ServerCallback):
+class Seen(Strategy, Callback):
     """What the round was, for a test: the reports, and the updates if they were kept."""
 
     def __init__(self):
@@ -49,7 +51,7 @@ def kept(seen):
     return [updates.deltas is not None for updates in seen.updates]
 
 
-class Cohorts(ServerCallback):
+class Cohorts(Strategy):
     """Who takes part in which round."""
 
     def __init__(self, *cohorts):
@@ -59,14 +61,14 @@ class Cohorts(ServerCallback):
         return plan.only(lambda client: client in self._cohorts[view.round - 1])
 
 
-class ReadsUpdates(ServerCallback):
+class ReadsUpdates(Strategy):
     needs = "deltas"
 
 
 def run(make_loop, *others, rounds=5, **options):
     """A loop that has run under NoiseAware with these options, and what was seen."""
     own, seen = NoiseAware(**options), Seen()
-    loop = make_loop(callbacks=[own, *others, seen], rounds=rounds)
+    loop = make_loop(parts=[own, *others, seen], rounds=rounds)
     loop.run()
     return loop, own, seen
 
@@ -100,7 +102,7 @@ UNEQUAL = ClientOptions(count=4, batch_size=[4, 8, 16, 40], learning_rate=0.1)
 @pytest.mark.parametrize("objective", ["max_snr", "min_variance"])
 def test_a_round_moves_as_many_local_steps_as_under_weights_by_size_within_bounds(every, objective, make_loop):
     own, seen, states = NoiseAware(objective=objective, reestimate_every=every), Seen(), []
-    loop = make_loop(callbacks=[own, ReadsUpdates(), seen, Watch(states)], clients=UNEQUAL, rounds=2)
+    loop = make_loop(parts=[own, ReadsUpdates(), seen, Watch(states)], clients=UNEQUAL, rounds=2)
     start = loop.module.flat
     loop.run()
     for before, after, updates, report in zip([start, states[0]], states, seen.updates, seen.reports, strict=True):
@@ -114,7 +116,7 @@ def test_a_round_moves_as_many_local_steps_as_under_weights_by_size_within_bound
         )
 
 
-class Watch(ServerCallback):
+class Watch(Callback):
     def __init__(self, states):
         self._states = states
 
@@ -130,7 +132,7 @@ def test_equal_numbers_of_steps_leave_the_step_to_others(view):
 
 def test_each_model_has_a_scale_of_its_own(make_loop):
     own, seen = NoiseAware("raw_norm"), Seen()
-    loop = make_loop(callbacks=[own, TwoClusters(), seen, ReadsUpdates()], clients=UNEQUAL, rounds=2)
+    loop = make_loop(parts=[own, TwoClusters(), seen, ReadsUpdates()], clients=UNEQUAL, rounds=2)
     loop.run()
     updates, weights_of = seen.updates[1], seen.reports[1].weights
     for model, rows in ((0, [0, 2]), (1, [1, 3])):
@@ -191,7 +193,7 @@ def test_a_newcomer_has_the_whole_round_estimated_anew_and_two_rounds_are_never_
         assert float(told.nansum()) == pytest.approx(1)
 
 
-class MoreSteps(ServerCallback):
+class MoreSteps(Strategy):
     """Twice the local steps from round 2 on, declared beforehand."""
 
     def plan_run(self, schedule, view):
@@ -212,7 +214,7 @@ def test_other_numbers_of_steps_have_other_noise(make_loop):
     assert kept(seen) == [True, True, False, False]
 
 
-class FullBatchFirst(ServerCallback):
+class FullBatchFirst(Strategy):
     """Full batches of a noise of their own in round 1, after as many local steps as in the later rounds."""
 
     def __init__(self, noise_multiplier, rate):
@@ -250,19 +252,19 @@ def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
 @pytest.mark.parametrize("every", [1, 2, 0])
 def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     unbroken, _, _ = run(make_loop, reestimate_every=every)
-    broken = make_loop(callbacks=[NoiseAware(reestimate_every=every), Seen()], rounds=5)
+    broken = make_loop(parts=[NoiseAware(reestimate_every=every), Seen()], rounds=5)
     for round in (1, 3, 4):
         cut_at(broken, round)
         with pytest.raises(PowerCut):
             broken.run(resume=round > 1)
         again = [NoiseAware(reestimate_every=every), seen := Seen()]
-        broken = make_loop(callbacks=again, rounds=5, output_dir=broken.output_dir)
+        broken = make_loop(parts=again, rounds=5, output_dir=broken.output_dir)
     result = broken.run(resume=True)
     assert torch.equal(broken.state.models, unbroken.state.models)
     assert kept(seen) == {1: [True, True], 2: [False, True], 0: [False, False]}[every]
     assert (
         result.told
-        == make_loop(callbacks=[NoiseAware(reestimate_every=every), Seen()], rounds=5, output_dir=broken.output_dir)
+        == make_loop(parts=[NoiseAware(reestimate_every=every), Seen()], rounds=5, output_dir=broken.output_dir)
         .run(resume=True)
         .told
     ), "a finished run tells it again"
@@ -300,16 +302,16 @@ def test_the_oracle_weighs_by_true_noise_and_the_run_says_that_it_is_a_simulatio
     std = torch.tensor([client["noise_std"] for client in loop.run(resume=True).clients], dtype=torch.float64)
     torch.testing.assert_close(seen.reports[0].weights[0], std**-2 / (std**-2).sum())
     torch.testing.assert_close(seen.reports[0].told["estimated_noise_std"], std)
-    guarantees = loop.budgets.guarantees()
+    guarantees = loop.clients.budgets.guarantees()
     assert all("simulation" in one.words() and "oracle" in one.not_covered[-1] for one in guarantees)
     assert "simulation" in (loop.output_dir / "guarantee.html").read_text()
     honest, _, _ = run(make_loop, rounds=1)
-    assert not any("oracle" in one for one in honest.budgets.guarantees()[0].not_covered)
+    assert not any("oracle" in one for one in honest.clients.budgets.guarantees()[0].not_covered)
 
 
 def test_the_oracle_of_a_run_without_noise_has_nothing_to_tell_apart(make_loop):
     seen = Seen()
-    make_loop(callbacks=[NoiseAware("oracle", "min_variance"), seen], privacy=None, rounds=1).run()
+    make_loop(parts=[NoiseAware("oracle", "min_variance"), seen], privacy=None, rounds=1).run()
     assert seen.reports[0].weights.tolist() == [[0.25] * 4]
 
 
@@ -322,7 +324,7 @@ def test_estimates_in_a_run_are_near_the_truth(make_loop):
         privacy=PrivacyOptions(epsilon=budgets, delta=1e-3, noise_key=FIXED_KEY),
         clients=ClientOptions(count=12, batch_size=16, learning_rate=0.01),
         module=linear(400, 5),
-        callbacks=[NoiseAware()],
+        parts=[NoiseAware()],
         rounds=2,
     )
     result = loop.run()
@@ -360,15 +362,15 @@ def test_two_updates_are_weighed_by_their_lengths(view):
 def test_an_update_that_is_not_finite_leaves_the_round(every, make_loop):
     """In round 1 client 1, in round 2 client 2: there it has a cached variance."""
     own, seen = NoiseAware(reestimate_every=every), Seen()
-    loop = make_loop(callbacks=[own, seen], rounds=3)
-    releases = loop.engine.releases
+    loop = make_loop(parts=[own, seen], rounds=3)
+    releases = loop.clients.engine.releases
 
     def broken(plan, *args):
         for row, delta in releases(plan, *args):
             bad = plan.clients[row] == plan.round and plan.round < 3
             yield row, delta * float("nan") if bad else delta
 
-    loop.engine.releases = broken
+    loop.clients.engine.releases = broken
     loop.run()
     assert [report.clients for report in seen.reports] == [(0, 2, 3), (0, 1, 3), (0, 1, 2, 3)]
     assert bool(loop.state.models.isfinite().all())
@@ -379,9 +381,9 @@ def test_an_update_that_is_not_finite_leaves_the_round(every, make_loop):
 @pytest.mark.filterwarnings("ignore:round.*not finite")
 def test_a_newcomer_that_is_lost_leaves_the_others_their_variances(make_loop):
     own, seen = NoiseAware(reestimate_every=0), Seen()
-    loop = make_loop(callbacks=[own, Cohorts((0, 1, 2), (0, 1, 2, 3)), seen], rounds=2)
-    releases = loop.engine.releases
-    loop.engine.releases = lambda plan, *args: (
+    loop = make_loop(parts=[own, Cohorts((0, 1, 2), (0, 1, 2, 3)), seen], rounds=2)
+    releases = loop.clients.engine.releases
+    loop.clients.engine.releases = lambda plan, *args: (
         (row, delta * float("nan") if plan.clients[row] == 3 else delta) for row, delta in releases(plan, *args)
     )
     loop.run()
@@ -420,7 +422,7 @@ def test_unlike_data_beside_unlike_batches_are_warned_of(partition, batch_size, 
     clients = ClientOptions(count=4, batch_size=batch_size)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        make_loop(callbacks=[NoiseAware()], options=options, clients=clients).plan_schedule()
+        make_loop(parts=[NoiseAware()], options=options, clients=clients).plan_schedule()
     assert sum("largest batches" in str(one.message) for one in caught) == warned
 
 
@@ -450,7 +452,7 @@ def test_bad_options_are_one_sentence(options, words):
 # ---- in company
 
 
-class Mask(ServerCallback):
+class Mask(Strategy):
     """Selection: some clients' updates do not count."""
 
     role = "mask"
@@ -467,7 +469,7 @@ def test_beside_a_selection_the_rest_keep_their_ratios(make_loop):
     torch.testing.assert_close(masked.reports[0].weights[0, left], own[left] / own[left].sum())
 
 
-class TwoClusters(ServerCallback):
+class TwoClusters(Strategy):
     """From the first round on odd and even clients have models of their own."""
 
     def plan_round(self, plan, view):
@@ -481,12 +483,12 @@ class TwoClusters(ServerCallback):
         return dataclasses.replace(state, models=state.models.repeat(2, 1), model_of=model_of)
 
 
-def many(make_loop, count, callbacks, **options):
+def many(make_loop, count, parts, **options):
     return make_loop(
         blobs(num_clients=count, records=30),
         privacy=PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY),
         clients=ClientOptions(count=count, batch_size=[8, 16, 8, 24][:1] * count, learning_rate=0.1),
-        callbacks=callbacks,
+        parts=parts,
         **options,
     )
 
@@ -601,10 +603,10 @@ def test_noise_aware_weights_are_bit_identical_whatever_is_claimed(reestimate_ev
         seen = Seen()
         claims = None if claim is None else [claim, *budgets[1:]]
         clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3, reported_epsilon=claims)
-        loop = make_loop(callbacks=[*strategies.build({name: options}), seen], clients=clients, rounds=2)
+        loop = make_loop(parts=[*strategies.build({name: options}), seen], clients=clients, rounds=2)
         result = loop.run()
-        paid = [charge.event for charge in read_ledger(loop.folder.ledger_file)]
-        promised = [one.words() for one in loop.budgets.guarantees()]
+        paid = [charge.event for charge in read_ledger(loop.clients.folder.ledger_file)]
+        promised = [one.words() for one in loop.clients.budgets.guarantees()]
         spent = [(client["epsilon_spent"], client["epsilon_budget"]) for client in result.clients]
         return torch.cat([report.weights for report in seen.reports]), loop.state.models, (paid, promised, spent)
 

@@ -15,7 +15,7 @@ from torch import nn
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
@@ -26,7 +26,7 @@ CENTRES = (1.0, 2.0, 4.0)  # in every coordinate
 CLIP_NORM, NOISE = 8.0 * NUM_PARAMS, (0.1, 0.2, 0.4)  # gradients are never so long
 
 
-class Trajectory(ServerCallback):
+class Trajectory(Callback):
     def __init__(self):
         self.models, self.weights = [], []
 
@@ -51,7 +51,7 @@ def trajectory(make_loop):
             ClientModule(net),
             PrivacyOptions(noise_multiplier=NOISE, clip_norm=CLIP_NORM, delta=1e-4, noise_key=FIXED_KEY),
             ClientOptions(count=3, batch_size=NUM_PARAMS, local_epochs=EPOCHS, learning_rate=learning_rate),
-            callbacks=[NoiseAware(**options), seen],
+            parts=[NoiseAware(**options), seen],
             rounds=rounds,
             evaluate_every=rounds,
         ).run()

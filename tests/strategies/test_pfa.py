@@ -84,7 +84,7 @@ def test_top_budgets():
 def test_it_is_weiavg_when_all_claim_the_same(make_loop):
     def trained(name):
         privacy = PrivacyOptions(epsilon=5.0, delta=1e-3, noise_key=FIXED_KEY)
-        loop = make_loop(callbacks=strategies.build({name: None}), privacy=privacy, rounds=2)
+        loop = make_loop(parts=strategies.build({name: None}), privacy=privacy, rounds=2)
         loop.run()
         return loop.state.models
 

@@ -17,8 +17,10 @@ from dpfl_lightning import strategies
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates, kmeans
@@ -45,18 +47,18 @@ def of_two_kinds():
 
 
 def run(make_loop, name, population=None, beside="size_weighted", extra=(), more=None, resume=False, **options):
-    """The loop, its result and the strategy, after all rounds beside a base rule and `extra` callbacks."""
+    """The loop, its result and the strategy, after all rounds beside a base rule and `extra` parts."""
     base, own = strategies.build({beside: None, name: {**RIVALS[name], **(more or {})}})
-    loop = make_loop(of_two_kinds() if population is None else population, callbacks=[base, *extra, own], **options)
+    loop = make_loop(of_two_kinds() if population is None else population, parts=[base, *extra, own], **options)
     return loop, loop.run(resume=resume), own
 
 
 def selections(loop):
     """(round, client) of each."""
-    return [(one.round, one.client) for one in read_ledger(loop.folder.ledger_file) if one.purpose == "select"]
+    return [(one.round, one.client) for one in read_ledger(loop.clients.folder.ledger_file) if one.purpose == "select"]
 
 
-class Present(ServerCallback):
+class Present(Strategy):
     """Lets some clients in: all but those absent in a round, and only the updates of those that are kept."""
 
     def __init__(self, absent=None, kept=(0, 1, 2, 3)):
@@ -69,7 +71,7 @@ class Present(ServerCallback):
         return torch.tensor([float(client in self._kept) for client in updates.clients])
 
 
-class Sees(ServerCallback):
+class Sees(Strategy, Callback):
     """Keeps what arrived, the weights' row sums, the models, and what was told of groups."""
 
     needs = "deltas"
@@ -96,7 +98,7 @@ class Sees(ServerCallback):
 def test_resumed_equals_unbroken(name, make_loop):
     unbroken, whole, _ = run(make_loop, name, rounds=4)
     chosen = strategies.build({"size_weighted": None, name: RIVALS[name]})
-    broken = make_loop(of_two_kinds(), callbacks=chosen, rounds=4)
+    broken = make_loop(of_two_kinds(), parts=chosen, rounds=4)
     cut_at(broken, 3)
     with pytest.raises(PowerCut):
         broken.run()
@@ -247,11 +249,11 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
     assert loop.state.model_of == GROUPS and [one["model"] for one in result.clients] == list(GROUPS)
     for group in (0, 1):
         kept = [client for client in range(4) if GROUPS[client] == group]
-        alone = make_loop(of_two_kinds(), callbacks=[*strategies.build({"size_weighted": None}), Present(kept=kept)])
+        alone = make_loop(of_two_kinds(), parts=[*strategies.build({"size_weighted": None}), Present(kept=kept)])
         alone.run()
         assert torch.equal(loop.state.models[group], alone.state.models[0])
     assert result.told["group"] == [0.0, 1.0, 0.0, 1.0]
-    assert all("a simulation" in words for words in (result.guarantee, loop.budgets.guarantees()[3].words()))
+    assert all("a simulation" in words for words in (result.guarantee, loop.clients.budgets.guarantees()[3].words()))
 
 
 def test_without_true_groups_there_is_no_oracle(make_loop):
@@ -344,7 +346,7 @@ def test_everybody_adds_the_mean_update_of_its_cluster(make_loop):
 
 def test_absent_clients_keep_their_models_and_order_does_not_count(make_loop):
     (own,) = strategies.build({"kmeans_clusters": {"num_clusters": 2}})
-    loop = make_loop(blobs(num_clients=4), callbacks=[*strategies.build({"uniform": None}), own])
+    loop = make_loop(blobs(num_clients=4), parts=[*strategies.build({"uniform": None}), own])
     loop.plan_schedule()
     view = loop.view(ServerState(loop.module.flat.repeat(4, 1), (0, 1, 2, 3)))
     deltas = torch.tensor([[9.0, 0.0], [0.0, 1.0], [9.1, 0.1]])

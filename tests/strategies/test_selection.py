@@ -17,8 +17,10 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 from dpfl_lightning.strategies.aggregation.inverse_noise import InverseNoise
@@ -34,7 +36,7 @@ COUNT, COHORT, ROUNDS, DELTA = len(EPSILON), 3, 8, 1e-3
 PARAMS = 83
 
 
-class Seen(ServerCallback):
+class Seen(Callback):
     """What happened in each round."""
 
     def __init__(self):
@@ -44,7 +46,7 @@ class Seen(ServerCallback):
         self._rounds.append(report)
 
 
-class Away(ServerCallback):
+class Away(Strategy):
     """Leaves some clients out of some rounds before anybody pays; goes before the selection."""
 
     def __init__(self, clients, rounds):
@@ -54,12 +56,12 @@ class Away(ServerCallback):
         return plan.only(lambda client: view.round not in self._rounds or client not in self._clients)
 
 
-def federation(make_loop, *callbacks, laplace=False, clients=None, rounds=ROUNDS, **more):
+def federation(make_loop, *parts, laplace=False, clients=None, rounds=ROUNDS, **more):
     """Eight clients of 48 to 104 records, full batches, budgets from 0.3 to 6, accounted exactly."""
     usual = {"epsilon": EPSILON, "delta": DELTA, "accountant": "gdp", "noise_key": FIXED_KEY}
     if laplace:
         usual |= {"mechanism": "laplace", "delta": 0.0, "accountant": "rdp"}
-    options = {"callbacks": callbacks, "rounds": rounds}
+    options = {"parts": parts, "rounds": rounds}
     if "population" not in more:
         options["population"] = blobs(num_clients=COUNT)
     privacy = more.pop("privacy", {})
@@ -89,7 +91,7 @@ def test_quotas_noise_and_spending_are_those_of_the_formulas(laplace, adjacency,
     assert own._quota.tolist() == quota.tolist() and quota[0] == 0 and quota.max() >= 5
     mu = gaussian_mu(np.array(EPSILON), np.full(COUNT, DELTA))
     for client, row in enumerate(result.clients):
-        assert row["releases"] == len(loop.budgets.ledger.events(client)) == quota[client]
+        assert row["releases"] == len(loop.clients.budgets.ledger.events(client)) == quota[client]
         if quota[client]:
             single = quota[client] / EPSILON[client] if laplace else math.sqrt(quota[client]) / mu[client]
             assert row["noise_multiplier"] == pytest.approx(sensitivity * single, rel=1e-5)
@@ -131,9 +133,9 @@ def test_without_privacy_it_is_plain_fedsgd(make_loop):
 
 def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_loop):
     alone = federation(make_loop, BiasedSelection(COHORT))
-    assert [type(callback) for callback in alone.callbacks] == [Uniform, BiasedSelection]
+    assert [type(callback) for callback in alone.strategies] == [Uniform, BiasedSelection]
     named = federation(make_loop, SizeWeighted(), BiasedSelection(COHORT))
-    assert [type(callback) for callback in named.callbacks] == [SizeWeighted, BiasedSelection]
+    assert [type(callback) for callback in named.strategies] == [SizeWeighted, BiasedSelection]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_quotas_follow_what_is_claimed_and_noise_what_is_true(make_loop):
     )
     for loop in (plain, liar, capped):
         loop.plan_schedule()
-    quotas = [loop.callbacks[-1]._quota for loop in (plain, liar, capped)]
+    quotas = [loop.strategies[-1]._quota for loop in (plain, liar, capped)]
     assert quotas[0][0] == 0 and quotas[1][0] == ROUNDS and 0 < quotas[2][0] < ROUNDS
     for loop in (liar, capped):
         own = loop.schedule.clients[0]
@@ -185,7 +187,7 @@ def test_quotas_follow_what_is_claimed_and_noise_what_is_true(make_loop):
 def test_a_floor_gives_everybody_some_rounds(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT, min_participation=2))
     loop.plan_schedule()
-    quota = loop.callbacks[-1]._quota
+    quota = loop.strategies[-1]._quota
     assert quota.min() == 2 and quota.sum() == COHORT * ROUNDS and quota.max() <= ROUNDS
 
 
@@ -194,7 +196,7 @@ def test_dissimilarity_leads_from_least_noise_to_equal_quotas(make_loop):
     for dissimilarity in (0.0, 0.1, 10.0, 1e6):
         loop = federation(make_loop, BiasedSelection(COHORT, dissimilarity=dissimilarity))
         loop.plan_schedule()
-        spread.append(loop.callbacks[-1]._quota.std())
+        spread.append(loop.strategies[-1]._quota.std())
     assert spread == sorted(spread, reverse=True) and spread[-1] == 0 < spread[1]
 
 
@@ -202,7 +204,7 @@ def test_a_client_without_a_budget_takes_all_the_rounds_it_may(make_loop):
     epsilon = [math.inf, *EPSILON[1:]]
     loop = federation(make_loop, BiasedSelection(COHORT, dissimilarity=0.0), privacy={"epsilon": epsilon})
     loop.plan_schedule()
-    assert loop.callbacks[-1]._quota[0] == ROUNDS and loop.schedule.clients[0].noise_multiplier("train") == 0
+    assert loop.strategies[-1]._quota[0] == ROUNDS and loop.schedule.clients[0].noise_multiplier("train") == 0
 
 
 def test_given_noise_limits_rounds_and_cannot_be_biased(make_loop):
@@ -220,7 +222,7 @@ def test_given_noise_limits_rounds_and_cannot_be_biased(make_loop):
 def test_reserve_comes_on_top_for_those_who_train(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT), privacy={"reserve_rounds": 2})
     loop.plan_schedule()
-    quota = loop.callbacks[-1]._quota
+    quota = loop.strategies[-1]._quota
     counts = [own.count_of("train") for own in loop.schedule.clients]
     assert counts == [n + 2 if n else 0 for n in quota.tolist()] and quota.max() <= ROUNDS
 
@@ -260,7 +262,7 @@ def test_what_cannot_be_made_up_is_forfeited_and_said(make_loop):
     loop = federation(make_loop, Away({7}, set(range(1, ROUNDS))), BiasedSelection(COHORT))
     with pytest.warns(UserNotice, match="planned participations were not used, because clients were away"):
         result = loop.run()
-    quota = loop.callbacks[-1]._quota
+    quota = loop.strategies[-1]._quota
     assert result.clients[7]["releases"] <= 1 < quota[7]
     assert result.told["forfeited_participations"] == quota[7] - result.clients[7]["releases"]
     assert all(row["releases"] == n for row, n in zip(result.clients[:7], quota[:7], strict=True))
@@ -282,9 +284,9 @@ def test_a_lost_update_has_used_its_slot(make_loop):
     engine.release = failing
     with pytest.warns(UserNotice, match="are not finite"):
         result = loop.run()
-    assert result.clients[7]["releases"] == loop.callbacks[1]._quota[7] == loop.callbacks[1]._taken[7]
+    assert result.clients[7]["releases"] == loop.strategies[1]._quota[7] == loop.strategies[1]._taken[7]
     took_part = [7 in report.clients for report in loop.callbacks[-1]._rounds]
-    assert sum(took_part) == loop.callbacks[1]._quota[7] - 1 and not took_part[lost[0] - 1]
+    assert sum(took_part) == loop.strategies[1]._quota[7] - 1 and not took_part[lost[0] - 1]
 
 
 @pytest.mark.parametrize("cut", [1, 4])
@@ -301,7 +303,7 @@ def test_a_resumed_run_has_the_same_cohorts_and_bits(cut, make_loop, tmp_path):
     again = loop("cut")
     result = again.run(resume=True)
     assert torch.equal(again.state.models, whole.state.models)
-    assert [row["releases"] for row in result.clients] == again.callbacks[-1]._quota.tolist()
+    assert [row["releases"] for row in result.clients] == again.strategies[-1]._quota.tolist()
 
 
 def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop, tmp_path):
@@ -315,8 +317,8 @@ def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop, tmp_path):
         first.run()
     again = loop()
     result = again.run(resume=True)
-    quota = again.callbacks[-1]._quota
-    assert again.callbacks[-1]._taken.tolist() == quota.tolist()
+    quota = again.strategies[-1]._quota
+    assert again.strategies[-1]._taken.tolist() == quota.tolist()
     assert sum(row["releases"] for row in result.clients) == quota.sum() + COHORT
     assert all(row["epsilon_spent"] <= e for row, e in zip(result.clients, EPSILON, strict=True))
 
@@ -332,7 +334,7 @@ def test_growth_of_noise_is_found_where_batches_are_sampled(make_loop):
         privacy={"accountant": "rdp"},
     )
     result = loop.run()
-    noise = loop.callbacks[-1]._noise
+    noise = loop.strategies[-1]._noise
     assert 0.5 < noise.exponent < 1.2
     assert all(row["epsilon_spent"] <= e for row, e in zip(result.clients, EPSILON, strict=True))
     for client, own in enumerate(loop.schedule.clients):
@@ -435,7 +437,7 @@ def test_learning_rates_decay_from_round_to_round(make_loop):
     rates = []
     for finished in range(4):
         view = loop.view(ServerState(loop.module.flat[None], (0,) * COUNT, finished))
-        rates.append(loop.callbacks[-1].plan_round(view.plan(), view).learning_rate_of)
+        rates.append(loop.strategies[-1].plan_round(view.plan(), view).learning_rate_of)
     assert rates == [(pytest.approx(0.3 / (1 + t / 4)),) * COUNT for t in (1, 2, 3, 4)]
     with pytest.raises(UserError, match=r"`strategies\.learning_rate_decay\.half_after` must be above 0"):
         LearningRateDecay(0.0)
@@ -450,8 +452,8 @@ def test_personal_inputs_stay_with_the_selected_clients(make_loop):
     personal = module.personal_mask
     assert int(personal.sum()) == 12 and torch.equal(loop.state.models[0][personal], start[personal])
     assert not torch.equal(loop.state.models[0][~personal], start[~personal])
-    for client, quota in enumerate(loop.callbacks[-1]._quota):
-        own = loop.engine.personalised(loop.state.models[0], client)[personal]
+    for client, quota in enumerate(loop.strategies[-1]._quota):
+        own = loop.clients.engine.personalised(loop.state.models[0], client)[personal]
         assert torch.equal(own, start[personal]) == (quota == 0)
 
 
@@ -461,7 +463,7 @@ def test_full_batches_are_not_called_samples(laplace, make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT), laplace=laplace, clients=None)
     said = []
 
-    class Start(ServerCallback):
+    class Start(Callback):
         def on_run_start(self, view):
             said.extend(one.sampling for one in view.guarantees())
 
@@ -482,7 +484,7 @@ def test_full_batches_are_not_called_samples(laplace, make_loop):
 def test_the_outline_says_quotas_and_gain(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT))
     loop.plan_schedule()
-    own = loop.callbacks[-1]
+    own = loop.strategies[-1]
     quotas, noise = loop.outline()
     assert quotas.startswith(f"3 of 8 clients a round; quotas from 0 to {own._quota.max()} of 8 rounds, median ")
     factor = exact_factor(np.array(loop.population.num_records), laplace=False)
@@ -494,7 +496,7 @@ def test_the_outline_says_quotas_and_gain(make_loop):
 
 
 def test_a_run_tells_its_outline_also_when_it_goes_on(make_loop, tmp_path):
-    class Watcher(ServerCallback):
+    class Watcher(Callback):
         def on_run_start(self, view):
             told.append(view.run.outline)
 
@@ -519,6 +521,6 @@ def test_more_clients_than_a_fifth_is_said_not_assumed(make_loop):
         module=ClientModule(small_net()),
         clients=ClientOptions(count=1, batch_size=None),
         privacy=PrivacyOptions(epsilon=2.0, delta=DELTA, accountant="gdp", noise_key=FIXED_KEY),
-        callbacks=[BiasedSelection()],
+        parts=[BiasedSelection()],
     )
     assert one.run().clients[0]["releases"] == 3

@@ -50,7 +50,7 @@ def accuracy(make_loop, own, low, high, seed, rounds=100):
             privacy=PrivacyOptions(
                 epsilon=epsilon, delta=1e-5, accountant="gdp", adjacency="replace_one", noise_key=FIXED_KEY
             ),
-            callbacks=strategies.build({**own, "learning_rate_decay": {"half_after": 50}}),
+            parts=strategies.build({**own, "learning_rate_decay": {"half_after": 50}}),
             seed=seed,
             evaluate_every=rounds,
         )

@@ -16,9 +16,9 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.messages.query import Charged, LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.strategy import ServerCallback
 from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 from dpfl_lightning.privacy.accounting.events import Unprotected
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
@@ -30,7 +30,7 @@ EPSILON = [0.3, 0.6, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 COUNT, COHORT, ROUNDS, WARMUP, DELTA = len(EPSILON), 3, 12, 4, 1e-3
 
 
-class Seen(ServerCallback):
+class Seen(Callback):
     def __init__(self):
         self._cohorts = []
 
@@ -38,7 +38,7 @@ class Seen(ServerCallback):
         self._cohorts.append(report.clients)
 
 
-def federation(make_loop, own, *callbacks, laplace=False, population=None, clients=None, privacy=(), **more):
+def federation(make_loop, own, *parts, laplace=False, population=None, clients=None, privacy=(), **more):
     usual = {"epsilon": EPSILON, "delta": DELTA, "accountant": "gdp", "noise_key": FIXED_KEY}
     if laplace:
         usual |= {"mechanism": "laplace", "delta": 0.0, "accountant": "rdp"}
@@ -46,7 +46,7 @@ def federation(make_loop, own, *callbacks, laplace=False, population=None, clien
         population=blobs(num_clients=COUNT) if population is None else population,
         clients=clients or ClientOptions(count=COUNT, batch_size=None, learning_rate=0.3),
         privacy=None if privacy is None else PrivacyOptions(**{**usual, **dict(privacy)}),
-        callbacks=[own, *callbacks],
+        parts=[own, *parts],
         **{"rounds": ROUNDS, **more},
     )
 
@@ -69,12 +69,12 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimate
     parts = seen._cohorts[:WARMUP], seen._cohorts[WARMUP:]
     early, late = (Counter(n for cohort in part for n in cohort) for part in parts)
     reports = 1 if estimates == "shrunken" else 2
-    charges = Counter((charge.client, charge.purpose) for charge in read_ledger(loop.folder.ledger_file))
+    charges = Counter((charge.client, charge.purpose) for charge in read_ledger(loop.clients.folder.ledger_file))
     for client, budget in enumerate(EPSILON):
         assert charges[client, "train"] == early[client] <= first[client]
         assert charges[client, "loss"] == reports * early[client]
         assert charges[client, "later_train"] == late[client] == own._quota[client]
-        events, delta = loop.budgets.ledger.events(client), loop.schedule.clients[client].delta
+        events, delta = loop.clients.budgets.ledger.events(client), loop.schedule.clients[client].delta
         spent = loop.accountant.epsilon(events, delta)
         whole = loop.accountant.epsilon(planned.clients[client].events(), delta)
         assert spent <= budget and whole <= budget, "the first plan alone would have fitted, too"
@@ -84,8 +84,8 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimate
             assert spent > budget * (1 - 1e-4), "the second stage takes all that is left"
         if early[client] or late[client]:
             assert result.clients[client]["epsilon_spent"] == budget, "the budget is what holds"
-            assert "as a privacy filter" in loop.budgets.guarantees()[client].accountant
-        assert FILTER.rstrip(".") in loop.budgets.guarantees()[client].words()
+            assert "as a privacy filter" in loop.clients.budgets.guarantees()[client].accountant
+        assert FILTER.rstrip(".") in loop.clients.budgets.guarantees()[client].words()
     told = result.told
     assert told["participations"] == told["quota"] == [early[n] + late[n] for n in range(COUNT)]
     assert len(told["unlikeness"]) == COUNT
@@ -108,7 +108,7 @@ def test_a_ratio_of_zero_is_least_noise_with_what_is_left(make_loop):
     own = two_stages(ratio=0.0)
     loop = federation(make_loop, own)
     loop.run()
-    releases = [len(loop.budgets.ledger.events(n)) for n in range(COUNT)]
+    releases = [len(loop.clients.budgets.ledger.events(n)) for n in range(COUNT)]
     assert sum(releases) == COHORT * ROUNDS + COHORT * WARMUP
     assert own._quota.sum() == COHORT * (ROUNDS - WARMUP) and own._quota.max() <= ROUNDS - WARMUP
 
@@ -146,16 +146,16 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     loop = federation(make_loop, own)
     start = loop.module.flat
     result = loop.run()
-    charges = list(read_ledger(loop.folder.ledger_file))
+    charges = list(read_ledger(loop.clients.folder.ledger_file))
     reported = {charge.client for charge in charges if charge.purpose == "loss"}
     assert {charge.event for charge in charges if charge.purpose == "loss"} == {Unprotected(UNSOUND)} and reported
     for client, (row, budget) in enumerate(zip(result.clients, EPSILON, strict=True)):
         assert (row["epsilon_spent"] is None) == (client in reported)
         updates = [one.event for one in charges if one.client == client and one.purpose != "loss"]
         assert loop.accountant.epsilon(updates, loop.schedule.clients[client].delta) <= budget
-    promises = loop.budgets.guarantees()
+    promises = loop.clients.budgets.guarantees()
     assert all((one.unprotected == (UNSOUND,)) == (client in reported) for client, one in enumerate(promises))
-    purposes = Counter(charge.purpose for charge in read_ledger(loop.folder.ledger_file))
+    purposes = Counter(charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file))
     assert purposes["loss"] == COHORT * WARMUP and purposes["later_train"] == COHORT * (ROUNDS - WARMUP)
     assert len(own._reports) == COHORT * WARMUP and all(np.isfinite(one).all() for one in own._reports)
     # exact, without noise: the loss before and after a clipped full-batch step
@@ -163,7 +163,7 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
     silent = {client: NoMechanism("unbounded", mechanism)}
     query = LossesAroundStep(mechanism_of=silent, model=start, step_of={client: (math.inf, 2, 0.3)})
-    before, after = query.read(client, answers.answer(query, client, loop.module, x, y, None))
+    before, after = query.read(client, answers.answer(Charged.of(query), client, loop.module, x, y, None))
     net = small_net()
     loss = torch.nn.functional.cross_entropy(net(x), y)
     assert before == pytest.approx(loss.item(), rel=1e-5)
@@ -202,8 +202,10 @@ def test_a_resumed_run_has_the_same_quotas_and_bits(cut, estimates, make_loop, t
     again = loop("cut")
     result = again.run(resume=True)
     assert torch.equal(again.state.models, whole.state.models)
-    assert again.callbacks[1]._quota.tolist() == whole.callbacks[1]._quota.tolist()
-    assert [row["releases"] for row in result.clients] == [len(whole.budgets.ledger.events(n)) for n in range(COUNT)]
+    assert again.strategies[1]._quota.tolist() == whole.strategies[1]._quota.tolist()
+    assert [row["releases"] for row in result.clients] == [
+        len(whole.clients.budgets.ledger.events(n)) for n in range(COUNT)
+    ]
 
 
 def test_a_run_pays_for_what_it_repeats(make_loop, tmp_path):
@@ -218,7 +220,7 @@ def test_a_run_pays_for_what_it_repeats(make_loop, tmp_path):
     again = loop()
     again.run(resume=True)
     for client, budget in enumerate(EPSILON):
-        assert again.accountant.epsilon(again.budgets.ledger.events(client), DELTA) <= budget
+        assert again.accountant.epsilon(again.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
 def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(make_loop, tmp_path, monkeypatch):
@@ -240,7 +242,7 @@ def test_a_second_stage_that_was_paid_for_is_not_planned_again_with_other_noise(
     with pytest.raises(UserError, match=r"ledger.jsonl` must hold what the schedule of client \d plans now"):
         again.run(resume=True)
     for client, budget in enumerate(EPSILON):
-        assert again.accountant.epsilon(again.budgets.ledger.events(client), DELTA) <= budget
+        assert again.accountant.epsilon(again.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
 def test_a_loss_is_one_step_however_many_an_update_has(make_loop):
@@ -248,10 +250,10 @@ def test_a_loss_is_one_step_however_many_an_update_has(make_loop):
     loop = federation(make_loop, two_stages(), clients=clients)
     loop.run()
     for client, budget in enumerate(EPSILON):
-        paid = loop.budgets.ledger.paid(client)
+        paid = loop.clients.budgets.ledger.paid(client)
         assert {event.steps for event in paid.get("train", ())} <= {2}
         assert {event.steps for event in paid.get("loss", ())} <= {1}
-        assert loop.accountant.epsilon(loop.budgets.ledger.events(client), DELTA) <= budget
+        assert loop.accountant.epsilon(loop.clients.budgets.ledger.events(client), DELTA) <= budget
 
 
 @pytest.mark.parametrize(
@@ -291,7 +293,9 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
 
     def answer(x, y, mechanism=silent):
         query = MeanLoss(mechanism_of={0: mechanism}, models=model, row_of={0: 0}, loss_bound=bound)
-        return query.read(0, answers.answer(query, 0, module, torch.tensor(x)[:, None], torch.tensor(y), None))
+        return query.read(
+            0, answers.answer(Charged.of(query), 0, module, torch.tensor(x)[:, None], torch.tensor(y), None)
+        )
 
     x, y = [1.0] * 9, [0, 1] * 4 + [0]
     middle = answer(x, y)
@@ -308,7 +312,7 @@ def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     mechanism = Gaussian(0.5, 4.0, 1.0, 10.0)
     query = MeanLoss(mechanism_of={3: mechanism}, models=module.flat[None], row_of={3: 0}, loss_bound=1.0)
     draw, x, y = RandomGenerator(bytes(32)), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
-    reports = [query.read(3, answers.answer(query, 3, module, x, y, draw)) for _ in range(2000)]
+    reports = [query.read(3, answers.answer(Charged.of(query), 3, module, x, y, draw)) for _ in range(2000)]
     assert np.std(reports) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
     assert event_of(query, 3) == mechanism.event(1)
 
@@ -344,7 +348,7 @@ def test_quotas_of_the_second_stage_are_optimal_for_what_is_left(make_loop):
 
     left = []
     for client in range(COUNT):
-        early = loop.budgets.ledger.events(client)[: 2 * int(own._first[client])]  # an update and a report each
+        early = loop.clients.budgets.ledger.events(client)[: 2 * int(own._first[client])]  # an update and a report each
         whole = square(planned.clients[client].events()) if first[client] else mu[client] ** 2
         left.append(whole - square(early))
     factor = np.where(np.array(left) > 1e-9, 83 / (np.maximum(left, 1e-300) * records**2), np.inf)

@@ -15,8 +15,9 @@ from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import plan
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 RECORDS, ROUNDS, DELTA = 6600, 200, 1e-4
 RESNET = 11_181_642  # parameters

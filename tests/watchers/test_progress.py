@@ -33,7 +33,7 @@ def whole_run(progress: Progress, view, result=None, rounds=(1, 2, 3)) -> None:
 
 
 def test_it_has_no_public_names_but_hooks():
-    register([Progress(), SizeWeighted()])
+    register([SizeWeighted()], [Progress()])
 
 
 def test_the_plan_comes_first(paper, tmp_path):

@@ -1,23 +1,87 @@
-"""How a client answers a query: its records' rows are bounded, summed and noised here, whatever the query does."""
+"""How a client answers queries: what is computed for each type of query, then bounded, summed and noised."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.federated.messages.query import NoMechanism, Query
-from dpfl_lightning.privacy.clipping.reference import clip_factors, evaluating, summing_dtype
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.query import (
+    Charged,
+    LossesAroundStep,
+    LowestLoss,
+    MeanLoss,
+    NoMechanism,
+    Query,
+    SelectModel,
+)
+from dpfl_lightning.models.model import FORWARD_CHUNK
+from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, clip_factors, evaluating, summing_dtype
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
+#: computes from (query, client, module, x, y), where x and y are records and their labels
+Computation = TypeVar("Computation", bound=Callable[..., Tensor])
 
-def answer(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> Any:
+_ROWS: dict[type[Query], Callable[..., Tensor]] = {}
+_PLAIN_ANSWERS: dict[type[Query], Callable[..., Tensor]] = {}
+
+
+def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
+    """Register what clients compute for queries of a type whose mechanism is `Gaussian`, `Laplace` or exponential.
+
+    The function returns a row of statistics for each record, `[b, k]`, of records `x [b, *X]`, `y [b]`. It is called
+    under `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another record. The number
+    of columns k must be the same for all records.
+    """
+
+    def register(function: Computation) -> Computation:
+        _ROWS[kind] = function
+        return function
+
+    return register
+
+
+def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
+    """Register the answer `[k]` of clients without a mechanism (`NoMechanism`), from all records `x [n, *X]`, `y [n]`.
+
+    **Privacy** None: the client's epsilon becomes infinite.
+    """
+
+    def register(function: Computation) -> Computation:
+        _PLAIN_ANSWERS[kind] = function
+        return function
+
+    return register
+
+
+def check_answerable(query: Charged) -> None:
+    """Check that something is registered for the type of the query.
+
+    Raises:
+        TypeError: nothing is.
+    """
+    for mechanism in query.mechanism_of.values():
+        _computation(query, mechanism)
+
+
+def _computation(query: Charged, mechanism: object) -> Callable[..., Tensor]:
+    plain = isinstance(mechanism, NoMechanism)
+    known, kind = _PLAIN_ANSWERS if plain else _ROWS, type(query.question)
+    for base in kind.__mro__:
+        if base in known:
+            return known[base]
+    register = "plain_answer_of" if plain else "rows_of"
+    raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`")
+
+
+def answer(query: Charged, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> Any:
     """What leaves the client: the noised sum `[k]`, the chosen index, or an answer that is charged as `Unprotected`.
 
     Args:
@@ -30,11 +94,11 @@ def answer(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor
     **Privacy** One `event(1)` of the client's mechanism, which the caller has charged.
 
     Raises:
-        ValueError: `Query.rows` returns something other than one row for each record.
+        ValueError: the registered function returns something other than one row for each record.
     """
     mechanism = query.mechanism_of[client]
     if isinstance(mechanism, NoMechanism):
-        plain = query.answer(client, module, x, y)
+        plain = _computation(query, mechanism)(query.question, client, module, x, y)
         return plain if mechanism.noise is None else mechanism.noise.privatise(plain[None], generator, plain.dtype)[0]
     if isinstance(mechanism, ExponentialMechanism):
         return mechanism.choose(_bounded_sum(query, client, module, x, y, _scores), generator)
@@ -44,17 +108,18 @@ def answer(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor
 
 @torch.no_grad()
 def _bounded_sum(
-    query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
+    query: Charged, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The sum of all records' rows after `bounded`, `[k]` float64 on the CPU."""
+    compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
     def row(x: Tensor, y: Tensor) -> Tensor:
-        own = query.rows(client, module, x[None], y[None])
+        own = compute(query.question, client, module, x[None], y[None])
         fits = isinstance(own, Tensor) and own.ndim == 2 and len(own) == 1 and not own.is_complex()
         if not fits:
             got = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
             raise ValueError(
-                f"{type(query).__name__}.rows must return one row of real numbers for each record, shape (1, k) for "
+                f"the rows of {kind} must be one row of real numbers for each record, shape (1, k) for "
                 f"one record, got {got}"
             )
         return own[0].to(summing_dtype(own))
@@ -66,7 +131,7 @@ def _bounded_sum(
             part = bounded(rows).sum(dim=0)
             if total is not None and part.shape != total.shape:
                 got = f"{len(total)} and {len(part)}"
-                raise ValueError(f"{type(query).__name__}.rows must return rows of one length, got {got}")
+                raise ValueError(f"the rows of {kind} must have one length, got {got}")
             total = part if total is None else total + part
     assert total is not None  # a mechanism's divisor is above 0: there are records
     return total.cpu().double()
@@ -81,3 +146,56 @@ def _clipped(rows: Tensor, mechanism: Mechanism) -> Tensor:
     """`rows` `[b, k]` with every norm at most the mechanism's; a row whose norm is not finite is zero."""
     norms = torch.linalg.vector_norm(rows, ord=mechanism.clip_order, dim=1, keepdim=True)
     return torch.where(norms.isfinite(), rows, 0.0) * clip_factors(norms, mechanism.clip_norm)
+
+
+# ---- what is computed
+
+
+@rows_of(SelectModel)
+def _fit_of_models(query: SelectModel, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    return 1 - bounded_losses(module, query.models, x, y, query.loss_bound) / query.loss_bound
+
+
+@rows_of(MeanLoss)
+def _centred_loss(query: MeanLoss, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    model = query.models[query.row_of[client]][None]
+    return bounded_losses(module, model, x, y, query.loss_bound) - query.loss_bound / 2
+
+
+@plain_answer_of(LowestLoss)
+def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    return summed_losses(module, query.models, x, y).argmin()
+
+
+@plain_answer_of(LossesAroundStep)
+def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
+    clip_norm, order, rate = query.step_of[client]
+    clipped_sum = VmapClippedSum(module.sample_loss)
+    step = clipped_sum(module.unflatten(query.model), x, y, clip_norm, order=order)[0]
+    after = query.model - rate * (step / len(y)).to(query.model.dtype)
+    return summed_losses(module, torch.stack([query.model, after]), x, y)
+
+
+def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Every record's loss at each of the models `[M, P]`, `[b, M]`."""
+    return torch.stack([module.sample_loss(module.unflatten(model), x, y) for model in models], dim=1)
+
+
+def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
+    """The same clipped to [0, bound], float64 where the device has it; a loss that is not a number is the bound."""
+    losses = losses_at(module, models, x, y)
+    return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
+
+
+def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """The sum over records `x [n, *X]`, `y [n]` of each model's loss, unbounded, `[M]` float64 on the CPU.
+
+    A loss that is not a number counts as infinite. Records are read chunk by chunk: memory does not grow with them.
+    """
+    totals = models.new_zeros(len(models), dtype=summing_dtype(models))
+    with evaluating(module.net):
+        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
+            losses = losses_at(module, models, inputs, targets)
+            totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
+    return totals.cpu().double()

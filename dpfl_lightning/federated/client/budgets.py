@@ -7,8 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan, RunSchedule
+from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
+from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import (
@@ -20,7 +22,7 @@ from dpfl_lightning.privacy.accounting.events import (
     Unprotected,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace

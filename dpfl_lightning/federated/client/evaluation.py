@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 
 import torch
@@ -12,28 +11,12 @@ from torch import Tensor
 from torchmetrics.functional.classification import multiclass_accuracy
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client.engines.serial import Engine
+from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import Delivered
-
-
-@dataclass(frozen=True)
-class Score:
-    """On n records: accuracy in [0, 1] (None for regression, or without records) and mean loss."""
-
-    accuracy: float | None
-    loss: float
-
+from dpfl_lightning.federated.messages.evaluation import Evaluation, Score
+from dpfl_lightning.federated.messages.models import Delivered
 
 _NOTHING = Score(None, math.nan)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """`test`: mean over clients of the client's own model on the test set. `clients`: on its own held-out records."""
-
-    test: Score
-    clients: tuple[Score, ...]
 
 
 def evaluate(

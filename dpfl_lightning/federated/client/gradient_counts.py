@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,37 +11,11 @@ from torch import Tensor
 COUNTED = ("gradients", "clipped", "not_finite")
 PADDING = -1.0  # stands where a record's norm would, and counts as none
 
-#: what `privacy.diagnostics` shows, as its `Unprotected` event says it
-SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"
 _ABOUT = (
     "Exact counts over the run of the gradients of each client's records: all (one a record and step), those that were "
     "clipped, and those that were not finite and so contributed nothing. No noise and no guarantee covers them: they "
     "are for each client alone. Do not share this file."
 )
-
-
-@dataclass(frozen=True)
-class Diagnostics:
-    """What became of the gradients of one round, for everybody to see: then no guarantee holds.
-
-    Args:
-        clip_fraction: length N, of each client's gradients, in [0, 1]; None for a client that had none.
-        not_finite: length N.
-    """
-
-    clip_fraction: tuple[float | None, ...]
-    not_finite: tuple[int, ...]
-
-    @classmethod
-    def of(cls, counts: Tensor) -> Diagnostics:
-        """From the counts of one round `[N, 3]`.
-
-        >>> Diagnostics.of(torch.tensor([[4, 1, 2], [0, 0, 0]]))
-        Diagnostics(clip_fraction=(0.25, None), not_finite=(2, 0))
-        """
-        rows = counts.tolist()
-        fractions = tuple(clipped / gradients if gradients else None for gradients, clipped, _ in rows)
-        return cls(fractions, tuple(not_finite for _, _, not_finite in rows))
 
 
 def fates(norms: Tensor, clip_norm: float | Tensor) -> Tensor:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 import math
-import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import RunSchedule
-from dpfl_lightning.federated.server.settings import ClientSettings
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.settings import ClientSettings
 
 if TYPE_CHECKING:
-    from dpfl_lightning.federated.client.engines.serial import Engine
+    from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 _OF_A_ROUND = ("task", "local_optimizer", "net")  # of a `ClientModule`: what begins anew, and what is read apart
 _OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # of a layer that draws no random numbers to begin with
 
@@ -88,24 +81,11 @@ def identity(
     return {
         **configured,
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
-        "schedule": _hex(json.dumps(lines).encode()),
+        "schedule": hex_digest(json.dumps(lines).encode()),
         "strategy": strategies,
         "module": module_digest(module),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
-
-
-def strategy_digests(callbacks: Sequence[ServerCallback]) -> dict[str, str]:
-    """A digest of each callback that decides anything, by its class and number: its settings and the source of both.
-
-    To be taken before the first round, as a strategy may remember rounds among its settings.
-    """
-    deciding = [one for one in callbacks if any(_overrides(one, verb) for verb in _VERBS)]
-    return {f"{number} {type(one).__qualname__}": object_digest(one) for number, one in enumerate(deciding)}
-
-
-def _overrides(callback: ServerCallback, verb: str) -> bool:
-    return getattr(type(callback), verb) is not getattr(ServerCallback, verb)
 
 
 def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:
@@ -118,7 +98,7 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
     return {
         "code": package_digest(),
         "model": module_digest(module),
-        "data": _hex(b"".join(data_digests(population, b""))),
+        "data": hex_digest(b"".join(data_digests(population, b""))),
         "engine": f"{engine.name} ({engine.description})",
         "device": f"{device.type} {own}",
     }
@@ -155,23 +135,10 @@ def module_digest(module: ClientModule) -> str:
         kinds = [one.__qualname__ for one in type(part).__mro__]
         words.append([name, kinds, part.extra_repr(), part.training, _settings(part)])
     fixed = {name: one for name, one in module.named_parameters() if not one.requires_grad}
-    words += [[name, _value(tensor)] for name, tensor in sorted({**fixed, **dict(module.named_buffers())}.items())]
-    return _with_sources(words, classes)
+    words += [[name, described(tensor)] for name, tensor in sorted({**fixed, **dict(module.named_buffers())}.items())]
+    return digest_with_sources(words, classes)
 
 
-def object_digest(value: object) -> str:
-    """Digest of a strategy before its first round: its class, its settings and the source of both."""
-    return _with_sources([_value(vars(value))], type(value).__mro__)
-
-
-def memory_of(value: Tensor) -> memoryview:
-    """A tensor's bytes, wherever it lies."""
-    if value.numel() == 0:  # torch refuses to view some empty tensors
-        return memoryview(b"")
-    return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-_VERBS = ("plan_run", "initialise", "replan", "plan_round", "weigh", "combine", "step", "refine", "deliver", "stop")
 _COLUMNS = (
     "clients.num_records",
     "clients.batch_size",
@@ -199,99 +166,7 @@ def _for_json(value: Any) -> Any:
     return json.loads(json.dumps(value, default=str))
 
 
-def _hex(content: bytes) -> str:
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
-
-
-def _with_sources(words: list[Any], classes: Iterable[type]) -> str:
-    classes = list(classes)
-    scripts = [_code_of(one) for one in classes if one.__module__ == "__main__"]  # a script may change elsewhere
-    digest = hashlib.blake2b(json.dumps([words, scripts]).encode(), digest_size=16)
-    for name, source in _sources({one.__module__ for one in classes} - {"__main__"}):
-        digest.update(json.dumps([name, len(source)]).encode())
-        digest.update(source)
-    return digest.hexdigest()
-
-
-def _code_of(kind: type) -> str | None:
-    try:
-        return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into an interpreter
-        return None
-
-
 def _settings(part: nn.Module) -> dict[str, Any]:
     """What an owner keeps in a module beside parameters, buffers and modules."""
     skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
-    return {key: _value(value) for key, value in sorted(vars(part).items()) if key not in skipped}
-
-
-def _value(value: object, seen: dict[int, int] | None = None) -> Any:
-    """A setting, ready for JSON and without places in memory.
-
-    Args:
-        seen: the objects that were met already: each is told once. Not tuples, of which Python may keep equal ones
-            once or twice.
-    """
-    seen = {} if seen is None else seen
-    if isinstance(value, Tensor | np.ndarray | np.generic):
-        tensor = torch.as_tensor(value)
-        return [str(tensor.dtype), list(tensor.shape), _hex(bytes(memory_of(tensor)))]
-    if value is None or isinstance(value, str | int | float | complex | bytes):
-        return repr(value)
-    if isinstance(value, functools.partial):
-        return ["partial", *(_value(one, seen) for one in (value.func, value.args, value.keywords))]
-    if isinstance(value, type) or inspect.isroutine(value):
-        cells = [cell.cell_contents for cell in getattr(value, "__closure__", None) or ()]
-        return [f"{value.__module__}.{value.__qualname__}", _value(cells, seen) if cells else None]
-    name = f"{type(value).__module__}.{type(value).__qualname__}"
-    if isinstance(value, tuple):
-        return [name, [_value(one, seen) for one in value]]
-    if id(value) in seen:
-        return [name, seen[id(value)]]
-    seen[id(value)] = len(seen)
-    if isinstance(value, Mapping):
-        return [name, [[_value(key, seen), _value(one, seen)] for key, one in value.items()]]
-    if isinstance(value, set | frozenset):
-        return [name, sorted(json.dumps(_value(one, seen)) for one in value)]
-    if isinstance(value, list):
-        return [name, [_value(one, seen) for one in value]]
-    if hasattr(value, "__dict__"):
-        return [name, _value(vars(value), seen)]
-    text = repr(value)
-    return [name, None if " at 0x" in text else text]
-
-
-def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """The files of Python modules and, where they are nobody's installed package, of those that they refer to.
-
-    A module without a file (an interpreter) has none: its code cannot be compared.
-    """
-    found: dict[str, bytes] = {}
-    waiting = set(names)
-    while waiting:
-        name = waiting.pop()
-        python = sys.modules.get(name)
-        file = getattr(python, "__file__", None)
-        if name in found or python is None or not file or _installed(name, file):
-            continue
-        found[name] = Path(file).read_bytes()
-        waiting |= set(_neighbours(python))
-    return ((name, found[name]) for name in sorted(found))
-
-
-def _installed(name: str, file: str) -> bool:
-    packages = {"site-packages", "dist-packages"} & set(Path(file).parts)
-    return name.split(".")[0] in ("dpfl_lightning", "__main__") or file.startswith(_INSTALLED) or bool(packages)
-
-
-def _neighbours(python: ModuleType) -> Iterator[str]:
-    """The modules whose names, classes and functions this one has imported."""
-    for value in vars(python).values():
-        other = value if isinstance(value, ModuleType) else _home(value)
-        if other is not None:
-            yield other.__name__
-
-
-def _home(value: object) -> ModuleType | None:
-    return inspect.getmodule(value) if inspect.isclass(value) or inspect.isfunction(value) else None
+    return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Self, final
 
-import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
 from dpfl_lightning.privacy.accounting.events import Event, Unprotected
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, evaluating, summing_dtype
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
@@ -43,10 +39,11 @@ _KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A question to some clients. Subclasses are dataclasses that implement `rows`, or `answer` for `NoMechanism`.
+    """A question to some clients: its plain fields are all that they receive of it.
 
-    The methods `rows` and `answer` run at the client, `read` at the server. No method receives a random generator, and
-    the event that is charged follows from the mechanism alone.
+    What a client computes is registered for the type of the query, on the client's side: `rows_of` and
+    `plain_answer_of` of `dpfl_lightning.federated.client.answers`. `read` runs at the server. The event that is charged
+    follows from the mechanism alone.
 
     Args:
         purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
@@ -70,23 +67,11 @@ class Query:
         """The same question to these of its clients."""
         return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
-    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        """A row of statistics for each record, `[b, k]`, of the records `x [b, *X]`, `y [b]`.
-
-        It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another
-        record. The number of columns k must be the same for all records.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has a mechanism for client {client}, but no `rows`")
-
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        """The answer `[k]` of a client without a mechanism, from all its records `x [n, *X]`, `y [n]`."""
-        raise NotImplementedError(f"{type(self).__name__} has no mechanism for client {client}, and no `answer`")
-
     def read(self, client: int, released: Any) -> Any:
         """What the asker gets for a released answer: post-processing, without access to records.
 
         Args:
-            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or what `answer` returned.
+            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or the plain answer.
         """
         return released
 
@@ -97,7 +82,7 @@ class Charged(Query):
     """A question as it is charged: who answers with which mechanism is settled before it is asked.
 
     Args:
-        question: computes rows or answers, and has no further say in anything else.
+        question: its type says what is computed, and its fields are parameters of that; it decides nothing else.
     """
 
     question: Query
@@ -113,12 +98,6 @@ class Charged(Query):
             raise TypeError(f"a question to clients must be a `Query`, got {type(question).__name__}")
         mechanisms = {int(client): question.mechanism_of[client] for client in question.clients}
         return cls(purpose=str(question.purpose), mechanism_of=mechanisms, question=question)
-
-    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        return self.question.rows(client, module, x, y)
-
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        return self.question.answer(client, module, x, y)
 
     def read(self, client: int, released: Any) -> Any:
         return self.question.read(client, released)
@@ -161,9 +140,6 @@ class SelectModel(Query):
     loss_bound: float
     purpose: str = "select"
 
-    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        return 1 - bounded_losses(module, self.models, x, y, self.loss_bound) / self.loss_bound
-
 
 @dataclass(frozen=True, kw_only=True)
 class LowestLoss(Query):
@@ -177,9 +153,6 @@ class LowestLoss(Query):
 
     models: Tensor
     purpose: str = "select"
-
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        return summed_losses(module, self.models, x, y).argmin()
 
     def read(self, client: int, released: Tensor) -> int:
         return int(released)
@@ -205,10 +178,6 @@ class MeanLoss(Query):
     loss_bound: float
     purpose: str = "loss"
 
-    def rows(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        model = self.models[self.row_of[client]][None]
-        return bounded_losses(module, model, x, y, self.loss_bound) - self.loss_bound / 2
-
     def read(self, client: int, released: Tensor) -> float:
         return float(released) + self.loss_bound / 2
 
@@ -231,39 +200,6 @@ class LossesAroundStep(Query):
     step_of: Mapping[int, tuple[float, int, float]]
     purpose: str = "loss"
 
-    def answer(self, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-        """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
-        clip_norm, order, rate = self.step_of[client]
-        clipped_sum = VmapClippedSum(module.sample_loss)
-        step = clipped_sum(module.unflatten(self.model), x, y, clip_norm, order=order)[0]
-        return summed_losses(
-            module, torch.stack([self.model, self.model - rate * (step / len(y)).to(self.model.dtype)]), x, y
-        )
-
     def read(self, client: int, released: Tensor) -> tuple[float, float]:
         before, after = released.tolist()
         return before, after
-
-
-def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Every record's loss at each of the models `[M, P]`, `[b, M]`."""
-    return torch.stack([module.sample_loss(module.unflatten(model), x, y) for model in models], dim=1)
-
-
-def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
-    """The same clipped to [0, bound], float64 where the device has it; a loss that is not a number is the bound."""
-    losses = losses_at(module, models, x, y)
-    return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
-
-
-def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The sum over records `x [n, *X]`, `y [n]` of each model's loss, unbounded, `[M]` float64 on the CPU.
-
-    A loss that is not a number counts as infinite. Records are read chunk by chunk: memory does not grow with them.
-    """
-    totals = models.new_zeros(len(models), dtype=summing_dtype(models))
-    with evaluating(module.net):
-        for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):
-            losses = losses_at(module, models, inputs, targets)
-            totals += losses.nan_to_num(nan=math.inf, posinf=math.inf).sum(dim=0, dtype=totals.dtype)
-    return totals.cpu().double()

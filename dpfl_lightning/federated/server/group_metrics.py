@@ -13,7 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from sklearn.metrics import adjusted_rand_score
 from sklearn.metrics.cluster import contingency_matrix
 
-from dpfl_lightning.data import Facts
+from dpfl_lightning.federated.messages.facts import Facts
 
 #: what `clustering` returns
 MATCHES = ("clustering_accuracy", "adjusted_rand_index", "minority_recall")

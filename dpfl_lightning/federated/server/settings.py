@@ -6,45 +6,23 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.messages.plan import RunSchedule
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate, cut_to_budgets
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
 from dpfl_lightning.runtime.folders import cache_folder
 from dpfl_lightning.runtime.notice import slow_notice
 
 _LEAST_CLIP_NORM = 1e-12
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
-
-
-@dataclass(frozen=True)
-class ClientSettings:
-    """One client's own settings; `epsilon` inf is "no budget", `noise_multiplier` None is "solve it"."""
-
-    num_records: int
-    batch_size: int
-    local_epochs: int
-    learning_rate: float
-    epsilon: float
-    delta: float
-    clip_norm: float
-    noise_multiplier: float | None
-
-    @property
-    def steps(self) -> int:
-        """Local steps a round: `local_epochs * ceil(num_records / batch_size)`."""
-        return self.local_epochs * math.ceil(self.num_records / self.batch_size)
-
-    @property
-    def sample_rate(self) -> float:
-        return self.batch_size / self.num_records
 
 
 def client_settings(

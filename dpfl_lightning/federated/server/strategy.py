@@ -1,4 +1,4 @@
-"""The table of hooks a server strategy or watcher may fill, and how answers are folded."""
+"""The hooks of a server strategy, and how the answers of several strategies are combined."""
 
 from __future__ import annotations
 
@@ -8,26 +8,24 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.federated.messages.plan import (
-    ClientUpdates,
-    Delivered,
-    RoundPlan,
-    RoundReport,
-    RunResult,
-    RunSchedule,
-    ServerState,
-    Sketch,
-    View,
-)
+from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback, answer_of
+from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.runtime.digests import object_digest
 
 T = TypeVar("T")
 
 
-class ServerCallback:
-    """Fill any of these hooks. Verbs return values; `on_*` hooks watch and return nothing.
+class Strategy:
+    """Decides what happens in a run: override any of these hooks, which return values.
 
-    A callback sees releases and public facts (`View`), never data and never the loop. Public methods other than the
-    hooks are refused at registration, so a misspelt hook is heard; name helpers with a leading underscore.
+    A strategy sees releases and public facts (`View`), never data and never the loop. Public methods other than hooks
+    are refused at registration, so that a misspelt hook is noticed; begin the names of helpers with an underscore. To
+    watch the run as well, derive from `Callback`, too.
 
     Attributes:
         needs: "facts", or "deltas" if single updates must be read: in every round, unless `sees` says in which.
@@ -45,7 +43,7 @@ class ServerCallback:
 
     needs: Literal["facts", "deltas"] = "facts"
     role: Literal["base", "correction", "mask", "route"] = "correction"
-    default_base: type[ServerCallback] | None = None
+    default_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
     needs_training: bool = False
@@ -58,7 +56,7 @@ class ServerCallback:
     def initialise(self, state: ServerState, view: View) -> ServerState | None:
         """The models that the run begins with, and who has which, in place of `state`, where all have the net as it is.
 
-        Two answers are an error. Not asked again on resume.
+        Exclusive. Not asked again on resume.
         """
         return None
 
@@ -89,18 +87,22 @@ class ServerCallback:
         Asked when it is settled who takes part, and again when it is known whose updates arrived. Who combines sees
         them, unless it says otherwise here.
         """
-        return self.needs == "deltas" or type(self).combine is not ServerCallback.combine
+        return self.needs == "deltas" or type(self).combine is not Strategy.combine
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         """Factors >= 0, `[C]` or `[K, C]`; None is no say."""
         return None
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
-        """`[K, P]` instead of `weights @ deltas`. Two answers in one round are an error."""
+        """`[K, P]` instead of `weights @ deltas`. Exclusive."""
         return None
 
+    def scale(self, combined: Tensor, view: View) -> Tensor:
+        """The combined update `[K, P]`, scaled. Strategies are asked in order, before `step`."""
+        return combined
+
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
-        """The new state instead of `models + combined`. Two answers in one round are an error; K may change."""
+        """The new state instead of `models + combined`. Exclusive; K may change."""
         return None
 
     def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
@@ -115,25 +117,19 @@ class ServerCallback:
         return {}
 
     def sketch(self, view: View) -> Sketch | None:
-        """The clients as points of a plane, asked once, when all rounds are done. Two answers are an error.
+        """The clients as points of a plane, asked once, when all rounds are done. Exclusive.
 
         **Privacy** Drawn from released and public values only.
         """
         return None
 
     def deliver(self, state: ServerState, view: View) -> Delivered | None:
-        """The models to evaluate and export instead of the server's."""
+        """The models to evaluate and export instead of the server's. Exclusive."""
         return None
 
     def stop(self, view: View) -> str | None:
-        """The reason to end the run now, logged as is."""
+        """The reason to end the run now, if there is one."""
         return None
-
-    def on_run_start(self, view: View) -> None: ...
-
-    def on_round_end(self, view: View, report: RoundReport) -> None: ...
-
-    def on_run_end(self, view: View, result: RunResult) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to resume: tensors and plain values."""
@@ -142,85 +138,102 @@ class ServerCallback:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-HOOKS = frozenset(name for name in vars(ServerCallback) if not name.startswith("_"))
-_IN_A_ROUND = ("stop", "replan", "plan_round", "sees", "weigh", "combine", "step", "refine")
+HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
+_WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
+#: hooks that decide nothing
+_REPORTING = {"outline", "sees", "tell", "sketch", "state_dict", "load_state_dict"}
+#: hooks whose answers cannot be combined: one strategy of a run may override each
+EXCLUSIVE = ("initialise", "combine", "step", "deliver", "sketch")
 #: attribute -> the words it may be
-_WORDS = {name: get_args(kind) for name, kind in get_type_hints(ServerCallback).items() if get_origin(kind) is Literal}
+_WORDS = {name: get_args(kind) for name, kind in get_type_hints(Strategy).items() if get_origin(kind) is Literal}
 
 
-def register(callbacks: Iterable[ServerCallback]) -> list[ServerCallback]:
-    """The callbacks, checked.
+def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
+    """Strategies and callbacks, checked.
 
     Raises:
         UserError: an unknown public method (a misspelt hook), a `role` or `needs` that there is not, not exactly one
-            base rule, or strategies that need local training beside one that has something else in its place.
+            base rule, two strategies that override one exclusive hook, or strategies that need local training beside
+            one that has something else in its place.
     """
-    checked = list(callbacks)
-    for callback in checked:
-        public = {name for kind in type(callback).__mro__[:-1] for name in vars(kind) if not name.startswith("_")}
-        methods = {name for name in public if callable(getattr(callback, name, None))}
-        for name in sorted(methods - HOOKS):
-            raise UserError(
-                f"`{type(callback).__name__}.{name}` must be a hook ({', '.join(sorted(HOOKS))}), got an unknown name. "
-                f"{nearest(name, HOOKS)} A helper? Begin its name with an underscore.".replace("  ", " ")
-            )
+    strategies, callbacks = list(strategies), list(callbacks)
+    for strategy in strategies:
+        kind, advice = type(strategy).__name__, "What only watches is one of `callbacks`."
+        require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
+        _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
         for name, words in _WORDS.items():
-            value = getattr(callback, name)
-            key, must = f"{type(callback).__name__}.{name}", f"be one of {', '.join(words)}"
-            require(value in words, key, must, value, nearest(value, words))
-    bases = [type(callback).__name__ for callback in checked if callback.role == "base"]
+            value = getattr(strategy, name)
+            require(value in words, f"{kind}.{name}", f"be one of {', '.join(words)}", value, nearest(value, words))
+    for callback in callbacks:
+        kind, advice = type(callback).__name__, "What decides is one of `strategies`."
+        only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)
+        require(only_watches, "callbacks", "hold instances of Callback", kind, advice)
+        _check_names(callback, _WATCHING)
+    bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
         raise UserError(
             f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
             "Keep one; corrections and masks multiply onto it."
         )
-    _check_training(checked)
-    return checked
+    _check_training(strategies)
+    for hook in EXCLUSIVE:
+        names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
+        if " and " in names:
+            raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
+    return strategies, callbacks
 
 
-def _check_training(callbacks: Sequence[ServerCallback]) -> None:
+def _check_names(one: Strategy | Callback, hooks: frozenset[str]) -> None:
+    """Refuse public methods that are no hooks: they would never be called."""
+    kinds = [kind for kind in type(one).__mro__[:-1] if kind not in (Strategy, Callback)]
+    public = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
+    for name in sorted(name for name in public - hooks if callable(getattr(one, name, None))):
+        raise UserError(
+            f"`{type(one).__name__}.{name}` must be a hook ({', '.join(sorted(hooks))}), got an unknown name. "
+            f"{nearest(name, hooks)} A helper? Begin its name with an underscore.".replace("  ", " ")
+        )
+
+
+def _check_training(strategies: Sequence[Strategy]) -> None:
     """Refuse strategies of local training where clients do not train: nothing else would tell of all of them."""
-    for other in filter(lambda callback: callback.in_place_of_training, callbacks):
-        for one in filter(lambda callback: callback.needs_training, callbacks):
+    for other in filter(lambda strategy: strategy.in_place_of_training, strategies):
+        for one in filter(lambda strategy: strategy.needs_training, strategies):
             raise UserError(
                 f"`strategies` must not hold {type(one).__name__} beside {type(other).__name__}, got both. The former "
                 f"is for local training; with the latter {other.in_place_of_training}. Remove one of them."
             )
 
 
-def answer_of(callback: ServerCallback, hook: str, *given: object) -> Any:
-    """The hook's answer; what it raises says below its traceback whose hook it was, and when."""
-    try:
-        return getattr(callback, hook)(*given)
-    except Exception as error:
-        view = next(one for one in given if isinstance(one, View))
-        when = f"in round {view.round}" if hook in _IN_A_ROUND else f"after round {view.round - 1}"
-        error.add_note(f"This came from the hook `{hook}` of {type(callback).__qualname__}, {when}.")
-        raise
+def overrides(strategy: Strategy, hook: str) -> bool:
+    """Whether the strategy's class overrides the hook."""
+    return getattr(type(strategy), hook) is not getattr(Strategy, hook)
 
 
-def fold(callbacks: Sequence[ServerCallback], hook: str, value: T, *context: object) -> T:
-    """Pass `value` through every callback's `hook(value, *context)`, in order."""
-    for callback in callbacks:
-        value = answer_of(callback, hook, value, *context)
+def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) -> T:
+    """Pass `value` through every strategy's `hook(value, *context)`, in order."""
+    for strategy in strategies:
+        value = answer_of(strategy, hook, value, *context)
     return value
 
 
-def one_of(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> Any:
-    """The one answer of `hook(*context)` that is not None, or None.
+def sole_answer(strategies: Sequence[Strategy], hook: str, *context: object) -> Any:
+    """The answer of the one strategy that overrides an exclusive hook, or None."""
+    assert hook in EXCLUSIVE
+    for strategy in strategies:
+        if overrides(strategy, hook):
+            return answer_of(strategy, hook, *context)
+    return None
 
-    Raises:
-        UserError: two callbacks answered.
+
+def reason_to_stop(strategies: Sequence[Strategy], view: View) -> str:
+    """The reasons of all strategies to end the run now, or nothing."""
+    return "; ".join(reason for strategy in strategies if (reason := answer_of(strategy, "stop", view)))
+
+
+def strategy_digests(strategies: Sequence[Strategy]) -> dict[str, str]:
+    """A digest of each strategy that decides anything, by number and class: of its settings and of the source of both.
+
+    To be taken before the first round, as a strategy may remember rounds among its settings.
     """
-    asked = [(callback, answer_of(callback, hook, *context)) for callback in callbacks]
-    answers = [(callback, answer) for callback, answer in asked if answer is not None]
-    if len(answers) > 1:
-        names = " and ".join(type(callback).__name__ for callback, _ in answers)
-        raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")
-    return answers[0][1] if answers else None
-
-
-def watch(callbacks: Sequence[ServerCallback], hook: str, *context: object) -> None:
-    """Tell every callback."""
-    for callback in callbacks:
-        answer_of(callback, hook, *context)
+    deciding = [one for one in strategies if any(overrides(one, hook) for hook in HOOKS - _REPORTING)]
+    return {f"{number} {type(one).__qualname__}": object_digest(one) for number, one in enumerate(deciding)}

@@ -10,14 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.client.budgets import Budgets
-from dpfl_lightning.federated.client.evaluation import Evaluation
-from dpfl_lightning.federated.messages.plan import RoundPlan, View
+from dpfl_lightning.federated.messages.account import ClientAccount
+from dpfl_lightning.federated.messages.evaluation import Evaluation
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.settings import ClientSettings
+from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
-from dpfl_lightning.federated.server.settings import ClientSettings
-from dpfl_lightning.federated.server.strategy import ServerCallback, answer_of
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 # What the run itself has: curves of clients, and how well clusters match true groups.
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
@@ -35,13 +38,13 @@ def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients
 
 
 def told(
-    callbacks: Sequence[ServerCallback],
+    strategies: Sequence[Strategy],
     view: View,
     plan: RoundPlan,
     weights: Tensor,
     sent: Mapping[str, float],
 ) -> dict[str, float | Tensor]:
-    """What is charted of a round beside accuracy and epsilon: what callbacks `tell`, and how clients weighed.
+    """What is charted of a round beside accuracy and epsilon: what strategies `tell`, and how clients weighed.
 
     Args:
         view: after the round.
@@ -64,13 +67,13 @@ def told(
         values["largest_weight"] = float(weights.max())
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
     values |= sent
-    for callback in callbacks:
-        for name, value in answer_of(callback, "tell", view).items():
+    for strategy in strategies:
+        for name, value in answer_of(strategy, "tell", view).items():
             if name in values or name in _TAKEN:
-                raise RuntimeError(f"{type(callback).__name__} tells {name!r}, which is told already: rename it")
+                raise RuntimeError(f"{type(strategy).__name__} tells {name!r}, which is told already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
                 raise RuntimeError(
-                    f"{type(callback).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
+                    f"{type(strategy).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
                 )
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
     groups, found = true_groups(view.facts), values.get("group")
@@ -108,7 +111,8 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float
 
 def client_rows(
     settings: Sequence[ClientSettings],
-    budgets: Budgets,
+    accounts: Sequence[ClientAccount],
+    schedules: Sequence[ClientSchedule],
     guarantees: Sequence[Guarantee],
     scores: Evaluation | None,
     model_of: Sequence[int],
@@ -128,12 +132,12 @@ def client_rows(
             "epsilon_spent": finite_or_none(guarantees[client].epsilon),
             "epsilon_budget": finite_or_none(own.epsilon),
             "delta": own.delta,
-            "noise_multiplier": budgets.noise_multiplier(client),
+            "noise_multiplier": _noise_multiplier(schedules[client]),
             "noise_std": noise_std.get(client),
-            "batch_size": budgets.schedule.clients[client].batch_size(own.num_records),
+            "batch_size": schedules[client].batch_size(own.num_records),
             "num_records": own.num_records,
-            "releases": budgets.releases(client),
-            "steps": budgets.steps(client),
+            "releases": accounts[client].releases,
+            "steps": accounts[client].steps,
             "accuracy": None if scores is None else scores.clients[client].accuracy,
             "loss": None if scores is None else finite_or_none(scores.clients[client].loss),
             "model": model_of[client],
@@ -143,7 +147,12 @@ def client_rows(
     )
 
 
-def summary(guarantees: Sequence[Guarantee]) -> str:
+def _noise_multiplier(schedule: ClientSchedule) -> float | None:
+    """Of a client's most frequent noised sum; None for one that is planned for none."""
+    return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
+
+
+def in_words(guarantees: Sequence[Guarantee]) -> str:
     """The run's guarantee in words: the weakest client's, and what holds for all."""
     weakest = max(guarantees, key=lambda one: one.epsilon)
     bare = sum(math.isinf(one.epsilon) for one in guarantees)

@@ -1,27 +1,32 @@
-"""An engine spread over ranks: who trains whom, what each rank is sent, and how answers become one."""
+"""The clients' work spread over ranks: which rank trains which clients, what it is sent, and how results are joined."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines import one_batch as one_step
-from dpfl_lightning.federated.client.engines.serial import Engine
+from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import equal_ranks
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunResult, ServerState
-from dpfl_lightning.federated.messages.query import Answers, Query
-from dpfl_lightning.federated.server.aggregate import Received
+from dpfl_lightning.federated.client.local_clients import LocalClients
+from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.update import ClientUpdates, Received
 from dpfl_lightning.federated.transport.ranks import Failed, Ranks
+from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.noise import Streams
+
+T = TypeVar("T")
 
 
 def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
@@ -73,7 +78,7 @@ class Share:
         cls,
         rows: Sequence[int],
         plan: RoundPlan,
-        state: ServerState,
+        models: Tensor,
         attempts: Sequence[int],
         say: Tensor | None,
         personal: dict[int, Tensor],
@@ -81,7 +86,7 @@ class Share:
         """The part of the plan's clients at `rows`, ascending."""
         clients = {plan.clients[row] for row in rows}
         own = plan.only(lambda client: client in clients)
-        models, model_of = _used(state.models, own.model_of)
+        models, model_of = _used(models, own.model_of)
         own = dataclasses.replace(own, model_of=model_of)
         if own.anchors is not None:
             anchors, anchor_of = _used(own.anchors, own.anchor_of)
@@ -148,14 +153,14 @@ class RankedEngine:
         self.workers = sum(one or 1 for one in workers)
 
     def train(
-        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+        self, plan: RoundPlan, models: Tensor, attempts: Sequence[int], say: Tensor | None = None
     ) -> ClientUpdates:
         everything = self.inner.state_dict()
         personal, counts = everything["personal"], everything["counts"]
         groups, costs = one_step.groups(plan, self.module), self._costs(plan)  # whole groups, or bits would change
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
         rows_of = [sorted(row for group in own for row in groups[group]) for own in groups_of]
-        shares = [Share.of(rows, plan, state, attempts, say, personal) if rows else None for rows in rows_of]
+        shares = [Share.of(rows, plan, models, attempts, say, personal) if rows else None for rows in rows_of]
         parts = [None if share is None else (share,) for share in shares]
         received = Received(plan, say)
         self.seconds = {}
@@ -170,7 +175,7 @@ class RankedEngine:
         self._remember(plan)
         return received.updates()
 
-    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
         records = [float(self.population.num_records[client]) for client in query.clients]
         parts: list[tuple | None] = []
         for rows in spread(records, self.ranks.size):
@@ -228,7 +233,7 @@ class RankedEngine:
 
     # -- what every rank does
 
-    def serve(self, module: ClientModule, population: Population) -> RunResult:
+    def serve(self, module: ClientModule, population: Population) -> Any:
         """Work for rank 0 until its run has ended well; returns its result."""
         self._take(module, population)
         return self.ranks.serve(lambda message: getattr(self, message[0])(*message[1]))
@@ -252,11 +257,37 @@ class RankedEngine:
         nothing = torch.zeros_like(self.inner.state_dict()["counts"])
         self.inner.load_state_dict({"personal": share.personal, "counts": nothing})
         self.inner.seconds.clear()
-        updates = self.inner.train(share.plan, ServerState(share.models, ()), share.attempts, share.say)
+        updates = self.inner.train(share.plan, share.models, share.attempts, share.say)
         return updates, self.inner.state_dict(), dict(self.inner.seconds)
 
-    def _ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+    def _ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
         return self.inner.ask(query, round, attempts)
 
     def _outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         return self.inner.outputs(model, rows)
+
+
+class RankedClients(LocalClients):
+    """`LocalClients` whose work is spread over ranks. The server's side and the ledger are rank 0's.
+
+    Args:
+        engine: this rank's own engine.
+        ranks: all processes of the run.
+    """
+
+    engine: RankedEngine
+
+    def __init__(
+        self, population: Population, module: ClientModule, engine: Engine, privacy: PrivacyOptions | None, ranks: Ranks
+    ) -> None:
+        super().__init__(population, module, RankedEngine(engine, ranks), privacy)
+        self.ranks = ranks
+
+    @property
+    def description(self) -> str:
+        return f"{super().description}, {self.ranks.size} ranks"
+
+    def run(self, work: Callable[[], T]) -> T:
+        if self.ranks.rank > 0:
+            return self.engine.serve(self.module, self.population)
+        return self.ranks.lead(work)

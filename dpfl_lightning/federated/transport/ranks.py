@@ -27,6 +27,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.runtime.launcher import Launch, launched
 
 T = TypeVar("T")
@@ -36,7 +37,7 @@ _FAREWELL = 10.0  # seconds for the others to end
 _MESSAGE, _END = 0, 1  # what a header announces: so many bytes; the end of the run with this exit status
 
 
-class LostRank(UserError):
+class LostRank(LostClients):
     """A rank ended before the run did. Nothing is lost but the round in hand."""
 
 

@@ -11,12 +11,9 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-
-if TYPE_CHECKING:
-    from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 _MOST_BYTES = 8 << 20  # some 100,000 noises; beyond it the file begins anew
 _KEY = 32  # characters

@@ -21,7 +21,8 @@ from dpfl_lightning.privacy.accounting.events import (
     Unprotected,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.runtime.folders import cache_folder
 from dpfl_lightning.runtime.notice import slow_notice
 

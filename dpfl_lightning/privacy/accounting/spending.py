@@ -9,7 +9,7 @@ import numpy as np
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Unprotected, repeated
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 
 class SpentEpsilon:

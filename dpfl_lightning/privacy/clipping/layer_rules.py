@@ -16,12 +16,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional as F
 
-from dpfl_lightning.kernels import sparse_conv
+from dpfl_lightning.kernels import LANES, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING
 
 NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
-LANES = 16  # float32 numbers in a vector register: the shortest inner dimension at which a matmul runs well
 
 
 class Unsupported(Exception):

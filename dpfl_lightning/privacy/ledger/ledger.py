@@ -15,6 +15,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.events import Event
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
+from dpfl_lightning.runtime.files import sync_folder
 
 _sync = getattr(os, "fdatasync", os.fsync)  # the new length of a file included; not every system has it
 
@@ -157,15 +158,6 @@ def _locked(path: Path) -> FileIO:
             f"`{path}` is being written by another run. Wait for it, or choose another --output_dir."
         ) from None
     return file
-
-
-def sync_folder(folder: Path) -> None:
-    """The names of new files in it, on disk when it returns."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_same(path: Path, begun: Header, now: Header) -> None:

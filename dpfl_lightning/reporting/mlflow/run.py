@@ -11,11 +11,12 @@ from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.client.gradient_counts import Diagnostics
-from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
+from dpfl_lightning.federated.messages.diagnostics import Diagnostics
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, true_groups
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.summary import accuracy_over_clients
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
 from dpfl_lightning.reporting.mlflow.logged import shown
@@ -27,7 +28,7 @@ _LEDGER = ("ledger.jsonl", "ledger.head")
 _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
 
 
-class Tracking(ServerCallback):
+class Tracking(Callback):
     """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
 
     Made before the run, it refuses a store that does not answer within seconds. A store that goes away later

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RunSchedule, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class EpsilonWeighted(ServerCallback):
+class EpsilonWeighted(Strategy):
     """WeiAvg: `w_i = epsilon_i / sum_j epsilon_j` over the participants.
 
     Trusts the claimed epsilon: a client that overstates its budget gains weight.

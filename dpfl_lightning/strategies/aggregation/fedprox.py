@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import RoundPlan, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class FedProx(ServerCallback):
+class FedProx(Strategy):
     """Adds `pull * (parameters - model of the round)` to every local step; goes beside a base rule.
 
     Against clients drifting apart when data differ or local steps are many.

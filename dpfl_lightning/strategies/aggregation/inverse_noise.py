@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.federated.messages.plan import ClientUpdates, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class InverseNoise(ServerCallback):
+class InverseNoise(Strategy):
     """`w_i ~ 1 / v_i`, v_i the variance of the noise in client i's update; without noise all weigh the same.
 
     Believes what clients say of budgets, batch sizes and clip norms; `noise_aware` finds the same out from the updates.

@@ -6,11 +6,12 @@ import dataclasses
 import math
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import RoundPlan, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class LearningRateDecay(ServerCallback):
+class LearningRateDecay(Strategy):
     """Every client's learning rate in round t is its own / (1 + t / `half_after`); goes beside a base rule.
 
     Args:

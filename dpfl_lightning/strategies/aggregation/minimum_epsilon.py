@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 

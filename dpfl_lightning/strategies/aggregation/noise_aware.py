@@ -16,9 +16,11 @@ from dpfl_lightning.algorithms.noise_estimators import Estimate, EstimatorOption
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import PRESETS
 from dpfl_lightning.errors import UserError, UserNotice, nearest, require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
-from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 _KEY = "strategies.noise_aware"
@@ -101,7 +103,7 @@ class _Known:
     TENSORS: ClassVar = ("noise_var", "steps", "group", "mechanism")
 
 
-class NoiseAware(ServerCallback):
+class NoiseAware(Strategy):
     """Robust-HDP: `w_i ~ 1 / v_i`, or `w_i ~ steps_i / v_i`, with v the estimated noise variances of the updates.
 
     For clients whose budgets or batch sizes differ and whose data are alike. With equal noise size_weighted is as
@@ -220,11 +222,10 @@ class NoiseAware(ServerCallback):
             self._warn_of_few(share[rows], [updates.clients[row] for row in rows])
         return share
 
-    def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
+    def scale(self, combined: Tensor, view: View) -> Tensor:
         if bool((self._scale == 1).all()):
-            return None
-        scale = self._scale.to(combined).view(-1, *[1] * (combined.ndim - 1))
-        return aggregate.step(state, scale * combined)
+            return combined
+        return self._scale.to(combined).view(-1, *[1] * (combined.ndim - 1)) * combined
 
     def tell(self, view: View) -> Mapping[str, float | Tensor]:
         if self._known is None:

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RunSchedule, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
 
 _VARIANTS = ("liu_code", "liu_printed", "hdpfl")

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import ClientUpdates, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class SizeWeighted(ServerCallback):
+class SizeWeighted(Strategy):
     """DPFedAvg: `w_i = N_i / sum_j N_j`. With `privacy: null` it is plain FedAvg.
 
     Right when noise levels are alike; with unequal budgets or batch sizes a noise-aware rule is better.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import ClientUpdates, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 
 
-class Uniform(ServerCallback):
+class Uniform(Strategy):
     """`w_i = 1 / C`. Needs nothing from the clients, not even their data sizes.
 
     **Privacy** Post-processing.

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.summary import of_all
+from dpfl_lightning.federated.server.view import View
 
 
-class TellsGroups(ServerCallback):
+class TellsGroups(Strategy):
     """Tells `group` `[N]` of every round in which updates arrived: what `_note` was given, NaN for absent clients."""
 
     needs_training = True

@@ -15,9 +15,13 @@ from torch import Tensor
 from dpfl_lightning.algorithms.update_groups import GroupOptions
 from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
 from dpfl_lightning.errors import UserError, UserNotice, nearest, require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, Sketch, View
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import aggregate
+from dpfl_lightning.federated.server.results import Sketch
 from dpfl_lightning.federated.server.summary import of_all
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups

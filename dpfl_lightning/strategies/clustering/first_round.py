@@ -8,9 +8,10 @@ import warnings
 
 from dpfl_lightning.algorithms.update_geometry import expected_separation
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 PURPOSE = "first_round"
 _TRAIN = "train"

@@ -9,7 +9,10 @@ import numpy as np
 import torch
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
 from dpfl_lightning.strategies.clustering.model_selection import LossChoice
 

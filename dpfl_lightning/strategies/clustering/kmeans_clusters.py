@@ -8,7 +8,8 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import centred_gram
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, ServerState, View
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
 from dpfl_lightning.strategies.clustering.local import Local
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from dpfl_lightning.federated.messages.plan import ServerState, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState, View
 
 
-class Local(ServerCallback):
+class Local(Strategy):
     """Every client trains a model of its own; all begin alike, and nothing is shared.
 
     What a client gets without a federation: the mark to beat. Goes beside a base rule, which has no say here.

@@ -9,10 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.federated.messages.plan import RoundPlan, RunSchedule, View
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import Event, SelectionEvent, Unprotected
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 #: what a guarantee says of `paper_argmin`

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import RoundPlan, View
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.clipping.reference import summing_dtype
 from dpfl_lightning.strategies.clustering.local import Local
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RunSchedule, ServerState, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.group_metrics import true_groups
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.server.folder import write_atomically
+from dpfl_lightning.runtime.files import write_atomically
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
 

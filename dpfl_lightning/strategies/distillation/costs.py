@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import dpfl_lightning
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.plan import RunResult, View
+from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import data_size
 
 # --- traffic

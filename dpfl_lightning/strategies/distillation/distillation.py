@@ -26,20 +26,18 @@ from dpfl_lightning.algorithms.server_training import (
     trained_on,
 )
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.messages.plan import (
-    ClassGradients,
-    ClientUpdates,
-    Delivered,
-    RoundPlan,
-    RunResult,
-    RunSchedule,
-    ServerState,
-    View,
-)
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.costs import (
@@ -69,7 +67,7 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
     return total / shares.sum(dim=0).clamp_min(torch.finfo(blocks.dtype).tiny)[:, None]
 
 
-class Distillation(ServerCallback):
+class Distillation(Strategy, Callback):
     """DistDD: synthetic images whose gradients match those of the clients' records, class by class, round by round.
 
     In every round clients send one noised sum of clipped gradients for each class, at the server's throw-away net. The

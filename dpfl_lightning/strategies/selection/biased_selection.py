@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.mechanism import mechanism_of
 from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, train_line, with_quotas
 

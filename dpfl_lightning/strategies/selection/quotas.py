@@ -15,9 +15,14 @@ from torch import Tensor
 from dpfl_lightning.algorithms.cohorts import draw_cohort
 from dpfl_lightning.algorithms.selection_noise import jain_index
 from dpfl_lightning.errors import UserNotice, nearest, require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunResult, RunSchedule, ServerState, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import ServerState, View
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -41,7 +46,7 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
     return schedule.replan(change)
 
 
-class QuotaSelection(ServerCallback):
+class QuotaSelection(Strategy, Callback):
     """K clients a round, client n in T_n rounds of the run, with noise for T_n releases instead of one in every round.
 
     A subclass says the quotas T_n. Goes beside a base rule; if a run names none, all updates of a round weigh the same.

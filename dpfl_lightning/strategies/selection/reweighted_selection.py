@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import ClientUpdates, View
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 
 

@@ -27,10 +27,13 @@ from dpfl_lightning.algorithms.selection_noise import (
     jain_index,
 )
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundPlan, RunSchedule, ServerState, View
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent, Unprotected
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.strategies.selection.biased_selection import (
     check_free_noise,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from dpfl_lightning.algorithms.allocation import allocate_int
-from dpfl_lightning.federated.messages.plan import RunSchedule, View
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.selection.quotas import Counts, QuotaSelection
 
 

@@ -11,7 +11,8 @@ import math
 
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 RECORDS, BATCH, ROUNDS, DELTA, CLIP_NORM, RATE, NUM_PARAMS = 6600, 32, 200, 1e-4, 3.0, 5e-4, 11_181_642
 EPSILONS = {f"eps{epsilon}": float(epsilon) for epsilon in (10, 5, 4, 3, 2)}

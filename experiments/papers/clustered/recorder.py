@@ -9,8 +9,11 @@ import numpy as np
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RoundReport, RunResult, View
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, clustering, true_groups
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
 from experiments.papers.recorder import Recorder
 
@@ -77,7 +80,7 @@ def matches(told: Mapping[str, float]) -> dict[str, float]:
     return known | ({"clusters_perfect": float(told["clustering_accuracy"] == 1)} if known else {})
 
 
-class FirstRound(GroupRecorder):
+class FirstRound(GroupRecorder, Strategy):
     """Ends the run after its first round: what clusters that round alone shows, of a strategy that has a picture.
 
     Values beside the usual: `num_clusters`, `separation`, `confident` (1 or 0), and how these clusters match;

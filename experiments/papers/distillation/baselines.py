@@ -16,11 +16,11 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.gradient_matching import SyntheticSet
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
+from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.loop import FederatedLoop
 from dpfl_lightning.search.train_and_score import ON_A_SET as ON_A_SET
 from dpfl_lightning.search.train_and_score import ON_EVERYTHING as ON_EVERYTHING
 from dpfl_lightning.search.train_and_score import NewNet, one_client
@@ -103,7 +103,7 @@ def _matched(
             rounds=rounds,
             clients=ClientOptions(count=1, batch_size=population.num_records[0]),
             privacy=None,
-            callbacks=[own],
+            strategies=[own],
             seed=seed,
             output_dir=folder,
             device=device,

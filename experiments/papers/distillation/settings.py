@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
-
-if TYPE_CHECKING:
-    from experiments.papers.run import Making
 
 SCALES = {
     "small": "100 rounds, ConvNet of width 32, at most 64 records a class and client, 10 images a class",
@@ -18,11 +15,6 @@ ROUNDS = {"small": 100, "paper": 500}
 WIDTH = {"small": 32, "paper": 128}
 RECORDS_PER_CLASS = {"small": 64, "paper": 256}
 IMAGES_PER_CLASS = {"small": 10, "paper": 100}
-#: how many clients' own sets stand for all of them in local matching; their data are drawn alike
-LOCAL_CLIENTS = {"small": 4, "paper": 20}
-#: fresh nets for each set
-NETWORKS = 3
-
 DATA_TITLES = {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST", "cifar10": "CIFAR-10"}
 
 
@@ -89,13 +81,13 @@ def fedavg(scale: str, clients: int, rounds: Mapping[str, int], pull: float = 0.
     }
 
 
-def study(name: str) -> Callable[[Making], Mapping[str, Any]]:
+def study(name: str) -> Callable[[Any], Mapping[str, Any]]:
     """A function of `studies` that makes a cell, imported when it does: declarations import no torch."""
 
-    def made(making: Making) -> Mapping[str, Any]:
+    def made(making: Any) -> Mapping[str, Any]:
         from experiments.papers.distillation import studies
 
-        function: Callable[[Making], Mapping[str, Any]] = getattr(studies, name)
+        function: Callable[[Any], Mapping[str, Any]] = getattr(studies, name)
         return function(making)
 
     return made

@@ -21,10 +21,13 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
+from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.plan import Delivered, RoundReport, RunResult, View
-from dpfl_lightning.federated.server.strategy import ServerCallback
+from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.server.callback import Callback
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
+from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS
@@ -40,7 +43,6 @@ from experiments.papers.distillation.baselines import (
     taught,
     whole,
 )
-from experiments.papers.distillation.settings import LOCAL_CLIENTS, NETWORKS
 from experiments.papers.recorder import Recorder
 from experiments.papers.run import Making
 
@@ -48,6 +50,11 @@ Held = dict[str, Any]
 
 #: passes over a set in place of the condensation paper's 300, with one augmentation a batch
 _AUGMENTED_EPOCHS = 1000
+
+#: how many clients' own sets stand for all of them in local matching; their data are drawn alike
+LOCAL_CLIENTS = {"small": 4, "paper": 20}
+#: fresh nets for each set
+NETWORKS = 3
 
 
 class RunRecorder(Recorder):
@@ -67,7 +74,7 @@ class RunRecorder(Recorder):
         return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **told}
 
 
-class LastModel(ServerCallback):
+class LastModel(Callback):
     """Keeps the only model of a run's last round."""
 
     model: Tensor
@@ -284,5 +291,5 @@ def population_of(making: Making) -> Population:
 
 def new_net(options: Options, population: Population) -> Callable[[int], nn.Module]:
     """Builds the run's net from a seed."""
-    facts = population.facts()
+    facts = facts_of(population)
     return lambda seed: build_net(dataclasses.replace(options, seed=seed), facts)

@@ -10,12 +10,15 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import robust_pca
-from dpfl_lightning.federated.messages.plan import ClientUpdates, RunResult, View
+from dpfl_lightning.federated.messages.update import ClientUpdates
+from dpfl_lightning.federated.server.results import RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.view import View
 from experiments.papers.noise_aware.formulas import of_sum, oracle_weights
 from experiments.papers.recorder import Recorder
 
 
-class FirstRound(Recorder):
+class FirstRound(Recorder, Strategy):
     """Ends the run after its first round, whose noise is that of the whole run's plan.
 
     Values for each estimator: `<name>_noise`, the noise variance of the sum under its weights, per parameter at

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.schedule import ClientSchedule, Planned, calibrate
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.schedule import calibrate
 
 ROUNDS, DELTA, CLIP_NORM, RECORDS, CLIENTS = 200, 1e-4, 3.0, 2400, 20
 NUM_PARAMS = 28_938  # of its CNN

@@ -5,7 +5,8 @@ from __future__ import annotations
 from statistics import fmean
 from typing import Any
 
-from dpfl_lightning.federated.messages.plan import RoundReport, RunResult, View
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.view import View
 from experiments.papers.recorder import Recorder
 from experiments.papers.selection.paper import deciding
 

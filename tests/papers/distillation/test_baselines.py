@@ -68,7 +68,7 @@ def test_noise_is_what_distillation_begins_with(population, make_loop):
         population=population,
         module=ClientModule(new_net(3)),
         new_net=new_net,
-        callbacks=[own],
+        parts=[own],
         clients=ClientOptions(count=4, batch_size=8),
     )
     loop.plan_schedule()
@@ -78,7 +78,7 @@ def test_noise_is_what_distillation_begins_with(population, make_loop):
 
 
 def loop_view(loop):
-    from dpfl_lightning.federated.messages.plan import ServerState
+    from dpfl_lightning.federated.server.view import ServerState
 
     return loop.view(ServerState(loop.module.flat[None], (0,) * 4))
 
@@ -95,7 +95,7 @@ def test_centralised_matching_is_the_strategy_with_one_client(population, make_l
             population=everything,
             module=ClientModule(new_net(3)),
             new_net=new_net,
-            callbacks=[own],
+            parts=[own],
             privacy=None,
             rounds=2,
             seed=3,

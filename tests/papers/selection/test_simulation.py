@@ -42,7 +42,7 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
             accountant="rdp" if pure else "gdp",
             adjacency="replace_one",
         ),
-        callbacks=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
+        parts=strategies.build({"biased_selection": {"clients_per_round": simulation.COHORT}}),
     )
     planned = loop.plan_schedule()
     quota = quotas("anchored", problem, setting)

@@ -18,9 +18,10 @@ from dpfl_lightning.federated.client.dummy_data import synthetic_batch
 from dpfl_lightning.federated.client.engines import one_batch as one_step
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import RoundPlan, ServerState
-from dpfl_lightning.federated.messages.query import Answers, Query
+from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
 from dpfl_lightning.privacy.noise import Streams
@@ -77,15 +78,15 @@ class FastEngine(SerialEngine):
         self.description = reason.removeprefix("fast: ")
         return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
         done = self._side_by_side(
-            lambda seat, number: one_step.releases(seat, plan, groups[number], state, attempts), range(len(groups))
+            lambda seat, number: one_step.releases(seat, plan, groups[number], models, attempts), range(len(groups))
         )
         for number, released in done:
             yield from zip(groups[number], released, strict=True)
 
-    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
         done = dict(
             self._side_by_side(
                 lambda seat, row: seat.answer(query, query.clients[row], round, attempts[row]), range(len(attempts))

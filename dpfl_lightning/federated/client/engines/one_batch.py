@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dpfl_lightning.federated.client import class_gradients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.gradient_counts import fates
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan, ServerState
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import RoundPlan
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
 FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
@@ -36,7 +38,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 
 @torch.no_grad()  # in any thread
 def releases(
-    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], state: ServerState, attempts: Sequence[int]
+    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, attempts: Sequence[int]
 ) -> list[Tensor]:
     """What each client of one group sends: draws, noise and meaning of `engine.release`, row by row.
 
@@ -45,8 +47,8 @@ def releases(
         attempts: `[C]`, of all clients of the plan.
     """
     if len(rows) == 1:
-        return [engine.release(plan, row, state, attempts[row]) for row in rows]
-    tasks, starts, drawn = zip(*(engine.local_task(plan, row, state, attempts[row]) for row in rows), strict=True)
+        return [engine.release(plan, row, models, attempts[row]) for row in rows]
+    tasks, starts, drawn = zip(*(engine.local_task(plan, row, models, attempts[row]) for row in rows), strict=True)
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
@@ -55,7 +57,7 @@ def releases(
     order = tasks[0].mechanism.clip_order
     group, only = owner, None
     if isinstance(job, ClassGradients):
-        x, group, only = job.seen(x, y), owner * num_blocks + y, job.parameters
+        x, group, only = class_gradients.augmented(job, x, y), owner * num_blocks + y, job.parameters
     sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order, only)
     clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
     engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
@@ -63,7 +65,7 @@ def releases(
     if isinstance(job, ClassGradients):
         held = [engine.held_labels(plan.clients[row]) for row in rows]
         each = zip(clipped, tasks, ys, held, strict=True)
-        return [job.released(own, task, starts[0].dtype, *labels) for own, task, *labels in each]
+        return [class_gradients.release(job, own, task, starts[0].dtype, *labels) for own, task, *labels in each]
     return [_change(task, *own) for task, *own in zip(tasks, starts, clipped, strict=True)]
 
 

@@ -2,73 +2,28 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.func import functional_call
-from torch.utils.data import DataLoader
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client import answers, class_gradients
+from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.gradient_counts import COUNTED, fates
-from dpfl_lightning.federated.client.module import FORWARD_CHUNK, ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients, ClientUpdates, RoundPlan, ServerState
-from dpfl_lightning.federated.messages.query import Answers, Query
-from dpfl_lightning.federated.server.aggregate import Received
+from dpfl_lightning.federated.client.module import ClientModule, LocalTask
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.update import ClientUpdates, Received
+from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
-
-Batch = tuple[Tensor, Tensor]
-
-
-class Engine(Protocol):
-    """Runs clients. Everything it returns is noised and was charged by the caller beforehand."""
-
-    name: str
-    description: str
-    workers: int | None  # clients at the same time, known after setup
-    clipped_sum: ClippedSum  # after setup
-    seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
-    company_matters: bool  # whether who else is in a plan decides bits of a release (groups of `one_step` aside)
-
-    def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
-        """Once a run, before the first round: module and population are on their device."""
-        ...
-
-    def train(
-        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
-    ) -> ClientUpdates:
-        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream.
-
-        With `say` `[K, C]` they are streamed into the sum `say @ deltas`, and none is kept.
-        """
-        ...
-
-    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
-        """The noised answers of the query's clients."""
-        ...
-
-    def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        """The net's outputs `[n, ...]` with parameters `model` `[P]` for `rows` `[n]` of the population's storage."""
-        ...
-
-    def personalised(self, model: Tensor, client: int) -> Tensor:
-        """`model` `[P]` with the client's own personal parameters in place."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What stays with the clients: `personal` parameters, client -> `[p]`; `counts` of gradients, `[N, 3]`."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 class SerialEngine:
@@ -94,24 +49,24 @@ class SerialEngine:
         return VmapClippedSum(self.module.sample_loss)
 
     def train(
-        self, plan: RoundPlan, state: ServerState, attempts: Sequence[int], say: Tensor | None = None
+        self, plan: RoundPlan, models: Tensor, attempts: Sequence[int], say: Tensor | None = None
     ) -> ClientUpdates:
         received = Received(plan, say)
-        for row, release in self.releases(plan, state, attempts):
+        for row, release in self.releases(plan, models, attempts):
             received.take(row, release)
         return received.updates()
 
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """What each client of the plan sends, with its row in the plan, in any order."""
         for row, attempt in enumerate(attempts):
-            yield row, self.release(plan, row, state, attempt)
+            yield row, self.release(plan, row, models, attempt)
 
-    def ask(self, query: Query, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
         pairs = zip(query.clients, attempts, strict=True)
         return {client: self.answer(query, client, round, attempt) for client, attempt in pairs}
 
     @torch.no_grad()  # in any thread
-    def answer(self, query: Query, client: int, round: int, attempt: int) -> object:
+    def answer(self, query: Charged, client: int, round: int, attempt: int) -> object:
         """One client's noised answer."""
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
@@ -150,10 +105,10 @@ class SerialEngine:
         self.counts.copy_(state["counts"])
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def release(self, plan: RoundPlan, row: int, state: ServerState, attempt: int) -> Tensor:
+    def release(self, plan: RoundPlan, row: int, models: Tensor, attempt: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, p]`."""
         begun, client = time.perf_counter(), plan.clients[row]
-        task, start, batches = self.local_task(plan, row, state, attempt)
+        task, start, batches = self.local_task(plan, row, models, attempt)
         if isinstance(plan.job, ClassGradients):
             released = self._class_gradients(client, plan.job, task, start, batches[0])
         else:
@@ -164,11 +119,11 @@ class SerialEngine:
         return released
 
     def local_task(
-        self, plan: RoundPlan, row: int, state: ServerState, attempt: int
+        self, plan: RoundPlan, row: int, models: Tensor, attempt: int
     ) -> tuple[LocalTask, Tensor, DrawnBatches]:
         """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
         client = plan.clients[row]
-        start = self.personalised(state.models[plan.model_of[row]], client)
+        start = self.personalised(models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
         stream = self.streams.generator("sampling", plan.round, client, attempt)
         if isinstance(plan.job, ClassGradients) and plan.job.most_records is not None:
@@ -206,10 +161,17 @@ class SerialEngine:
         """`[num_classes, p]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
         x, y = batch
         params, clip_norm = self.module.unflatten(start), job.clip_norm(task.mechanism)
+        x = class_gradients.augmented(job, x, y)
         sums = task.clipped_sum(
-            params, job.seen(x, y), y, clip_norm, group=y, num_groups=job.num_classes, only=job.parameters
+            params,
+            x,
+            y,
+            clip_norm,
+            group=y,
+            num_groups=job.num_classes,
+            only=job.parameters,
         )
-        return job.released(sums, task, start.dtype, y, self.held_labels(client))
+        return class_gradients.release(job, sums, task, start.dtype, y, self.held_labels(client))
 
 
 class DrawnBatches:
@@ -226,35 +188,3 @@ class DrawnBatches:
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
-
-
-class TrainerEngine(SerialEngine):
-    """Every client's round is `lightning.Trainer(...).fit(module, batches)`: the same parameters, at a Trainer's price.
-
-    For who wants Trainer features around the local step; the loop stays the owner of privacy.
-    """
-
-    name = "trainer"
-    description = "a lightning.Trainer a client and round"
-
-    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
-        self.module.begin(task, start)
-        device = self.module.device
-        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # four lines a client and round otherwise
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*num_workers.*|.*does not have many workers.*|.*LeafSpec.*")
-            trainer = L.Trainer(
-                accelerator=device.type,
-                devices=1 if device.index is None else [device.index],
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-            try:
-                trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-            except SystemExit as error:  # what a Trainer makes of Ctrl-C
-                raise error.__context__ or error from None
-        self.module.to(device)
-        return self.module.flat

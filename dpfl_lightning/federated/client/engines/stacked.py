@@ -20,7 +20,8 @@ from dpfl_lightning.federated.client.engines.fast import checked_clipped_sum
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.gradient_counts import fates
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan, ServerState
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, summing_dtype
 from dpfl_lightning.privacy.clipping.stacked import StackedSums, stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Mechanism, MechanismRows
@@ -67,18 +68,18 @@ class StackedEngine(SerialEngine):
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def releases(self, plan: RoundPlan, state: ServerState, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         alone: list[int] = []
         for rows in one_step.groups(plan, self.module):
             if len(rows) == 1:
                 alone += rows
             else:
-                yield from zip(rows, one_step.releases(self, plan, rows, state, attempts), strict=True)
+                yield from zip(rows, one_step.releases(self, plan, rows, models, attempts), strict=True)
         if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
-            yield from ((row, self.release(plan, row, state, attempts[row])) for row in alone)
+            yield from ((row, self.release(plan, row, models, attempts[row])) for row in alone)
             return
         for rows, shape in self.stacks(plan, alone):
-            yield from zip(rows, self.stack_releases(plan, rows, shape, state, attempts), strict=True)
+            yield from zip(rows, self.stack_releases(plan, rows, shape, models, attempts), strict=True)
 
     def stacks(self, plan: RoundPlan, rows: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Rows that are trained at once, most steps first, and the shape (S, B) of every pass, of public facts only."""
@@ -100,11 +101,11 @@ class StackedEngine(SerialEngine):
         plan: RoundPlan,
         rows: Sequence[int],
         shape: tuple[int, int],
-        state: ServerState,
+        models: Tensor,
         attempts: Sequence[int],
     ) -> list[Tensor]:
         """What each client of a stack sends. `rows` `[k]`, most steps first, k <= S: the other rows are padding."""
-        begun = [self.local_task(plan, row, state, attempts[row]) for row in rows]
+        begun = [self.local_task(plan, row, models, attempts[row]) for row in rows]
         clients, tasks = [plan.clients[row] for row in rows], [task for task, _, _ in begun]
         stack = Stack(self.module, self.population, self._sums, clients, tasks, shape)
         starts = torch.stack([start for _, start, _ in begun])

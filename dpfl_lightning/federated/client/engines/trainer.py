@@ -1,0 +1,45 @@
+"""An engine that trains each client with a `lightning.Trainer`."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import lightning as L
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
+from dpfl_lightning.federated.client.module import LocalTask
+
+
+class TrainerEngine(SerialEngine):
+    """Every client's round is `lightning.Trainer(...).fit(module, batches)`: the same parameters, at a Trainer's price.
+
+    For who wants Trainer features around the local step; the loop stays the owner of privacy.
+    """
+
+    name = "trainer"
+    description = "a lightning.Trainer a client and round"
+
+    def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
+        self.module.begin(task, start)
+        device = self.module.device
+        logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # four lines a client and round otherwise
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*num_workers.*|.*does not have many workers.*|.*LeafSpec.*")
+            trainer = L.Trainer(
+                accelerator=device.type,
+                devices=1 if device.index is None else [device.index],
+                max_epochs=1,
+                logger=False,
+                enable_checkpointing=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+            )
+            try:
+                trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+            except SystemExit as error:  # what a Trainer makes of Ctrl-C
+                raise error.__context__ or error from None
+        self.module.to(device)
+        return self.module.flat

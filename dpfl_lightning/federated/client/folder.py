@@ -1,0 +1,72 @@
+"""The files of a run that belong to the clients: their ledger, their notes and the key of the digests of records."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.gradient_counts import notes
+from dpfl_lightning.privacy.ledger.file import Head, Header, read_header
+from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.runtime.files import write_atomically
+
+WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+
+
+class ClientFolder:
+    """`ledger.jsonl`, `ledger.head`, `private.json` and, while the run is unfinished, `data_key`.
+
+    **Privacy** No file lets its reader subtract noise. `private.json` holds exact counts, and `data_key` would let its
+    reader try guesses of records: they are for the clients alone, have mode 0600, and are never exported.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.ledger_file = path / "ledger.jsonl"
+        self.key_file = path / "data_key"
+
+    def header(self) -> Header | None:
+        """The header of the run's ledger; None before it was written."""
+        return read_header(self.ledger_file) if self.ledger_file.is_file() else None
+
+    def data_key(self, ended: bool) -> bytes:
+        """The key of the digests of records: a new one for a new run, none for one that has ended.
+
+        Raises:
+            UserError: the file is damaged, or is gone although the run has not ended.
+        """
+        if self.key_file.is_file():
+            try:
+                return bytes.fromhex(self.key_file.read_text())
+            except ValueError:
+                raise UserError(f"`{self.key_file}` must hold hexadecimal digits, got others. {WAY_OUT}") from None
+        if ended:
+            return b""
+        if self.ledger_file.is_file():
+            raise UserError(f"`{self.key_file}` must lie beside options.yaml, got no such file. {WAY_OUT}")
+        key = secrets.token_bytes(32)
+        write_atomically(self.key_file, lambda partial: partial.write_text(key.hex()), private=True)
+        return key
+
+    def open_ledger(self, header: Header, head: Mapping[str, Any] | None) -> Ledger:
+        """The run's ledger: a new one, or the one that was written until a checkpoint's `head`.
+
+        Raises:
+            UserError: it is not.
+        """
+        return Ledger(self.ledger_file, header, None if head is None else Head(**head))
+
+    def save_notes(self, counts: Tensor) -> None:
+        """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
+        text = json.dumps(notes(counts), indent=2) + "\n"
+        write_atomically(self.path / "private.json", lambda partial: partial.write_text(text), private=True)
+
+    def finish(self) -> None:
+        """Remove the data key: nothing is released any more, and nobody needs to compare records."""
+        self.key_file.unlink(missing_ok=True)

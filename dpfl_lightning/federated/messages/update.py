@@ -1,0 +1,104 @@
+"""The noised updates of a round, as they arrive at the server."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dpfl_lightning.privacy.mechanism import Mechanism
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
+
+from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
+
+
+@dataclass(frozen=True)
+class ClientUpdates:
+    """What arrived at the server: released, noised, free to post-process.
+
+    Args:
+        clients: length C.
+        steps: local steps behind each release.
+        noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
+        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks that do not see
+            them in this round, and where updates were streamed.
+        total: their weighted sum instead, if nobody sees single updates.
+        lost: clients whose release was not finite; in none of the above.
+        model_of: row of the server's models each client started from.
+        mechanism_of: of each client's steps (public: planned).
+    """
+
+    clients: tuple[int, ...]
+    steps: tuple[int, ...]
+    noise_std: tuple[float, ...]
+    deltas: Tensor | None = None
+    total: WeightedSum | None = field(default=None, repr=False)
+    lost: tuple[int, ...] = ()
+    model_of: tuple[int, ...] = ()
+    mechanism_of: tuple[Mechanism, ...] = ()
+
+    @classmethod
+    def announced(cls, plan: RoundPlan) -> ClientUpdates:
+        """What is known of a plan's updates before they come."""
+        rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
+        sums = isinstance(plan.job, ClassGradients)  # of one step, and no learning rate
+        noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
+        return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
+
+    @property
+    def released(self) -> Tensor:
+        """`deltas`, for who sees them."""
+        if self.deltas is None:
+            raise RuntimeError('this callback reads updates: set `needs = "deltas"` on it, or let `sees` say when')
+        return self.deltas
+
+
+class Received:
+    """A round's releases as they come in: kept, or added up with known weights; those that are not finite are left out.
+
+    Args:
+        weights: `[K, C]` if they are known beforehand; None keeps every update.
+    """
+
+    def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
+        self.plan = plan
+        self.total = None if weights is None else WeightedSum(weights)
+        self.deltas: Tensor | None = None
+        self.lost: list[int] = []
+
+    def take(self, row: int, delta: Tensor) -> None:
+        """The release of the plan's client at `row`."""
+        if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
+            self.lost.append(row)
+        elif self.total is not None:
+            self.total.add(row, delta)
+        else:
+            if self.deltas is None:
+                self.deltas = delta.new_empty(len(self.plan.clients), *delta.shape)
+            self.deltas[row] = delta
+
+    def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
+        """What arrived elsewhere of other clients of the plan; a sum for all models, or for those at rows `models`."""
+        row_of = {client: row for row, client in enumerate(self.plan.clients)}
+        self.lost += [row_of[client] for client in part.lost]
+        if part.total is not None and self.total is not None:
+            self.total.merge(part.total, models)
+        elif part.deltas is not None:
+            for client, delta in zip(part.clients, part.deltas, strict=True):
+                self.take(row_of[client], delta)
+
+    def updates(self) -> ClientUpdates:
+        """What arrived."""
+        lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
+        kept = self.plan.only(lambda client: client not in lost)
+        deltas = self.deltas
+        if deltas is not None and lost:
+            deltas = deltas[[row for row in range(len(self.plan.clients)) if row not in self.lost]]
+        return dataclasses.replace(ClientUpdates.announced(kept), deltas=deltas, total=self.total, lost=lost)

@@ -1,0 +1,47 @@
+"""Callbacks watch a run: they receive what strategies see and what the run reports, and decide nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.view import View
+
+_IN_A_ROUND = ("stop", "replan", "plan_round", "sees", "weigh", "combine", "step", "refine")
+
+
+class Callback:
+    """Override any of these hooks to watch a run. A `Strategy` may be a `Callback`, too."""
+
+    def on_run_start(self, view: View) -> None:
+        """Called before the first round, or before the first one after a resume."""
+
+    def on_round_end(self, view: View, report: RoundReport) -> None:
+        """Called after each round, when it is on disk."""
+
+    def on_run_end(self, view: View, result: RunResult) -> None:
+        """Called when the run has finished or was interrupted."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to resume: tensors and plain values."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def answer_of(one: object, hook: str, *given: object) -> Any:
+    """The hook's answer; what it raises says below its traceback whose hook it was, and when."""
+    try:
+        return getattr(one, hook)(*given)
+    except Exception as error:
+        view = next(one for one in given if isinstance(one, View))
+        when = f"in round {view.round}" if hook in _IN_A_ROUND else f"after round {view.round - 1}"
+        error.add_note(f"This came from the hook `{hook}` of {type(one).__qualname__}, {when}.")
+        raise
+
+
+def watch(callbacks: Sequence[Callback], hook: str, *context: object) -> None:
+    """Call one hook of every callback."""
+    for callback in callbacks:
+        answer_of(callback, hook, *context)

@@ -1,0 +1,88 @@
+"""What a strategy can see: public facts and released values."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.accounting.guarantee import Guarantee
+from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
+
+if TYPE_CHECKING:
+    from dpfl_lightning.federated.messages.query import Answers, Query
+    from dpfl_lightning.models.model import Model
+from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.results import RunInfo
+
+
+@dataclass(frozen=True)
+class ServerState:
+    """The server's models `[K, P]`, which client starts from which `[N]`, and the number of finished rounds."""
+
+    models: Tensor
+    model_of: tuple[int, ...]
+    round: int = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """What a callback may see: public facts and released values; never data, never the loop.
+
+    Args:
+        module: the server's own copy: architecture and loss for its work on public data. Its parameters mean nothing,
+            and whoever works may overwrite them.
+        ask: `ask(query)` charges the ledger first and returns noised answers.
+        new_model: `new_model(seed)` gives the parameters `[P]` that the net is initialised with from that public seed.
+        solve: `solve(schedule)` is the schedule with its free noise solved by the run's accountant: arithmetic on
+            public facts, for strategies that compare plans.
+    """
+
+    round: int
+    state: ServerState
+    facts: Facts
+    module: Model = field(repr=False)
+    schedule: RunSchedule
+    run: RunInfo
+    clip_norm: tuple[float, ...]
+    learning_rate: tuple[float, ...]
+    seed: int
+    guarantees: Callable[[], tuple[Guarantee, ...]] = field(repr=False)
+    ask: Callable[[Query], Answers] = field(repr=False)
+    new_model: Callable[[int], Tensor] = field(repr=False)
+    solve: Callable[[RunSchedule], RunSchedule] = field(repr=False)
+    used: Callable[[int, str], int] = field(repr=False)
+
+    def expected_guarantee(self) -> Guarantee:
+        """The first client's guarantee, with an infinite epsilon if any client is planned `Unprotected` answers."""
+        now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
+        planned = [event.words for event in events if isinstance(event, Unprotected)]
+        words = tuple(dict.fromkeys([*now.unprotected, *planned]))
+        return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
+
+    def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
+        """The client's calibrated mechanism for a purpose of its schedule."""
+        event = self.schedule.noised(client, purpose)
+        return mechanism_of(event, self.clip_norm[client], self.facts.num_records[client])
+
+    def plan(self, purpose: str = "train", clients: Sequence[int] | None = None, job: Job | None = None) -> RoundPlan:
+        """The plain plan of a round: `clients` (all), each from its model, paid by `purpose`."""
+        cohort = tuple(range(self.facts.num_clients)) if clients is None else tuple(sorted(clients))
+        return RoundPlan(
+            round=self.round,
+            clients=cohort,
+            model_of=tuple(self.state.model_of[i] for i in cohort),
+            mechanism_of=tuple(self.mechanism(i, purpose) for i in cohort),
+            steps=tuple(self.schedule.noised(i, purpose).steps for i in cohort),
+            learning_rate_of=tuple(self.learning_rate[i] for i in cohort),
+            purpose=purpose,
+            job=job or LocalTraining(),
+        )

@@ -1,0 +1,84 @@
+"""A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+
+from dpfl_lightning.errors import require
+from dpfl_lightning.models import check_net
+from dpfl_lightning.privacy.clipping.reference import Params
+
+FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
+
+
+class Model(nn.Module):
+    """A net with a loss for each record. `ClientModule` adds the private training step to it.
+
+    Args:
+        net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
+
+    Raises:
+        UserError: a layer mixes records (BatchNorm), nothing is trainable, or `personal` names no parameter.
+
+    >>> Model(nn.Linear(4, 3)).num_params
+    15
+    """
+
+    #: names of parameters of `net` that never leave the client; the engine keeps them for each client. Empty: those
+    #: that the net itself names in an attribute `personal`, if any
+    personal: tuple[str, ...] = ()
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        check_net(net)
+        self.net = net
+        self.personal = self.personal or tuple(getattr(net, "personal", ()))
+        self._shapes = {name: p.shape for name, p in net.named_parameters() if p.requires_grad}
+        for name in self.personal:
+            require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
+
+    def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
+        """One loss per record `[B]` for `x [B, *X]`, `y [B]`; record j's loss may depend on record j alone.
+
+        What every engine differentiates: with a batch of one under `vmap` by the reference, with whole chunks by the
+        fast engine.
+        """
+        return self.loss(functional_call(self.net, dict(params), (x,)), y)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        """One loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""
+        if y.is_floating_point():
+            return F.mse_loss(output.reshape(y.shape), y, reduction="none")
+        return F.cross_entropy(output, y, reduction="none")
+
+    @property
+    def num_params(self) -> int:
+        """P: trainable parameters of the net."""
+        return sum(shape.numel() for shape in self._shapes.values())
+
+    @property
+    def named_trainable(self) -> dict[str, Tensor]:
+        return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+
+    @property
+    def trainable(self) -> list[Tensor]:
+        return list(self.named_trainable.values())
+
+    @property
+    def flat(self) -> Tensor:
+        """All trainable parameters as one new vector `[P]`, detached."""
+        return torch.cat([p.detach().reshape(-1) for p in self.trainable])
+
+    @property
+    def personal_mask(self) -> Tensor:
+        """Which entries of the flat vector `[P]` (bool) stay with the client."""
+        parts = [torch.full((shape.numel(),), name in self.personal) for name, shape in self._shapes.items()]
+        return torch.cat(parts)
+
+    def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
+        """`flat` `[P]` as named views that share its memory."""
+        parts = flat.split([shape.numel() for shape in self._shapes.values()])
+        return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
