@@ -57,7 +57,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.client.module import ClientModule
-    from dpfl_lightning.federated.messages.models import Delivered
+    from dpfl_lightning.federated.messages.models import ClientModels
     from dpfl_lightning.privacy.noise import Streams
 
     if not (run / "result.json").is_file():
@@ -82,7 +82,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
         models.append(module.flat)
     engine = SerialEngine()
     engine.setup(module, population, Streams(), "poisson")  # no noise is drawn
-    scores = evaluate(module, population, Delivered(torch.stack(models), model_of), engine)
+    scores = evaluate(module, population, ClientModels(torch.stack(models), model_of), engine)
     clients = [{"client": client, "accuracy": one.accuracy} for client, one in enumerate(scores.clients)]
     return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss, "clients": clients}
 

@@ -96,7 +96,7 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     parent, results = Path(str(options.output_dir)), []
     for seed in seeds:
         own = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        begun, result = ranks.told(so_far(own) if ranks.rank == 0 else (False, None))
+        begun, result = ranks.broadcast(so_far(own) if ranks.rank == 0 else (False, None))
         results.append(fit(own, resume=begun).as_dict() if result is None else result)
     summary = summarise(seeds, results)
     if ranks.rank > 0:

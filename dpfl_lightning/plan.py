@@ -87,11 +87,11 @@ def _plan_run(words: Sequence[str]) -> int:
         prog=_PROG,
         description="Noise, steps and epsilon of every client of a run, before anyone trains.",
     )
-    planned, outline = _planned_clients(options)
-    print("\n".join([_run_text(planned), *outline]))
+    planned, notes = _planned_clients(options)
+    print("\n".join([_run_text(planned), *notes]))
     if flags.json:
         rows = [_run_row(client, own) for client, own in enumerate(planned)]
-        print(json.dumps({"clients": rows, "outline": outline}))
+        print(json.dumps({"clients": rows, "notes": notes}))
     return 0
 
 
@@ -112,7 +112,7 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
         caveats=loop.caveats,
         unprotected=loop.unprotected,
     )
-    return plans, loop.outline()
+    return plans, loop.describe()
 
 
 def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def _event_cells(event: Event) -> list[str]:
         return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
     if isinstance(event, SelectionEvent):
         return ["1", f"{1 / event.epsilon if event.epsilon else math.inf:.6g} (Gumbel)", str(event.count)]
-    return ["1", "none", "-"]  # `Unprotected`: of all records, without noise that counts
+    return ["1", "none", "-"]  # `NonPrivateEvent`: of all records, without noise that counts
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:

@@ -36,7 +36,8 @@ class Releases(Strategy):
         of_round: round -> `[C, ...]`, in the order of the clients' numbers.
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan, view):
+        return True
 
     def __init__(self, fixed: bool = False) -> None:
         self.of_round: dict[int, torch.Tensor] = {}
@@ -45,7 +46,7 @@ class Releases(Strategy):
     def step(self, state, combined, view):
         return state if self._fixed else None
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         self.of_round[view.round] = updates.released.clone()
         return state
 

@@ -53,11 +53,11 @@ def cut_at(loop, round: int) -> None:
     engine = loop.clients.engine
     train = engine.train
 
-    def failing(plan, models, numbers, say):
+    def failing(plan, models, numbers, raw_weights):
         if plan.round == round:
             engine.release(plan, 0, models, numbers[0])
             raise PowerCut
-        return train(plan, models, numbers, say)
+        return train(plan, models, numbers, raw_weights)
 
     engine.train = failing
 

@@ -71,19 +71,20 @@ SMALL = {
 class Spy(Strategy, Callback):
     """What arrived in each round, and what was told of it."""
 
-    needs = "deltas"
+    def needs_updates(self, plan, view):
+        return True
 
     def __init__(self):
         self._updates, self._views, self._states, self._told = [], [], [], []
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         self._updates.append(updates)
         self._views.append(view)
         self._states.append(state)
         return state
 
     def on_round_end(self, view, report):
-        self._told.append(report.told)
+        self._told.append(report.metrics)
 
 
 class Reports(Callback):

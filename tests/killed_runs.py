@@ -32,7 +32,9 @@ RATE = 0.3
 class Onlooker(Strategy, Callback):
     """Keeps each update and each round's end in a file of its own, at once."""
 
-    needs = "deltas"
+    def needs_updates(self, plan, view):
+        return True
+
     start = 0  # number of the process; of the class, for it is no setting of the run
 
     def __init__(self, folder: Path) -> None:
@@ -133,7 +135,7 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int 
         if path.suffix != ".part":
             start, round = map(int, path.stem.split("_"))
             if path.suffix == ".told":
-                found.told.add((start, round))
+                found.metrics.add((start, round))
             else:
                 found.releases[start, round] = torch.load(path, weights_only=True)
     return found

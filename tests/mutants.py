@@ -20,7 +20,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting import accountant
-from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.clipping import fast as fast_clipping
 from dpfl_lightning.privacy.clipping import reference as clipping
 from dpfl_lightning.privacy.clipping import stacked as stacked_clipping
@@ -193,7 +193,7 @@ def free_answers(patch: MonkeyPatch) -> None:
     compose = accountant.composed
 
     def protected(events, delta):
-        return compose([event for event in events if not isinstance(event, Unprotected)], delta)
+        return compose([event for event in events if not isinstance(event, NonPrivateEvent)], delta)
 
     patch.setattr(accountant, "composed", protected)
 

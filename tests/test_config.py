@@ -489,9 +489,9 @@ def test_every_option_of_a_name_has_a_type_in_words() -> None:
     from dpfl_lightning.config import option_help
 
     for key in option_help.FLAGS.values():
-        for line in option_help.told(key, None).split("\n\n")[0].splitlines():
+        for line in option_help.help_text(key, None).split("\n\n")[0].splitlines():
             name = line.split()[0]
-            said = option_help.told(key, name)
+            said = option_help.help_text(key, name)
             assert "(no docstring)" not in said and "anything" not in said.rpartition("\n--")[2], (key, name)
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from fakes import a_result, a_view
 
-from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.reporting.figures import figures
 
 
@@ -21,8 +21,8 @@ from dpfl_lightning.reporting.figures import figures
 def test_the_picture_of_the_clients_says_what_was_found(tmp_path, told, words):
     """Two found clusters of three clients: the marker is the cluster, the colour is the true group."""
     points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
-    sketch = Sketch("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **told)
-    result = a_result(a_view(tmp_path), sketch=sketch)
+    client_embedding = ClientEmbedding("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **told)
+    result = a_result(a_view(tmp_path), client_embedding=client_embedding)
     rows = tuple({**own, "true_group": 1 + (own["client"] == 0)} for own in result.clients)
     figure = figures(lambda metric: {}, dataclasses.replace(result, clients=rows))["clients"]
     (axes,) = figure.axes
@@ -47,7 +47,7 @@ def test_clients_with_one_curve_share_its_label(tmp_path):
 
 
 def drawn(view, **told):
-    return figures(lambda metric: {}, a_result(view, told=told))
+    return figures(lambda metric: {}, a_result(view, metrics=told))
 
 
 def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
@@ -69,7 +69,7 @@ def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["00", "01", "02"]
     for equal in ([1 / 3] * 3, [None] * 3):
         assert "weights" not in drawn(view, weight=equal)
-    result = a_result(view, told={"weight": [0.5, 0.2, 1.0]})
+    result = a_result(view, metrics={"weight": [0.5, 0.2, 1.0]})
     for own, model in zip(result.clients, (0, 0, 1), strict=True):
         own["model"] = model
     (legend,) = [figures(lambda metric: {}, result)["weights"].axes[0].get_legend()]
@@ -85,7 +85,7 @@ def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_
     assert [bar.get_height() for bar in below.patches][:3] == budgets
     assert [label.get_text() for label in below.get_xticklabels()] == ["01", "02", "00"]
     assert "participation" not in drawn(view, quota=[3.0] * 3, participations=[3.0] * 3)
-    bare = a_result(view, told={"quota": [2.0, 5.0, 3.0], "participations": [2.0, 5.0, 3.0]})
+    bare = a_result(view, metrics={"quota": [2.0, 5.0, 3.0], "participations": [2.0, 5.0, 3.0]})
     for client in bare.clients:
         client["epsilon_spent"] = None
     assert len(figures(lambda metric: {}, bare)["participation"].axes) == 1, "without privacy there is no budget"

@@ -18,7 +18,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.plan import main
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.file import Header, head_file
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
@@ -219,7 +219,7 @@ def test_overrides_are_said(path, capsys):
 def test_caveats_of_the_header_and_what_was_shown_are_said(path, capsys):
     ledger = a_ledger(path)
     assert told(capsys, "--ledger", path)[1]["guarantee"]["caveats"] == ["sizes are public"]
-    ledger.charge([Charge(0, 3, "shown", Unprotected("counts of gradients"))])
+    ledger.charge([Charge(0, 3, "shown", NonPrivateEvent("counts of gradients"))])
     text, found = told(capsys, "--ledger", path)
     assert found["guarantee"]["epsilon"] is None and "counts of gradients" in text
 

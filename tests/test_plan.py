@@ -388,7 +388,7 @@ def test_a_whole_run(capsys, monkeypatch):
         caveats=("data sizes are public",),
         unprotected=(),
         population=types.SimpleNamespace(num_records=(100, 100)),
-        outline=lambda: ["both take part in every round"],
+        describe=lambda: ["both take part in every round"],
     )
     monkeypatch.setattr("dpfl_lightning.build.planned_clients", lambda options: (loop, schedules))
     monkeypatch.setattr(
@@ -397,7 +397,7 @@ def test_a_whole_run(capsys, monkeypatch):
     assert main(["--config=any.yaml", "--json"]) == 0
     text = capsys.readouterr().out
     found = json.loads(text.splitlines()[-1])
-    assert found["outline"] == ["both take part in every round"] == text.splitlines()[-2:-1]
+    assert found["notes"] == ["both take part in every round"] == text.splitlines()[-2:-1]
     rows = found["clients"]
     assert [row["client"] for row in rows] == [0, 1]
     assert [row["epsilon_budget"] for row in rows] == [2.0, None]

@@ -15,7 +15,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -30,7 +30,7 @@ class KMeansRoutes(Strategy):
 
     role = "route"
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         if len(state.models) == 2:
             return state
         return dataclasses.replace(state, models=state.models.repeat(2, 1), model_of=tuple(i % 2 for i in range(4)))
@@ -53,7 +53,7 @@ def test_km_cdpfl_grows_from_one_model_to_two(make_loop):
 class MeanRegularised(Strategy):
     """MR-MTL: every client keeps its own model, pulled to the mean of all."""
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         if len(state.models) == 1:
             return dataclasses.replace(state, models=state.models.repeat(4, 1), model_of=(0, 1, 2, 3))
         return state
@@ -164,18 +164,18 @@ class ClassGradientRun(Strategy):
         self._synthetic = combined  # [1, num_classes, P]
         return dataclasses.replace(state, models=torch.randn_like(state.models))
 
-    delivered = 0
+    _calls = 0
 
-    def deliver(self, state, view):
-        self.delivered += 1
-        return Delivered(torch.ones_like(state.models), state.model_of)
+    def final_models(self, state, view):
+        self._calls += 1
+        return ClientModels(torch.ones_like(state.models), state.model_of)
 
 
 def test_class_gradients_reach_the_server_and_another_net_is_delivered(make_loop):
     distiller = ClassGradientRun()
     loop = make_loop(parts=[SizeWeighted(), distiller])
     loop.run()
-    assert distiller.delivered == 3, "once a round, though evaluation, result and export all ask for it"
+    assert distiller._calls == 3, "once a round, though evaluation, result and export all ask for it"
     assert distiller._synthetic.shape == (1, 3, loop.module.num_params)
     assert torch.equal(torch.load(loop.output_dir / "model.pt")["0.bias"], torch.ones(8))
     assert all(event.steps == 1 for event in loop.clients.budgets.ledger.events(2))

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import register
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, log_report, store_uri
@@ -74,10 +74,10 @@ def files_of(client, run, folder=None):
 
 
 def play(tracking, view, rounds, result=None):
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     for round in rounds:
         tracking.on_round_end(view, a_report(view, round))
-    tracking.on_run_end(view, a_result(view) if result is None else result)
+    tracking.on_fit_end(view, a_result(view) if result is None else result)
 
 
 def test_it_has_no_public_names_but_hooks(store, experiment):
@@ -133,13 +133,13 @@ def test_a_finished_run(store, experiment, folder):
 
 
 def test_the_page_begins_with_what_strategies_planned(store, experiment, folder):
-    view = a_view(folder, outline=("2 of 3 clients a round.", "It sends 3 MB."))
+    view = a_view(folder, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
     tracking = Tracking(experiment, uri=store)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     _, run = only_run(store, experiment)
     plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
     assert run.data.tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
-    tracking.on_run_end(view, a_result(view))
+    tracking.on_fit_end(view, a_result(view))
     note = only_run(store, experiment)[1].data.tags["mlflow.note.content"]
     assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
 
@@ -196,7 +196,7 @@ def test_keys_and_passwords_never_leave(store, experiment, folder):
 
 def test_one_write_a_round(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     writes = []
     real = tracking.store.client.log_batch
     monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
@@ -208,12 +208,12 @@ def test_one_write_a_round(store, experiment, folder, monkeypatch):
 
 def test_what_strategies_tell_goes_into_the_same_write(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     writes = []
     real = tracking.store.client.log_batch
     monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     told = {"weight": torch.tensor([0.25, math.nan, 0.75]), "effective_clients": 1.6}
-    tracking.on_round_end(view, a_report(view, 1, told=told))
+    tracking.on_round_end(view, a_report(view, 1, metrics=told))
     assert len(writes) == 1
     _, run = only_run(store, experiment)
     assert run.data.metrics["strategy/effective_clients"] == 1.6
@@ -226,10 +226,10 @@ def test_of_many_clients_those_that_were_there_are_summed_up(store, experiment, 
     weight = torch.full((101,), math.nan)
     weight[[3, 9]] = torch.tensor([0.25, 0.75])
     tracking = Tracking(experiment, uri=store)
-    tracking.on_run_start(view)
-    tracking.on_round_end(view, a_report(view, 1, told={"weight": weight}))
+    tracking.on_fit_start(view)
+    tracking.on_round_end(view, a_report(view, 1, metrics={"weight": weight}))
     tracking._send_at = 0.0
-    tracking.on_round_end(view, a_report(view, 2, told={"weight": torch.full((101,), math.nan)}))
+    tracking.on_round_end(view, a_report(view, 2, metrics={"weight": torch.full((101,), math.nan)}))
     client, run = only_run(store, experiment)
     assert run.data.metrics["per_client_weight/min"] == 0.25 and run.data.metrics["per_client_weight/mean"] == 0.5
     assert steps_of(client, run, "per_client_weight/max") == [1], "nobody was there in round 2"
@@ -240,21 +240,23 @@ def test_groups_of_a_simulation_have_curves_and_pictures(store, experiment, fold
     view = a_view(folder)
     view = dataclasses.replace(view, facts=dataclasses.replace(view.facts, truth={"groups": groups}))
     points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
-    sketch = Sketch("Updates of round 1", (0, 1, 2), points, (3, 0, 0), (1.0, 0.6, 1.0), 4, None, False)
+    client_embedding = ClientEmbedding(
+        "Updates of round 1", (0, 1, 2), points, (3, 0, 0), (1.0, 0.6, 1.0), 4, None, False
+    )
     plain = a_result(view)
     result = a_result(
         view,
         clients=tuple({**own, "true_group": groups[own["client"]]} for own in plain.clients),
         accuracy_gap=0.002,
         accuracy_of_groups={"majority": 0.5015, "minority": 0.5, "0": 0.5, "1": 0.5015},
-        told={"clustering_accuracy": 1.0, "weight": [1.0, 1.0, 1.0]},
-        sketch=sketch,
+        metrics={"clustering_accuracy": 1.0, "weight": [1.0, 1.0, 1.0]},
+        client_embedding=client_embedding,
     )
     tracking = Tracking(experiment, uri=store)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     for round in (1, 2):
-        tracking.on_round_end(view, a_report(view, round, told={"clustering_accuracy": 0.5 * round}))
-    tracking.on_run_end(view, result)
+        tracking.on_round_end(view, a_report(view, round, metrics={"clustering_accuracy": 0.5 * round}))
+    tracking.on_fit_end(view, result)
     client, run = only_run(store, experiment)
     for name, value in (("0", 0.1), ("1", 0.1015), ("majority", 0.1015), ("minority", 0.1)):
         assert steps_of(client, run, f"accuracy_of_group/{name}") == [1, 2]
@@ -266,14 +268,14 @@ def test_groups_of_a_simulation_have_curves_and_pictures(store, experiment, fold
 
 def test_quick_rounds_share_a_write_and_none_is_lost(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     writes = []
     real = tracking.store.client.log_batch
     monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **kw: writes.append(kw) or real(*args, **kw))
     for round in range(1, 11):
         tracking.on_round_end(view, a_report(view, round))
     assert len(writes) < 5
-    tracking.on_run_end(view, a_result(view))
+    tracking.on_fit_end(view, a_result(view))
     client, run = only_run(store, experiment)
     assert steps_of(client, run, "overall/participants") == list(range(1, 11))
 
@@ -290,11 +292,11 @@ def test_many_clients_are_summed_up(store, experiment, folder):
 def test_without_privacy_there_is_no_epsilon(store, experiment, folder):
     view = a_view(folder, noise=0.0)
     tracking = Tracking(experiment, uri=store)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     _, run = only_run(store, experiment)
     assert run.data.tags["guarantee"] == "no privacy" and "delta" not in run.data.tags
     tracking.on_round_end(view, a_report(view, 1))
-    tracking.on_run_end(view, a_result(view))
+    tracking.on_fit_end(view, a_result(view))
     client, run = only_run(store, experiment)
     assert not [name for name in run.data.metrics if "epsilon" in name]
     assert files_of(client, run, "figures") == {"figures/accuracy_over_rounds.png"}
@@ -303,7 +305,7 @@ def test_without_privacy_there_is_no_epsilon(store, experiment, folder):
 def test_rounds_without_evaluation_and_regression(store, experiment, folder):
     view = a_view(folder)
     tracking = Tracking(experiment, uri=store)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     none = {"test_accuracy": None, "client_accuracy": (None, None, None)}
     tracking.on_round_end(view, a_report(view, 1, test_accuracy=None, test_loss=None, client_accuracy=None))
     tracking._send_at = 0.0
@@ -327,11 +329,11 @@ def test_an_unfinished_run_goes_on_in_the_same_mlflow_run(store, experiment, fol
     second = Tracking(experiment, uri=store)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     resumed = a_view(folder, first_round=3)  # the checkpoint was older than the last tracked round
-    second.on_run_start(resumed)
+    second.on_fit_start(resumed)
     assert only_run(store, experiment)[1].info.status == "RUNNING"
     for round in range(3, 11):
         second.on_round_end(resumed, a_report(resumed, round))
-    second.on_run_end(resumed, a_result(resumed))
+    second.on_fit_end(resumed, a_result(resumed))
     client, run = only_run(store, experiment)
     assert run.info.status == "FINISHED"
     assert steps_of(client, run, "overall/test_accuracy") == list(range(1, 11))
@@ -341,7 +343,7 @@ def test_a_run_killed_before_its_id_was_checkpointed_is_found_by_its_folder(stor
     view = a_view(folder)
     first = Tracking(experiment, uri=store)
     before = first.state_dict()
-    first.on_run_start(view)
+    first.on_fit_start(view)
     second = Tracking(experiment, uri=store)
     second.load_state_dict(before)
     play(second, view, [1])
@@ -358,7 +360,7 @@ def test_a_run_that_this_store_does_not_know_begins_anew(store, experiment, fold
 
 def test_a_run_that_was_deleted_meanwhile_begins_anew(store, experiment, folder):
     first = Tracking(experiment, uri=store)
-    first.on_run_start(a_view(folder))
+    first.on_fit_start(a_view(folder))
     MlflowClient(store).delete_run(first.state_dict()["run_id"])
     second = Tracking(experiment, uri=store)
     second.load_state_dict(first.state_dict())
@@ -406,7 +408,7 @@ def test_a_deleted_experiment_is_one_error(store, experiment):
 
 def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     tries = []
 
     def broken(*args, **options):
@@ -423,19 +425,19 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(sto
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tracking.on_round_end(view, a_report(view, 4))
-        tracking.on_run_end(view, a_result(view))  # it is back
+        tracking.on_fit_end(view, a_result(view))  # it is back
     client, run = only_run(store, experiment)
     assert steps_of(client, run, "overall/participants") == [1, 2, 3, 4] and run.info.status == "FINISHED"
 
 
 def test_what_was_not_tracked_is_said_at_the_end(store, experiment, folder, monkeypatch):
     tracking, view = Tracking(experiment, uri=store), a_view(folder)
-    tracking.on_run_start(view)
+    tracking.on_fit_start(view)
     tracking.on_round_end(view, a_report(view, 1))
     monkeypatch.setattr(tracking.store.client, "log_batch", lambda *args, **options: 1 / 0)
     with pytest.warns(UserWarning) as warned:
         tracking.on_round_end(view, a_report(view, 2))
-        tracking.on_run_end(view, a_result(view))
+        tracking.on_fit_end(view, a_result(view))
     assert len(warned) == 2 and "tried again" in str(warned[0].message)
     assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
     assert str(folder) in str(warned[1].message)
@@ -452,7 +454,7 @@ def test_files_that_cannot_be_sent_leave_the_status(store, experiment, folder, m
 
 def test_an_end_without_a_beginning_is_no_error(store, experiment, tmp_path):
     view = a_view(tmp_path)
-    Tracking(experiment, uri=store).on_run_end(view, a_result(view, finished=False, reason="interrupted"))
+    Tracking(experiment, uri=store).on_fit_end(view, a_result(view, finished=False, reason="interrupted"))
 
 
 # ---- small things

@@ -18,10 +18,10 @@ from torch import Tensor
 from dpfl_lightning.auditing.bounds import std_interval, threshold_epsilon
 from dpfl_lightning.auditing.exact import moved
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Rig
+from dpfl_lightning.auditing.harness import NOBODY, Harness
 from dpfl_lightning.auditing.noisy import as_planned
 from dpfl_lightning.auditing.records import made_up
-from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
@@ -34,7 +34,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams
@@ -49,7 +49,7 @@ _POOL = 32
 
 
 def grid(
-    subject: Subject, engine: str, module: ClientModule, like: Population, seed: int, significance: float
+    subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int, significance: float
 ) -> Finding:
     """Whether every noisy sum is a multiple of the mechanism's public grid, and what the bits of one give away.
 
@@ -61,7 +61,7 @@ def grid(
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
     start = wide.flat
     records = made_up(like, _POOL, seed, start.device, torch.float64)
-    rig = Rig(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
+    harness = Harness(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would round the grid away
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
@@ -70,11 +70,11 @@ def grid(
     off, numbers = 0, 0
     for job, steps in jobs:
         for together in (False, True):
-            sums = rig.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
+            sums = harness.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
             placed = sums / mechanism.grid(sums[0].numel())
             off += int((~((placed - placed.round()).abs() < 1e-2)).sum())
             numbers += placed.numel()
-    gradients = rig.gradients(start, torch.arange(_POOL), mechanism)
+    gradients = harness.gradients(start, torch.arange(_POOL), mechanism)
     gradient = gradients[int(gradients.norm(dim=1).argmax())][None]
     count = max(20, min(BITS, _NUMBERS // len(start)))
     inside, outside = (_finest_bits(mechanism, value, count) for value in (gradient, torch.zeros_like(gradient)))
@@ -107,7 +107,7 @@ def _finest_bits(mechanism, clipped_sum: Tensor, count: int) -> np.ndarray:
 # ---- repeated noise
 
 
-def fresh_noise(loop: FederatedLoop, subject: Subject, significance: float) -> Finding:
+def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) -> Finding:
     """Whether releases that must have noise of their own have it: the spread of their differences, over the planned.
 
     Of the same records: by two starts of the run, made again with the same number, made another time, and by two
@@ -119,16 +119,18 @@ def fresh_noise(loop: FederatedLoop, subject: Subject, significance: float) -> F
     like = loop.population
     records = made_up(like, _POOL, loop.seed, start.device, start.dtype)
 
-    def rig(streams: Streams) -> Rig:
+    def harness(streams: Streams) -> Harness:
         engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
-        return Rig(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
+        return Harness(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
 
-    def released(by: Rig, again: bool = False) -> Tensor:
+    def released(by: Harness, again: bool = False) -> Tensor:
         return by.releases(["eight"] * by.copies, mechanism, 1, rate, start, again=again).double()
 
-    first, second = (rig(loop.clients.streams(loop.run_plan())) for _ in range(2))
+    first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
     ours, key = released(first), "0" * 32
-    simulations = [rig(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))]
+    simulations = [
+        harness(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
+    ]
     simulated = [released(one) for one in simulations]
     pairs = {
         "two starts": (ours, released(second)),
@@ -152,7 +154,7 @@ def fresh_noise(loop: FederatedLoop, subject: Subject, significance: float) -> F
 # ---- what one record moves, where that is hard
 
 
-def isolation(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """The most that one record moves a sum over hundreds of others, in clip norms, without noise.
 
     The others are ordinary, or some of them are huge, constant, infinite or no numbers. A model that mixes records
@@ -174,16 +176,16 @@ def isolation(subject: Subject, engine: str, module: ClientModule, like: Populat
         for name, row in watched.items():
             datasets[f"{crowd} and {name}"] = torch.cat([rows, torch.tensor([row])])
             pairs.append((crowd, f"{crowd} and {name}"))
-    rig = Rig(build_engine(engine), wide, like, (x, y), datasets, Streams())
-    most = _most_moved(rig, subject, pairs, wide.flat)
-    return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", rig, most, 1e-5)
+    harness = Harness(build_engine(engine), wide, like, (x, y), datasets, Streams())
+    most = _most_moved(harness, subject, pairs, wide.flat)
+    return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", harness, most, 1e-5)
 
 
 TINY = 1e-23  # what the loss is multiplied by
 _CLIP_NORMS = (1e-5, 1e-8)
 
 
-def tiny_norms(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """The most that one record with huge features and a tiny loss moves a sum, in clip norms, in float32.
 
     The squares of its gradient, or of the factors of its gradient, leave the range of float32.
@@ -200,35 +202,39 @@ def tiny_norms(subject: Subject, engine: str, module: ClientModule, like: Popula
         row = x[number].view(-1)
         row.zero_()[int(draw.integers(len(row)))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
-    rig = Rig(build_engine(engine, 1), quiet, like, (x, y), datasets, Streams())
+    harness = Harness(build_engine(engine, 1), quiet, like, (x, y), datasets, Streams())
     pairs = [(NOBODY, name) for name in datasets]
     most = max(
-        _most_moved(rig, subject, pairs, torch.zeros_like(quiet.flat) if zero else quiet.flat, clip_norm)
+        _most_moved(harness, subject, pairs, torch.zeros_like(quiet.flat) if zero else quiet.flat, clip_norm)
         for clip_norm in _CLIP_NORMS
         for zero in (False, True)
     )
-    return _sums_finding("tiny norms", f"{engine}: one record of huge features and tiny loss", rig, most, 1e-3)
+    return _sums_finding("tiny norms", f"{engine}: one record of huge features and tiny loss", harness, most, 1e-3)
 
 
 def _most_moved(
-    rig: Rig, subject: Subject, pairs: Sequence[tuple[str, str]], start: Tensor, clip_norm: float | None = None
+    harness: Harness,
+    subject: AuditTarget,
+    pairs: Sequence[tuple[str, str]],
+    start: Tensor,
+    clip_norm: float | None = None,
 ) -> float:
     """The most that releases of a pair of data sets differ, in clip norms, without noise."""
     bound = subject.planned.clip_norm if clip_norm is None else clip_norm
     silent = dataclasses.replace(
         subject.mechanism, clip_norm=bound, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
     )
-    return max(moved(rig, silent, 1 / bound, start, pairs, LocalTraining(), side) for side in (False, True))
+    return max(moved(harness, silent, 1 / bound, start, pairs, LocalTraining(), side) for side in (False, True))
 
 
-def _sums_finding(check: str, what: str, rig: Rig, most: float, tolerance: float) -> Finding:
+def _sums_finding(check: str, what: str, harness: Harness, most: float, tolerance: float) -> Finding:
     return Finding(
         check=check,
         what=f"{what} moves a release by",
         measured=f"{most:.6f} x clip norm",
         claimed="at most 1",
         refuted=not most <= 1 + tolerance,
-        figures={"engine": rig.engine.name, "sums": rig.engine.description, "most": finite_or_none(most)},
+        figures={"engine": harness.engine.name, "sums": harness.engine.description, "most": finite_or_none(most)},
     )
 
 
@@ -241,7 +247,7 @@ class _Asks(Strategy):
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         def more(client: int, own: ClientSchedule) -> ClientSchedule:
             lines = [Planned("loss", GaussianEvent(1.0, 1.0, 1), 2)]
-            lines += [Planned("select", Unprotected("which model was chosen"), 1)] * (client == 1)
+            lines += [Planned("select", NonPrivateEvent("which model was chosen"), 1)] * (client == 1)
             return dataclasses.replace(own, planned=(*own.planned, *lines))
 
         return schedule.replan(more)
@@ -254,7 +260,7 @@ class _Asks(Strategy):
         return plan
 
 
-def answers(loop: FederatedLoop, subject: Subject) -> Finding:
+def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     """Whether every answer is paid for: by its mechanism, or by an infinite epsilon.
 
     The client's whole plan is read; and a small run on made-up records asks two equal questions and one without a

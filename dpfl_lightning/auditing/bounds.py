@@ -14,7 +14,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 from scipy.stats import beta, binom, chi2, nct
 
-Tally = tuple[int, int]  # guesses, and how many of them were right
+RunTotals = tuple[int, int]  # guesses, and how many of them were right
 Curve = Callable[[float], float]  # a test's power -> the least false positive rate that goes with it
 
 _FAR = 300.0  # of a t statistic: beyond, noncentral t probabilities are not found
@@ -23,7 +23,7 @@ _FAR = 300.0  # of a t statistic: beyond, noncentral t probabilities are not fou
 # ---- one run with many canaries, each included by a fair coin
 
 
-def guesses(scores: np.ndarray, included: np.ndarray, each_side: Sequence[int]) -> list[Tally]:
+def guesses(scores: np.ndarray, included: np.ndarray, each_side: Sequence[int]) -> list[RunTotals]:
     """Guess that the k highest scores were included and the k lowest were not, for every k of `each_side`.
 
     Args:
@@ -71,7 +71,7 @@ def one_run_p_value(canaries: int, guessed: int, correct: int, epsilon: float, d
     return min(1.0, tail + 2 * canaries * delta * float((just_below / fewer).max()))
 
 
-def one_run_epsilon(canaries: int, tallies: Sequence[Tally], significance: float, delta: float) -> float:
+def one_run_epsilon(canaries: int, tallies: Sequence[RunTotals], significance: float, delta: float) -> float:
     """Lower bound of epsilon from guesses about canaries that a fair coin each included in ONE run.
 
     Args:
@@ -98,13 +98,13 @@ def one_run_epsilon(canaries: int, tallies: Sequence[Tally], significance: float
     return bound
 
 
-def curve_refuted(canaries: int, tally: Tally, significance: float, curve: Curve) -> bool:
+def curve_refuted(canaries: int, totals: RunTotals, significance: float, curve: Curve) -> bool:
     """Whether so many right guesses refute that one canary more or less is hidden as `curve` says.
 
     Reference: Mahloujifar, Melis and Chaudhuri (2024), "Auditing f-differential privacy in one run",
     https://arxiv.org/abs/2410.22235: its recursion, for guesses between two values.
     """
-    guessed, correct = tally
+    guessed, correct = totals
     right, wrong = significance * correct / canaries, significance * (guessed - correct) / canaries
     for left in range(correct - 1, -1, -1):
         most = max(wrong, curve(min(right, 1.0)))
@@ -116,7 +116,7 @@ def curve_refuted(canaries: int, tally: Tally, significance: float, curve: Curve
 
 
 def one_run_weakness(
-    canaries: int, tallies: Sequence[Tally], significance: float, family: Callable[[float], Curve]
+    canaries: int, tallies: Sequence[RunTotals], significance: float, family: Callable[[float], Curve]
 ) -> float:
     """The largest t for which the guesses refute `family(t)`; 0 if they refute none.
 
@@ -132,10 +132,10 @@ def one_run_weakness(
     0.441
     """
     bound, each = 0.0, significance / len(tallies)
-    for tally in tallies:
+    for totals in tallies:
 
-        def refuted(t: float, tally: Tally = tally) -> bool:
-            return curve_refuted(canaries, tally, each, family(t))
+        def refuted(t: float, totals: RunTotals = totals) -> bool:
+            return curve_refuted(canaries, totals, each, family(t))
 
         bound = _largest(refuted, bound)
     return bound

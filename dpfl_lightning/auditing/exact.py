@@ -14,9 +14,9 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import rate_interval
 from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import NOBODY, OneNoise, Rig
+from dpfl_lightning.auditing.harness import NOBODY, Harness, OneNoise
 from dpfl_lightning.auditing.records import made_up, most_opposed
-from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
@@ -30,7 +30,7 @@ SIZES = (0, 1, 5, 40, 130)  # records beside the canary: none, few, and more tha
 _POOL = 32
 
 
-def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
+def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """The most that one record more moves a release, in clip norms, by one engine; with the same noise, if any.
 
     Training and class gradients, clients alone and in one batch, huge inputs, a record without a finite gradient. A
@@ -45,7 +45,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last one is broken
     datasets, pairs = _pairs(module, like, records, subject.planned, seed)
     streams = OneNoise(secrets.token_bytes(32))
-    rig = Rig(build_engine(engine), module, like, records, datasets, streams)
+    harness = Harness(build_engine(engine), module, like, records, datasets, streams)
     loud = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     silent = dataclasses.replace(loud, noise_multiplier=0.0)
     unit = subject.planned.expected_batch_size / subject.planned.clip_norm  # as learning rate: releases in clip norms
@@ -55,7 +55,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
         jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=some)]
     ratios = {
         f"{words} noise": max(
-            moved(rig, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)
+            moved(harness, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)
         )
         for words, mechanism in (("without", silent), ("with", loud))
     }
@@ -69,7 +69,7 @@ def sensitivity(subject: Subject, engine: str, module: ClientModule, like: Popul
         refuted=not all(ratios[words] <= most + TOLERANCE for words, most in claimed.items()),
         figures={
             "engine": engine,
-            "sums": getattr(rig.engine, "description", ""),
+            "sums": getattr(harness.engine, "description", ""),
             "data_sets": len(pairs),
             **{f"most_{words.replace(' ', '_')}": finite_or_none(value) for words, value in ratios.items()},
         },
@@ -80,8 +80,8 @@ def _pairs(
     module: ClientModule, like: Population, records: tuple[Tensor, Tensor], mechanism: Mechanism, seed: int
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
     """Data sets by name, and the names of those that differ in one record."""
-    rig = Rig(build_engine("serial"), module, like, records, {}, Streams())
-    canary, other = most_opposed(rig.gradients(module.flat, torch.arange(_POOL), mechanism))
+    harness = Harness(build_engine("serial"), module, like, records, {}, Streams())
+    canary, other = most_opposed(harness.gradients(module.flat, torch.arange(_POOL), mechanism))
     draw = np.random.default_rng(seed)
     around = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}
     around["5 opposed records"] = torch.tensor([other] * 5)
@@ -96,7 +96,7 @@ def _pairs(
 
 
 def moved(
-    rig: Rig,
+    harness: Harness,
     mechanism: Mechanism,
     unit: float,
     start: Tensor,
@@ -106,12 +106,12 @@ def moved(
 ) -> float:
     """The largest distance between two releases of a pair, in clip norms."""
     blocks = job.num_classes if isinstance(job, ClassGradients) else 1
-    at_once, most = max(1, rig.at_once // (2 * blocks)), 0.0
+    at_once, most = max(1, harness.at_once // (2 * blocks)), 0.0
     for first in range(0, len(pairs), at_once):
         some = pairs[first : first + at_once]
         without = list(dict.fromkeys(name for name, _ in some))
         names = [*without, *(more for _, more in some)]
-        found = rig.releases(names, mechanism, 1, unit, start, together=together, job=job).flatten(1)
+        found = harness.releases(names, mechanism, 1, unit, start, together=together, job=job).flatten(1)
         if isinstance(job, ClassGradients):
             found = found * unit
         before = found[[without.index(name) for name, _ in some]]
@@ -121,10 +121,10 @@ def moved(
     return most
 
 
-def sampling(subject: Subject, rig: Rig, start: Tensor, significance: float, steps: int = 200) -> Finding:
+def sampling(subject: AuditTarget, harness: Harness, start: Tensor, significance: float, steps: int = 200) -> Finding:
     """Whether a step holds no record twice, and records are drawn no more often than the accountant was told."""
     claimed, records = subject.planned.sample_rate, subject.settings.num_records
-    drawn = rig.draws("everybody", subject.mechanism, steps, start)
+    drawn = harness.draws("everybody", subject.mechanism, steps, start)
     twice = sum(len(rows) - len(np.unique(rows)) for rows in drawn)
     hits = sum(map(len, drawn))
     low, high = (float(end) for end in rate_interval(hits, steps * records, significance))

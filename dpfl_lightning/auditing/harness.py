@@ -27,11 +27,11 @@ _NUMBERS = 1 << 25  # of gradients or releases that are held at once
 class OneNoise(Streams):
     """All clients get the same noise: in the difference of two releases it is gone."""
 
-    def generator(self, purpose: str, round: int, client: int, attempt: int = 0) -> RandomGenerator:
-        return super().generator(purpose, round, 0, attempt)
+    def generator(self, purpose: str, round: int, client: int, charge_number: int = 0) -> RandomGenerator:
+        return super().generator(purpose, round, 0, charge_number)
 
 
-class Rig:
+class Harness:
     """One engine, set up once, that releases as a run would: sampling, clipping, noise, divisor, learning rate.
 
     Args:
@@ -107,8 +107,8 @@ class Rig:
             `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
         """
         self._attempt -= again
-        plan, models, attempts = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
-        updates = self.engine.train(plan, models, attempts)
+        plan, models, charge_numbers = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
+        updates = self.engine.train(plan, models, charge_numbers)
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
         found = start.new_full((len(names), *shape), torch.inf)
         if updates.deltas is not None:
@@ -118,8 +118,8 @@ class Rig:
 
     def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
         """The rows that the engine draws for each of `steps` steps of one client."""
-        plan, models, attempts = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
-        return list(self.engine.local_task(plan, 0, models, attempts[0])[2].draws)
+        plan, models, charge_numbers = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
+        return list(self.engine.local_task(plan, 0, models, charge_numbers[0])[2].draws)
 
     def _plan(
         self,

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std_interval, threshold_epsilon
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Rig
-from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.auditing.harness import NOBODY, Harness
+from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
 
@@ -26,7 +26,7 @@ BATCHES = ("two", "eight")
 WITHOUT, WITH = "without the canary", "with the canary"
 
 
-def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Finding:
+def noise(subject: AuditTarget, harness: Harness, start: Tensor, significance: float) -> Finding:
     """The standard deviation of the noise, over batches of different sizes and a round of empty ones.
 
     Two releases of one data set differ in their noise alone; a round without records is the sum of its steps' noise.
@@ -38,7 +38,7 @@ def noise(subject: Subject, rig: Rig, start: Tensor, significance: float) -> Fin
     found: dict[str, tuple[float, float]] = {}
     for name, mechanism, steps, together in cases:
         rate = subject.settings.learning_rate
-        ours = _several(rig, [name], mechanism, steps, rate, start, each, together)[0].double()
+        ours = _several(harness, [name], mechanism, steps, rate, start, each, together)[0].double()
         freedom = (each - 1) * len(start)
         std = float((ours - ours.mean(dim=0)).square().sum() / freedom) ** 0.5
         heavy = 1 + 1.5 / steps if subject.laplace else 1  # squares of Laplace noise spread so much more
@@ -66,7 +66,12 @@ def as_planned(
 
 
 def canary(
-    subject: Subject, rig: Rig, start: Tensor, gradients: tuple[Tensor, Tensor], significance: float, most: int
+    subject: AuditTarget,
+    harness: Harness,
+    start: Tensor,
+    gradients: tuple[Tensor, Tensor],
+    significance: float,
+    most: int,
 ) -> Finding:
     """Full-batch releases with and without the canary, projected on where it shows: mu of one step.
 
@@ -75,14 +80,16 @@ def canary(
         most: releases of each kind; by default as many as tell `RATIO` x mu from mu.
     """
     if subject.laplace:
-        return _laplace_canary(subject, rig, start, significance, most)
+        return _laplace_canary(subject, harness, start, significance, most)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     own, other = gradients
     wanted = [own - other] if subject.replace_one else [own, own - other]  # a batch's mean moves along the second
     directions = torch.stack([one / torch.linalg.vector_norm(one).clamp_min(1e-30) for one in wanted])
     significance_each = significance / len(directions)
     count = min(most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
-    inside, outside = _scores(subject, rig, mechanism, 1, start, directions, count, together=subject.main.steps == 1)
+    inside, outside = _scores(
+        subject, harness, mechanism, 1, start, directions, count, together=subject.main.steps == 1
+    )
     ends = [shift_interval(a, b, significance_each) for a, b in zip(inside.T, outside.T, strict=True)]
     low, high = max(ends)
     delta = subject.settings.delta
@@ -107,20 +114,20 @@ def canary(
     )
 
 
-def _laplace_canary(subject: Subject, rig: Rig, start: Tensor, significance: float, most: int) -> Finding:
+def _laplace_canary(subject: AuditTarget, harness: Harness, start: Tensor, significance: float, most: int) -> Finding:
     """The likelihood ratio of whole releases with and without the canary: the best test of Laplace noise there is.
 
     A gradient that is spread over many parameters shows in it far less than epsilon allows.
     """
     mechanism, rate = subject.mechanism, subject.settings.learning_rate
     silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
-    without, with_it = (_several(rig, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
+    without, with_it = (_several(harness, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
     scale, count = mechanism.noise_std(1, rate) / mechanism.unit_std, min(most, STEPS)
 
     def score(found: Tensor) -> Tensor:
         return ((found - without).abs() - (found - with_it).abs()).sum(dim=1, keepdim=True) / scale
 
-    both = _several(rig, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
+    both = _several(harness, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
     inside, outside = both.double().cpu().numpy()[..., 0]
     delta = subject.settings.delta
     bound = threshold_epsilon(inside, outside, significance, delta)
@@ -137,14 +144,19 @@ def _laplace_canary(subject: Subject, rig: Rig, start: Tensor, significance: flo
 
 
 def one_round(
-    subject: Subject, rig: Rig, start: Tensor, gradients: tuple[Tensor, Tensor], significance: float, most: int
+    subject: AuditTarget,
+    harness: Harness,
+    start: Tensor,
+    gradients: tuple[Tensor, Tensor],
+    significance: float,
+    most: int,
 ) -> Finding:
     """A whole round, its records sampled, with and without the canary: how well a threshold tells them apart."""
     own, other = gradients
     direction = (own - other if subject.replace_one else own)[None]
     count = min(most, max(100, min(1000, STEPS // (2 * subject.main.steps))))
     inside, outside = _scores(
-        subject, rig, subject.mechanism, subject.main.steps, start, direction, count, together=True
+        subject, harness, subject.mechanism, subject.main.steps, start, direction, count, together=True
     )
     delta = subject.settings.delta
     bound = threshold_epsilon(inside[:, 0], outside[:, 0], significance, delta)
@@ -161,8 +173,8 @@ def one_round(
 
 
 def _scores(
-    subject: Subject,
-    rig: Rig,
+    subject: AuditTarget,
+    harness: Harness,
     mechanism: Mechanism,
     steps: int,
     start: Tensor,
@@ -173,13 +185,13 @@ def _scores(
     """Releases with and without the canary on each direction `[d, P]`, two of `[count, d]`: up is "with"."""
     rate = subject.settings.learning_rate
     names, on = [WITH, WITHOUT], directions.T
-    both = _several(rig, names, mechanism, steps, rate, start, count, together, lambda one: one @ on)
+    both = _several(harness, names, mechanism, steps, rate, start, count, together, lambda one: one @ on)
     inside, outside = (-one.double().cpu().numpy() for one in both)
     return inside, outside
 
 
 def _several(
-    rig: Rig,
+    harness: Harness,
     names: Sequence[str],
     mechanism: Mechanism,
     steps: int,
@@ -191,9 +203,9 @@ def _several(
 ) -> Tensor:
     """`count` releases of each data set, `[len(names), count, P]`, or what is `seen` of them, `[n, P] -> [n, d]`."""
     parts = []
-    for first in range(0, count, rig.copies):
-        now = min(rig.copies, count - first)
+    for first in range(0, count, harness.copies):
+        now = min(harness.copies, count - first)
         every = [name for name in names for _ in range(now)]
-        found = rig.releases(every, mechanism, steps, learning_rate, start, together=together)
+        found = harness.releases(every, mechanism, steps, learning_rate, start, together=together)
         parts.append(seen(found).view(len(names), now, -1))
     return torch.cat(parts, dim=1)

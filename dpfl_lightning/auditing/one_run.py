@@ -18,8 +18,8 @@ from dpfl_lightning.auditing.bounds import (
     one_run_weakness,
 )
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Rig
-from dpfl_lightning.auditing.target import Subject
+from dpfl_lightning.auditing.harness import NOBODY, Harness
+from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -41,8 +41,8 @@ def number_of_canaries(num_params: int) -> int:
 
 
 def one_run(
-    subject: Subject,
-    rig: Rig,
+    subject: AuditTarget,
+    harness: Harness,
     start: Tensor,
     canaries: tuple[Tensor, Tensor | None],
     included: np.ndarray,
@@ -58,7 +58,7 @@ def one_run(
         The bound of the claimed (epsilon, delta), and that of the whole claimed curve; each at half the significance.
         The curve's is the epsilon that is claimed of so much less noise.
     """
-    scores = _scores(subject, rig, start, canaries, MEMBERS if included.any() else NOBODY)
+    scores = _scores(subject, harness, start, canaries, MEMBERS if included.any() else NOBODY)
     tallies, m = guesses(scores, included, numbers_of_guesses(len(scores))), len(scores)
     delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
     levels = (significance / 2, USUAL)
@@ -87,7 +87,7 @@ def one_run(
     ]
 
 
-def _claimed_curve(subject: Subject, events: Sequence[NoisedEvent], weakness: float) -> Curve:
+def _claimed_curve(subject: AuditTarget, events: Sequence[NoisedEvent], weakness: float) -> Curve:
     """What the events hide at least, if their noise is divided by `weakness` >= 0."""
     accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # quick: a whole curve
     queries = [(_weaker(events, max(weakness, 1e-6)), float(delta)) for delta in DELTAS]
@@ -99,7 +99,7 @@ def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]
 
 
 def _scores(
-    subject: Subject, rig: Rig, start: Tensor, canaries: tuple[Tensor, Tensor | None], members: str
+    subject: AuditTarget, harness: Harness, start: Tensor, canaries: tuple[Tensor, Tensor | None], members: str
 ) -> np.ndarray:
     """`[m]`: how much each canary is in the releases of all rounds, one canary's part taken out of another's."""
     scores, number, now = np.zeros(len(canaries[0])), 0, start
@@ -107,24 +107,29 @@ def _scores(
         mechanism, steps, rate = release.mechanism, release.steps, subject.settings.learning_rate
         for _ in range(release.count):
             number += 1
-            moved = rig.releases([members], mechanism, steps, rate, now, round=number)[0]
+            moved = harness.releases([members], mechanism, steps, rate, now, round=number)[0]
             if not bool(moved.isfinite().all()):  # the server would not take it either
                 continue
             summed = -moved * mechanism.expected_batch_size / rate  # of all steps: gradients and noise
-            scores += _counts(rig, now, canaries, summed, mechanism, steps)
+            scores += _counts(harness, now, canaries, summed, mechanism, steps)
             now = now + moved
     return scores
 
 
 def _counts(
-    rig: Rig, now: Tensor, canaries: tuple[Tensor, Tensor | None], summed: Tensor, mechanism: Mechanism, steps: int
+    harness: Harness,
+    now: Tensor,
+    canaries: tuple[Tensor, Tensor | None],
+    summed: Tensor,
+    mechanism: Mechanism,
+    steps: int,
 ) -> np.ndarray:
     """How often each canary is in a sum of noised gradients `[P]`, `[m]`: a ridge regression on their gradients.
 
     With the prior that a coin and the sampling give, and the planned noise, this is the best linear guess.
     """
-    own = rig.gradients(now, canaries[0], mechanism)
-    others = torch.zeros_like(own) if canaries[1] is None else rig.gradients(now, canaries[1], mechanism)
+    own = harness.gradients(now, canaries[0], mechanism)
+    others = torch.zeros_like(own) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
     mean = steps * mechanism.sample_rate / 2  # expected of each, included or not
     ours, rest = own - others, summed - mean * (own + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)

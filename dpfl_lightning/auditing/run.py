@@ -15,9 +15,9 @@ from torch import Tensor
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
 from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import Rig
+from dpfl_lightning.auditing.harness import Harness
 from dpfl_lightning.auditing.records import made_up, most_opposed
-from dpfl_lightning.auditing.target import Subject, subjects
+from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.noise import Streams
@@ -90,7 +90,7 @@ def audit(
 
 
 def _checks(
-    loop: FederatedLoop, subject: Subject, significance: float, most: int, left_out: list[str]
+    loop: FederatedLoop, subject: AuditTarget, significance: float, most: int, left_out: list[str]
 ) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]]]:
     """Every check of a client: its name, and what runs it."""
     given = loop.module, loop.population, loop.seed
@@ -106,8 +106,8 @@ def _checks(
     yield "answers", lambda: [attacks.answers(loop, subject)]
     start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
     yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
-    yield "noise", lambda: [noisy.noise(subject, scene().rig, start, significance)]
-    yield "canary", lambda: [noisy.canary(subject, scene().rig, start, scene().gradients, significance, most)]
+    yield "noise", lambda: [noisy.noise(subject, scene().harness, start, significance)]
+    yield "canary", lambda: [noisy.canary(subject, scene().harness, start, scene().gradients, significance, most)]
     yield "round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)]
     yield (
         "one run",
@@ -116,7 +116,7 @@ def _checks(
 
 
 def _unless_refused(
-    check: Callable[..., Finding], subject: Subject, engine: str, given: tuple, left_out: list[str]
+    check: Callable[..., Finding], subject: AuditTarget, engine: str, given: tuple, left_out: list[str]
 ) -> list[Finding]:
     """The finding by one engine, unless the engine cannot run the module."""
     try:
@@ -138,14 +138,14 @@ class Scene:
         included: `[m]` bool, how the coins fell.
     """
 
-    rig: Rig
-    drawing: Rig
+    harness: Harness
+    drawing: Harness
     gradients: tuple[Tensor, Tensor]
     canaries: tuple[Tensor, Tensor | None]
     included: np.ndarray
 
 
-def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
+def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
     module, seed = copy.deepcopy(loop.module), loop.seed + subject.client
     start, count = module.flat, one_run.number_of_canaries(module.num_params)
     parts = [
@@ -156,7 +156,7 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
     included = np.random.default_rng(seed).random(count) < 0.5
     own, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
     here = torch.from_numpy(included)
-    choose = Rig(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
+    choose = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
     canary, other = most_opposed(choose.gradients(start, torch.arange(_POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
@@ -167,16 +167,16 @@ def _scene(loop: FederatedLoop, subject: Subject) -> Scene:
         one_run.MEMBERS: torch.where(here, own, others) if subject.replace_one else own[here],
     }
 
-    def rig(sampling: str) -> Rig:
+    def harness(sampling: str) -> Harness:
         engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
         streams = Streams()
-        return Rig(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
+        return Harness(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
 
-    plain = rig("poisson")
+    plain = harness("poisson")
     shown, around = plain.gradients(start, torch.tensor([canary, other]), subject.planned)
     return Scene(
-        rig=plain,
-        drawing=plain if subject.sampling == "poisson" else rig(subject.sampling),
+        harness=plain,
+        drawing=plain if subject.sampling == "poisson" else harness(subject.sampling),
         gradients=(shown, around),
         canaries=(own, others if subject.replace_one else None),
         included=included,

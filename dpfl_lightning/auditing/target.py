@@ -38,7 +38,7 @@ class Release:
 
 
 @dataclass(frozen=True)
-class Subject:
+class AuditTarget:
     """One client: its noised sums, and what is claimed of them.
 
     Args:
@@ -111,7 +111,7 @@ class Subject:
         }
 
 
-def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Subject], list[str]]:
+def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[AuditTarget], list[str]]:
     """The clients to audit, and in words what is not audited.
 
     Args:
@@ -140,7 +140,7 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Su
     return found, words
 
 
-def _subject(loop: FederatedLoop, view: View, client: int, own: ClientSchedule) -> Subject:
+def _subject(loop: FederatedLoop, view: View, client: int, own: ClientSchedule) -> AuditTarget:
     settings, releases = loop.settings[client], []
     for line in own.planned:
         event = line.event
@@ -149,7 +149,7 @@ def _subject(loop: FederatedLoop, view: View, client: int, own: ClientSchedule) 
         planned = mechanism_of(event, settings.clip_norm, settings.num_records)
         told = view.mechanism(client, line.purpose)
         releases.append(Release(line.purpose, planned, told, event.steps, line.count))
-    return Subject(
+    return AuditTarget(
         client=client,
         releases=tuple(releases),
         settings=settings,

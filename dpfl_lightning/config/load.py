@@ -443,7 +443,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 class _NamesHelp(argparse.Action):
     def __call__(self, parser: Any, namespace: Any, name: Any, option: str | None = None) -> NoReturn:
-        print(option_help.told(option_help.FLAGS[str(option)], name))
+        print(option_help.help_text(option_help.FLAGS[str(option)], name))
         raise SystemExit(0)
 
 

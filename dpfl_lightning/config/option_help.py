@@ -33,7 +33,7 @@ _HOMES = {
 FLAGS = {f"--{key}.help": key for key in _HOMES}
 
 
-def told(key: str, name: str | None) -> str:
+def help_text(key: str, name: str | None) -> str:
     """What `--KEY.help [NAME]` prints.
 
     Raises:

@@ -15,7 +15,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
 from dpfl_lightning.federated.server.group_metrics import smallest
-from dpfl_lightning.federated.server.results import RunResult, Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def figures(
         "weights": _weights_figure(result),
         "noise_estimated": _noise_figure(result),
         "participation": _participation_figure(result),
-        "clients": None if result.sketch is None else _clients_figure(result.sketch, result),
+        "clients": None if result.client_embedding is None else _clients_figure(result.client_embedding, result),
         "distilled_images": None if distilled is None else _images_figure(distilled),
     }
     for name in ("epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"):
@@ -311,26 +311,33 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
     axes.set_xlim(edges[0], edges[-1])
 
 
-def _clients_figure(sketch: Sketch, result: RunResult) -> Figure:
+def _clients_figure(client_embedding: ClientEmbedding, result: RunResult) -> Figure:
     """Colour: the true group where known, else the found cluster; marker: the found cluster; size: how surely."""
-    count = f"{sketch.num_clusters} cluster{'s' * (sketch.num_clusters != 1)}"
-    apart = "" if sketch.separation is None else f", separation {sketch.separation:.3g}"
-    sure = "confident" if sketch.confident else "no more than noise would show"
-    figure, axes = _axes(f"{sketch.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+    count = f"{client_embedding.num_clusters} cluster{'s' * (client_embedding.num_clusters != 1)}"
+    apart = "" if client_embedding.separation is None else f", separation {client_embedding.separation:.3g}"
+    sure = "confident" if client_embedding.confident else "no more than noise would show"
+    figure, axes = _axes(f"{client_embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)
     true = _true_groups(result)
-    colour_of = [true.get(client, cluster) for client, cluster in zip(sketch.clients, sketch.cluster, strict=True)]
-    for cluster in sorted(set(sketch.cluster)):
-        rows = [row for row, own in enumerate(sketch.cluster) if own == cluster]
-        x, y = zip(*(sketch.points[row] for row in rows), strict=True)
+    colour_of = [
+        true.get(client, cluster)
+        for client, cluster in zip(client_embedding.clients, client_embedding.cluster, strict=True)
+    ]
+    for cluster in sorted(set(client_embedding.cluster)):
+        rows = [row for row, own in enumerate(client_embedding.cluster) if own == cluster]
+        x, y = zip(*(client_embedding.points[row] for row in rows), strict=True)
         look = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
-        sizes = [20 + 100 * sketch.membership[row] for row in rows]
+        sizes = [20 + 100 * client_embedding.membership[row] for row in rows]
         axes.scatter(x, y, sizes, [f"C{colour_of[row] % 10}" for row in rows], zorder=3, **look)
         axes.scatter(fmean(x), fmean(y), 90, "black", "+", linewidth=1.2, zorder=4)
         axes.scatter([], [], 70, "white" if true else f"C{cluster % 10}", label=f"cluster {cluster}", **look)
     for group in sorted(set(true.values())):
         axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
-    for client, point in zip(sketch.clients, sketch.points, strict=True) if len(sketch.clients) <= 40 else ():
+    for client, point in (
+        zip(client_embedding.clients, client_embedding.points, strict=True)
+        if len(client_embedding.clients) <= 40
+        else ()
+    ):
         axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
     figure.legend(
         fontsize=7, loc="outside right upper", title="size: how surely\n+: mean of a cluster", title_fontsize=7
@@ -359,7 +366,7 @@ def _images_figure(distilled: DistilledSet) -> Figure | None:
 
 def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:
     """Client -> what was told of it in the last round."""
-    values = result.told.get(name)
+    values = result.metrics.get(name)
     return {client: one for client, one in enumerate(values) if one is not None} if isinstance(values, list) else {}
 
 

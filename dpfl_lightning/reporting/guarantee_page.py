@@ -28,7 +28,7 @@ _LIBRARIES = ("opacus", "numpy", "scipy", "torch", "lightning")
 class GuaranteePage(Callback):
     """Writes `guarantee.html` into the folder of a run that has finished."""
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             page = guarantee_page(result, view.guarantees(), view.run)
             path = view.run.output_dir / "guarantee.html"

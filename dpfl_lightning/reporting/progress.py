@@ -47,7 +47,7 @@ class Progress(Callback):
         self._score = ""
         self._told_at = -math.inf  # when the last plain line was written
 
-    def on_run_start(self, view: View) -> None:
+    def on_fit_start(self, view: View) -> None:
         run = view.run
         self._say(
             f"{_counted(view.facts.num_clients, 'client')}, {_counted(run.rounds, 'round')}, "
@@ -61,7 +61,7 @@ class Progress(Callback):
             on = f"Going on from round {run.first_round} of {run.rounds}."
             self._say(on if run.first_round <= run.rounds else "No round is left.")
         self._table(_plan_columns(view))
-        for words in run.outline:
+        for words in run.strategy_notes:
             self._say(words)
         self._begun, self._first = time.monotonic(), run.first_round
         if self._live:
@@ -93,7 +93,7 @@ class Progress(Callback):
             ]
             self._say(" | ".join(filter(None, [*parts, f"{duration(seconds_left)} left"])))
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         self._stop_bar()
         if not result.finished:
             self._say(
@@ -309,7 +309,7 @@ def _gradients(shown: Diagnostics | None) -> str:
 
 def _groups(result: RunResult) -> str:
     """How well true groups are served, and how well clusters match them; nothing where nobody knows them."""
-    served, matched = result.accuracy_of_groups, result.told.get("clustering_accuracy")
+    served, matched = result.accuracy_of_groups, result.metrics.get("clustering_accuracy")
     if not served:
         return ""
     named = [f"{name} {served[name]:.1%}" for name in ("majority", "minority") if name in served]
@@ -322,7 +322,7 @@ def _groups(result: RunResult) -> str:
 
 def _sent(result: RunResult) -> str:
     """What went down and up, and how long the simulated network took; nothing where no round was made."""
-    down, up, seconds = (result.told.get(name) for name in ("floats_down", "floats_up", "network_seconds"))
+    down, up, seconds = (result.metrics.get(name) for name in ("floats_down", "floats_up", "network_seconds"))
     if not (isinstance(down, float) and isinstance(up, float)):
         return ""
     took = f"; {duration(seconds)} on the simulated network" if isinstance(seconds, float) else ""

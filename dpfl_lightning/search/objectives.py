@@ -29,12 +29,12 @@ from dpfl_lightning.federated.server.results import RoundReport
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, Unprotected
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.search.options import SweepOptions
-from dpfl_lightning.search.train_and_score import taught
+from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.search.trial import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
@@ -102,14 +102,14 @@ def objective(sweep: SweepOptions, options: Options) -> Objective:
         UserError: a set that is missing or of other data, records that are missing, or that must not choose.
     """
     if sweep.objective == "set":
-        return OnASet(sweep, options)
-    return RunItself(options, private=sweep.objective == "private")
+        return ProxyObjective(sweep, options)
+    return FederatedObjective(options, private=sweep.objective == "private")
 
 
 # ---- nets on a set
 
 
-class OnASet:
+class ProxyObjective:
     """Fresh nets trained on a distilled set or on public records, scored on public records or held-out parts.
 
     **Privacy** Post-processing of the set; public records belong to nobody.
@@ -144,7 +144,9 @@ class OnASet:
             return build_net(dataclasses.replace(options, seed=seed), self._facts)
 
         for number, (population, records) in enumerate(self._parts):
-            accuracies.append(taught(new_net, population, records, how, networks=1, seed=options.seed + number).mean)
+            accuracies.append(
+                train_and_score(new_net, population, records, how, networks=1, seed=options.seed + number).mean
+            )
             if report(number, fmean(accuracies)) and number + 1 < len(self._parts):
                 raise Pruned(f"after {number + 1} of {len(self._parts)} nets")
         num_params = ClientModule(new_net(options.seed)).num_params
@@ -266,7 +268,7 @@ def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
 # ---- the run itself
 
 
-class RunItself:
+class FederatedObjective:
     """The federated run of each trial's options, by the loop that `fit` uses.
 
     Args:
@@ -338,7 +340,7 @@ def _check_private(options: Options) -> None:
 def _planned(loop: FederatedLoop) -> Cost:
     """What the run may cost each client at most: its whole budget, or what its plan composes to."""
     clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.sampling]
-    besides: list[Event] = [*map(Caveat, loop.caveats), *map(Unprotected, loop.unprotected)]
+    besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.unprotected)]
     promises = [guarantee([*own.events(), *besides], own.delta, loop.accountant, sampling) for own in clients]
     most = [max(one.epsilon, own.target_epsilon) for one, own in zip(promises, clients, strict=True)]
     caveats = dict.fromkeys(words for one in promises for words in _caveats(one))

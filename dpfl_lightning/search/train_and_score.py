@@ -16,7 +16,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 NewNet = Callable[[int], nn.Module]
@@ -27,7 +27,7 @@ ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=Tru
 
 
 @dataclass(frozen=True)
-class Taught:
+class Trained:
     """How well fresh nets do on the test set after training on one set: an accuracy in [0, 1] each."""
 
     accuracies: tuple[float, ...]
@@ -42,14 +42,14 @@ class Taught:
         return pstdev(self.accuracies)
 
 
-def taught(
+def train_and_score(
     new_net: NewNet,
     population: Population,
     records: tuple[Tensor, Tensor],
     how: Training = ON_A_SET,
     networks: int = 3,
     seed: int = 0,
-) -> Taught:
+) -> Trained:
     """Fresh nets trained on `records`, scored on the population's test set.
 
     Args:
@@ -67,9 +67,9 @@ def taught(
         begin, order = (torch_seed(public_generator(seed, "comparison", number, which)) for which in (0, 1))
         start = ClientModule(new_net(begin)).flat.to(device)
         model = trained_on(module, start, records, how, order)
-        score = evaluate(module, on_test, Delivered(model[None], (0,)), engine).test
+        score = evaluate(module, on_test, ClientModels(model[None], (0,)), engine).test
         accuracies.append(float(score.accuracy or 0.0))
-    return Taught(tuple(accuracies))
+    return Trained(tuple(accuracies))
 
 
 def one_client(population: Population, rows: Tensor | None = None) -> Population:

@@ -28,7 +28,7 @@ class Recorder(Callback):
         self.device = ""
         self._curve: dict[int, float] = {}
 
-    def on_run_start(self, view: View) -> None:
+    def on_fit_start(self, view: View) -> None:
         self.device = view.run.device
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
@@ -36,7 +36,7 @@ class Recorder(Callback):
         if known:
             self._curve[report.round] = 100 * fmean(known)
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         values = self._values(view, result)
         if "accuracy" in values:
             self._curve[result.rounds] = values["accuracy"]

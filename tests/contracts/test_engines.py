@@ -325,13 +325,13 @@ def test_streamed_updates_add_up_to_those_that_are_kept(engine, job, make_loop):
     loop.clients.engine.setup(loop.module, loop.population, STREAMS, "poisson")
     state = ServerState(loop.module.flat[None], (0,) * 4)
     plan = loop.view(state).plan(job=job)
-    say = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
+    raw_weights = torch.tensor([[1.0, 2.0, 0.0, 4.0], [0.0, 0.0, 3.0, 0.0]], dtype=torch.float64)
     kept = loop.clients.engine.train(plan, state.models, [0] * 4)
-    streamed = loop.clients.engine.train(plan, state.models, [0] * 4, say)
+    streamed = loop.clients.engine.train(plan, state.models, [0] * 4, raw_weights)
     assert streamed.deltas is None and streamed.clients == kept.clients and streamed.noise_std == kept.noise_std
-    combined = aggregate.combine(say, streamed)
-    assert torch.equal(combined, aggregate.combine(say, kept))
-    expected = torch.tensordot(aggregate.normalised(say), kept.released.double(), dims=1)
+    combined = aggregate.combine(raw_weights, streamed)
+    assert torch.equal(combined, aggregate.combine(raw_weights, kept))
+    expected = torch.tensordot(aggregate.normalised(raw_weights), kept.released.double(), dims=1)
     torch.testing.assert_close(combined.double(), expected, rtol=1e-6, atol=1e-9)
 
 

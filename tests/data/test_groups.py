@@ -17,7 +17,7 @@ from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 CLASSES = 5
@@ -166,9 +166,9 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     engine.setup(module, population, Streams(), "poisson")
     models = torch.zeros(CLASSES, 5 * CLASSES)
     models[:, -CLASSES:] = torch.eye(CLASSES)  # model k says class k, whatever comes
-    right = evaluate(module, population, Delivered(models, GROUP_OF), engine)
+    right = evaluate(module, population, ClientModels(models, GROUP_OF), engine)
     assert {one.accuracy for one in right.clients} == {1.0} and right.test.accuracy == 1.0
-    first = evaluate(module, population, Delivered(models, (0,) * 7), engine)
+    first = evaluate(module, population, ClientModels(models, (0,) * 7), engine)
     assert [one.accuracy for one in first.clients] == [1.0] + [0.0] * 6
     assert first.test.accuracy == pytest.approx(1 / 7)  # the mean over clients
 

@@ -42,7 +42,7 @@ class Watcher(Callback):
     def __init__(self):
         self._reports, self._before = [], []
 
-    def on_run_start(self, view):
+    def on_fit_start(self, view):
         self._before = [one.epsilon for one in view.guarantees()]
 
     def on_round_end(self, view, report):

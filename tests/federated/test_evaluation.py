@@ -13,14 +13,14 @@ from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 
-def evaluate(module, population, delivered, engine_type=SerialEngine):
+def evaluate(module, population, final_models, engine_type=SerialEngine):
     engine = engine_type()
     engine.setup(module, population, Streams(), "poisson")
-    return evaluation.evaluate(module, population, delivered, engine)
+    return evaluation.evaluate(module, population, final_models, engine)
 
 
 def always(label: int, classes: int = 2, features: int = 3) -> torch.Tensor:
@@ -43,10 +43,10 @@ def population():
 def test_each_client_by_its_own_model(population):
     module = ClientModule(nn.Linear(3, 2))
     models = torch.stack([always(0), always(1)])
-    scores = evaluate(module, population, Delivered(models, (0, 1)))
+    scores = evaluate(module, population, ClientModels(models, (0, 1)))
     assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
     assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
-    alone = evaluate(module, population, Delivered(models, (0, 0)))
+    alone = evaluate(module, population, ClientModels(models, (0, 0)))
     assert [one.accuracy for one in alone.clients] == [1.0, 0.25] and alone.test.accuracy == 0.25
 
 
@@ -57,13 +57,13 @@ def test_personal_parameters_are_put_in(population):
         def personalised(self, model, client):
             return always(1) if client == 1 else model
 
-    scores = evaluate(kind(nn.Linear(3, 2)), population, Delivered(always(0)[None], (0, 0)), Personal)
+    scores = evaluate(kind(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)), Personal)
     assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
     assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
 
 
 def test_a_net_may_know_more_classes(population):
-    scores = evaluate(ClientModule(nn.Linear(3, 7)), population, Delivered(always(1, classes=7)[None], (0, 0)))
+    scores = evaluate(ClientModule(nn.Linear(3, 7)), population, ClientModels(always(1, classes=7)[None], (0, 0)))
     assert scores.test.accuracy == 0.75
 
 
@@ -71,15 +71,15 @@ def test_a_net_may_know_more_classes(population):
 def test_the_fast_engine_shares_the_work_and_gives_the_same_scores(workers):
     x, y = torch.randn(605, 3), torch.arange(605) % 2
     population = Population.from_datasets([(x[:20], y[:20])] * 4, test=(x, y), num_classes=2)
-    module, delivered = ClientModule(nn.Linear(3, 2)), Delivered(torch.randn(2, 8), (1, 0, 0, 1))
-    expected = evaluate(module, population, delivered)
-    assert evaluate(module, population, delivered, lambda: FastEngine(workers)) == expected
+    module, final_models = ClientModule(nn.Linear(3, 2)), ClientModels(torch.randn(2, 8), (1, 0, 0, 1))
+    expected = evaluate(module, population, final_models)
+    assert evaluate(module, population, final_models, lambda: FastEngine(workers)) == expected
 
 
 def test_without_a_test_set_the_clients_stand_in():
     x, y = torch.zeros(10, 3), torch.zeros(10, dtype=torch.long)
     population = Population.from_datasets([(x, y), (x, 1 - y)], held_out=0.5, num_classes=2)
-    scores = evaluate(ClientModule(nn.Linear(3, 2)), population, Delivered(always(0)[None], (0, 0)))
+    scores = evaluate(ClientModule(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)))
     assert [one.accuracy for one in scores.clients] == [1.0, 0.0] and scores.test.accuracy == 0.5
 
 
@@ -94,7 +94,7 @@ def test_shares_of_the_test_set_are_seen_once():
             seen.append(len(records))
             return super().forward(records)
 
-    scores = evaluate(ClientModule(Counting(3, 2)), population, Delivered(always(0)[None], (0,) * 4))
+    scores = evaluate(ClientModule(Counting(3, 2)), population, ClientModels(always(0)[None], (0,) * 4))
     assert sum(seen) == 20
     assert sum(one.accuracy for one in scores.clients) / 4 == pytest.approx(scores.test.accuracy) == 0.5
     assert not math.isnan(scores.test.loss)

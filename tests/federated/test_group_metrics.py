@@ -21,7 +21,7 @@ from dpfl_lightning.federated.server.group_metrics import (
     smallest,
     true_groups,
 )
-from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import Strategy
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
@@ -86,12 +86,12 @@ def test_a_fairness_gap_ignores_what_all_lose_alike():
 class Clusters(Strategy):
     """Tells clusters and has a picture of them."""
 
-    def tell(self, view):
+    def metrics(self, view):
         return {"group": torch.tensor([5.0, 5.0, 6.0, float("nan")])}
 
-    def sketch(self, view):
+    def client_embedding(self, view):
         points = ((0.0, 1.0), (0.5, 1.0), (9.0, -1.0))
-        return Sketch("Updates of round 1", (0, 1, 2), points, (0, 0, 1), (1.0, 0.9, 1.0), 2, 7.5, True)
+        return ClientEmbedding("Updates of round 1", (0, 1, 2), points, (0, 0, 1), (1.0, 0.9, 1.0), 2, 7.5, True)
 
 
 @pytest.fixture
@@ -107,8 +107,8 @@ def test_a_run_says_how_groups_fare(run):
     assert [client["true_group"] for client in result.clients] == [0, 0, 1, 1]
     assert result.accuracy_of_groups == accuracy_of_groups(accuracies, [0, 0, 1, 1])
     assert result.accuracy_gap == max(accuracies) - min(accuracies)
-    assert result.told["clustering_accuracy"] == result.told["adjusted_rand_index"] == 1.0
-    assert "minority_recall" not in result.told
+    assert result.metrics["clustering_accuracy"] == result.metrics["adjusted_rand_index"] == 1.0
+    assert "minority_recall" not in result.metrics
     kept = json.loads((loop.output_dir / "result.json").read_text())
     assert kept["accuracy_of_groups"] == result.accuracy_of_groups
     losses = [score.loss for score in loop.evaluate(loop.state).clients]
@@ -117,30 +117,30 @@ def test_a_run_says_how_groups_fare(run):
 
 def test_a_picture_of_the_clients_is_kept(run):
     loop, result = run
-    kept = json.loads((loop.output_dir / "result.json").read_text())["sketch"]
+    kept = json.loads((loop.output_dir / "result.json").read_text())["client_embedding"]
     assert kept["points"] == [[0.0, 1.0], [0.5, 1.0], [9.0, -1.0]] and kept["confident"] is True
-    assert result.sketch.separation == 7.5
+    assert result.client_embedding.separation == 7.5
     with pytest.raises(ValueError, match="one point"):
-        dataclasses.replace(result.sketch, cluster=(0,))
+        dataclasses.replace(result.client_embedding, cluster=(0,))
 
 
 def test_without_true_groups_nothing_is_said_of_them(make_loop):
     loop = make_loop(parts=[Clusters()], rounds=1)
     result = loop.run()
     assert true_groups(loop.facts) is None and result.accuracy_of_groups == {}
-    assert "clustering_accuracy" not in result.told and result.clients[0]["true_group"] is None
+    assert "clustering_accuracy" not in result.metrics and result.clients[0]["true_group"] is None
 
 
 def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
     loop, result = run
     model = loop.module.num_params
-    assert result.told["floats_down"] == result.told["floats_up"] == 2 * 4 * model
+    assert result.metrics["floats_down"] == result.metrics["floats_up"] == 2 * 4 * model
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
     result = make_loop(parts=choosing, rounds=2).run()
-    assert result.told["floats_up"] == 2 * 4 * model
-    assert result.told["floats_down"] == (1 + 3) * 4 * model, "three models to choose from, and to start from, once"
+    assert result.metrics["floats_up"] == 2 * 4 * model
+    assert result.metrics["floats_down"] == (1 + 3) * 4 * model, "three models to choose from, and to start from, once"
     result = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run()
-    assert result.told["floats_down"] == 2 * result.told["floats_up"], "the mean of all models beside one's own"
+    assert result.metrics["floats_down"] == 2 * result.metrics["floats_up"], "the mean of all models beside one's own"
 
 
 def test_what_was_sent_survives_a_resumed_run(make_loop, tmp_path):
@@ -151,4 +151,4 @@ def test_what_was_sent_survives_a_resumed_run(make_loop, tmp_path):
     with pytest.raises(PowerCut):
         loop.run()
     resumed = make_loop(rounds=3, output_dir=place).run(resume=True)
-    assert resumed.told["floats_down"] == whole.told["floats_down"]
+    assert resumed.metrics["floats_down"] == whole.metrics["floats_down"]

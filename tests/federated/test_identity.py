@@ -19,6 +19,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.identity import data_digests, module_digest
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, strategy_digests
 from dpfl_lightning.runtime.digests import object_digest
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
@@ -256,7 +257,7 @@ def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charg
 def test_what_changes_no_release_may_change(make_loop):
     """The engine, the network, evaluation, watchers, and fewer rounds, all at once."""
     loop, _ = begun(make_loop, **common())
-    watcher = type("Watching", (Strategy,), {"on_round_end": lambda self, view, report: None})()
+    watcher = type("Watching", (Callback,), {"on_round_end": lambda self, view, report: None})()
     free = common(parts=[Uniform(), watcher, Rule()], rounds=2)
     network = NetworkOptions(up_megabits_per_second=10.0)
     again = make_loop(**free, network=network, engine=ENGINES["serial"](), evaluate_every=2, output_dir=loop.output_dir)

@@ -22,14 +22,20 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import Charged, NoMechanism, Query, event_of
+from dpfl_lightning.federated.messages.query import ChargedQuery, NoMechanism, Query, event_of
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.plan import main as plan_command
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.client_plan import client_plans
-from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import (
+    Caveat,
+    GaussianEvent,
+    LaplaceEvent,
+    NonPrivateEvent,
+    SelectionEvent,
+)
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
@@ -65,7 +71,7 @@ def silent(kind=Gaussian, clip_norm=1.0):
 def released(query, x, y=None, generator=None):
     """What leaves client 0."""
     y = torch.zeros(len(x), dtype=torch.long) if y is None else y
-    return answers.answer(Charged.of(query), 0, MODULE, x, y, generator)
+    return answers.answer(ChargedQuery.of(query), 0, MODULE, x, y, generator)
 
 
 # ---- the bounds
@@ -101,7 +107,8 @@ def test_one_record_gives_each_candidate_between_nothing_and_one(rows):
     query, x = Columns(mechanism_of={0: ExponentialMechanism(1.0)}), torch.tensor(rows)
     y = torch.zeros(len(x), dtype=torch.long)
     sums = [
-        answers._bounded_sum(Charged.of(query), 0, MODULE, own, y[: len(own)], answers._scores) for own in (x, x[1:])
+        answers._bounded_sum(ChargedQuery.of(query), 0, MODULE, own, y[: len(own)], answers._scores)
+        for own in (x, x[1:])
     ]
     moved = sums[0] - sums[1]
     assert bool((moved >= -1e-12).all()) and bool((moved <= 1 + 1e-12).all())
@@ -192,7 +199,7 @@ class Looser(Gaussian):
     ("mechanism", "error"),
     [
         (Caveat("sizes are public"), TypeError),
-        (Unprotected("anything"), TypeError),
+        (NonPrivateEvent("anything"), TypeError),
         (GaussianEvent(1.0, 5.0), TypeError),
         (Looser(1.0, 0.1, 1.0, 1.0), TypeError),
         (None, TypeError),
@@ -209,14 +216,14 @@ def test_events_of_the_frameworks_mechanisms():
         Gaussian(1.0, 2.0, 1.0, 9.0): GaussianEvent(1.0, 2.0),
         Laplace(1.0, 2.0, 1.0, 9.0): LaplaceEvent(2.0),
         ExponentialMechanism(0.3): SelectionEvent(0.3),
-        NoMechanism("shown"): Unprotected("shown"),
-        NoMechanism("shown", Gaussian(1.0, 2.0, 1.0, 9.0)): Unprotected("shown"),
+        NoMechanism("shown"): NonPrivateEvent("shown"),
+        NoMechanism("shown", Gaussian(1.0, 2.0, 1.0, 9.0)): NonPrivateEvent("shown"),
     }
     assert [event_of(Columns(mechanism_of={3: one}), 3) for one in known] == list(known.values())
 
 
 def test_no_caveat_can_be_planned_as_a_release():
-    with pytest.raises(TypeError, match="must have noise or be `Unprotected`, got Caveat"):
+    with pytest.raises(TypeError, match="must have noise or be `NonPrivateEvent`, got Caveat"):
         Planned("columns", Caveat("sizes are public"), 1)
 
 
@@ -283,7 +290,7 @@ def test_who_asks_for_the_records_gets_a_clipped_and_noised_sum(engine, make_loo
 
 
 def test_who_shows_the_records_has_no_privacy_from_then_on(make_loop):
-    asks = Asks(Unprotected("records"), lambda one: Steals(mechanism_of=dict.fromkeys(one, NoMechanism("records"))))
+    asks = Asks(NonPrivateEvent("records"), lambda one: Steals(mechanism_of=dict.fromkeys(one, NoMechanism("records"))))
     result = make_loop(parts=[SizeWeighted(), asks]).run()
     assert asks._answers[0].shape[1] == 7
     assert max(asks._spent[0]) < 10.0 and all(math.isinf(min(spent)) for spent in asks._spent[1:])
@@ -325,7 +332,7 @@ def test_training_gets_the_noise_with_which_it_alone_fits_the_budget():
     judge, train = get_accountant("rdp"), Planned("train", GaussianEvent(0.1, None, 10), 8)
     chosen = Planned("select", SelectionEvent(0.05), 2)
     for others in ((train,), (train, chosen)):
-        bare = ClientSchedule(2.0, 1e-3, (*others, Planned("show", Unprotected("all"), 8)))
+        bare = ClientSchedule(2.0, 1e-3, (*others, Planned("show", NonPrivateEvent("all"), 8)))
         with_it, without = calibrate([bare, dataclasses.replace(bare, planned=others)], judge)
         assert with_it.noise_multiplier("train") == without.noise_multiplier("train")
         assert judge.epsilon(without.events(), 1e-3) <= 2.0
@@ -333,7 +340,7 @@ def test_training_gets_the_noise_with_which_it_alone_fits_the_budget():
 
 
 def test_live_epsilon_is_infinite_from_the_first_unprotected_answer_on():
-    train, show = Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("show", Unprotected("all"), 5)
+    train, show = Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("show", NonPrivateEvent("all"), 5)
     spent, judge = SpentEpsilon(get_accountant("rdp")), get_accountant("rdp")
     for schedule in (ClientSchedule(8.0, 1e-3, (train, show)), ClientSchedule(8.0, 1e-3, (show, train))):
         assert spent(schedule, {"train": 0, "show": 0}.get) == 0.0
@@ -345,7 +352,7 @@ def test_live_epsilon_is_infinite_from_the_first_unprotected_answer_on():
 
 def test_an_unprotected_line_that_is_never_released_costs_nothing():
     schedule = ClientSchedule(
-        8.0, 1e-3, (Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("a", Unprotected("b"), 0))
+        8.0, 1e-3, (Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("a", NonPrivateEvent("b"), 0))
     )
     (plan,) = client_plans([schedule], get_accountant("rdp"), [(100, 10)])
     assert math.isfinite(plan.guarantee.epsilon) and plan.epsilon_alone[1] == 0.0
@@ -376,7 +383,7 @@ class Live(Callback):
     def __init__(self):
         self._reports, self._promise = [], None
 
-    def on_run_start(self, view):
+    def on_fit_start(self, view):
         self._promise = view.expected_guarantee()
 
     def on_round_end(self, view, report):
@@ -461,7 +468,7 @@ def test_strategies_ask_in_no_other_way_and_nothing_that_was_not_walked():
         if any(isinstance(one.func, ast.Attribute) and one.func.attr == "ask" for one in calls):
             asking[file.stem] = {one.func.id for one in calls if isinstance(one.func, ast.Name)}
     mine = {kind.__name__ for kind in Query.__subclasses__() if kind.__module__.startswith("dpfl_lightning.")}
-    assert mine - {"Charged"} == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
+    assert mine - {"ChargedQuery"} == {"SelectModel", "LowestLoss", "MeanLoss", "LossesAroundStep"}
     assert {name: used & mine for name, used in asking.items()} == {
         "model_selection": {"SelectModel", "LowestLoss"},
         "two_stage_selection": {"MeanLoss", "LossesAroundStep"},

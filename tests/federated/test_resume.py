@@ -55,9 +55,9 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
         loop = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
     tries, train = [], loop.clients.engine.train
 
-    def spy(plan, state, numbers, say):
+    def spy(plan, state, numbers, raw_weights):
         tries.append((plan.round, numbers))
-        return train(plan, state, numbers, say)
+        return train(plan, state, numbers, raw_weights)
 
     loop.clients.engine.train = spy
     result = loop.run(resume=True)
@@ -215,7 +215,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
-@pytest.mark.parametrize("name", ["clients", "models", "told"])
+@pytest.mark.parametrize("name", ["clients", "models", "metrics"])
 def test_a_checkpoint_of_another_version_is_one_sentence(make_loop, name):
     loop = make_loop(rounds=1)
     loop.run()

@@ -30,15 +30,15 @@ def test_a_round_takes_as_long_as_its_slowest_client():
 def test_nothing_is_simulated_unless_it_is_asked_for(make_loop):
     assert Network.of(NetworkOptions(), 4, seed=0) is None
     result = make_loop(rounds=1).run()
-    assert "network_seconds" not in result.told and result.told["floats_up"] > 0
+    assert "network_seconds" not in result.metrics and result.metrics["floats_up"] > 0
 
 
 def test_rounds_add_up_and_what_is_not_given_takes_no_time(make_loop):
     model = make_loop().module.num_params
     result = make_loop(rounds=3, network=SLOW).run()
-    assert result.told["network_seconds"] == pytest.approx(3 * (32e-6 * model * (1 / 4 + 1 / 2) + 0.25))
+    assert result.metrics["network_seconds"] == pytest.approx(3 * (32e-6 * model * (1 / 4 + 1 / 2) + 0.25))
     only_up = make_loop(rounds=3, network=NetworkOptions(up_megabits_per_second=2)).run()
-    assert only_up.told["network_seconds"] == pytest.approx(3 * 32e-6 * model / 2)
+    assert only_up.metrics["network_seconds"] == pytest.approx(3 * 32e-6 * model / 2)
 
 
 def test_a_query_is_an_exchange_of_its_own(make_loop):
@@ -47,7 +47,7 @@ def test_a_query_is_an_exchange_of_its_own(make_loop):
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
     result = make_loop(parts=choosing, rounds=1, network=SLOW).run()
     asked, trained = 3 * 32e-6 * model / 4 + 0.25, 32e-6 * model / 2 + 0.25
-    assert result.told["network_seconds"] == pytest.approx(asked + trained)
+    assert result.metrics["network_seconds"] == pytest.approx(asked + trained)
 
 
 def test_the_network_changes_nothing_of_the_run(make_loop):
@@ -63,9 +63,9 @@ def test_simulated_time_and_clients_time_go_on_in_a_resumed_run(make_loop, tmp_p
     cut_at(loop, 3)
     with pytest.raises(PowerCut):
         loop.run()
-    before = loop.tally.client_seconds
+    before = loop.totals.client_seconds
     resumed = make_loop(rounds=3, **place).run(resume=True)
-    assert resumed.told["network_seconds"] == whole.told["network_seconds"]
+    assert resumed.metrics["network_seconds"] == whole.metrics["network_seconds"]
     assert resumed.client_seconds > before * 0.5 > 0
 
 

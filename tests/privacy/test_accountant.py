@@ -17,7 +17,7 @@ from opacus.accountants.analysis.rdp import compute_rdp, get_privacy_spent
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import Prv, Rdp, get_accountant, rounded_up
-from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, SelectionEvent, Unprotected, repeated
+from dpfl_lightning.privacy.accounting.events import Caveat, GaussianEvent, NonPrivateEvent, SelectionEvent, repeated
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted, sampled_gaussian_rdp
 
@@ -268,7 +268,7 @@ class TestEvery:
         assert accountant.epsilon([GaussianEvent(1.0, 1e-5)], 1e-5) < math.inf
         assert accountant.epsilon([GaussianEvent(1.0, 0.0)], 0.0) == math.inf  # of a run without privacy
         assert accountant.epsilon([GaussianEvent(1.0, 1e300, 10)], 1e-5) < (0.19 if accountant is MA else 0.01)
-        assert accountant.epsilon([Unprotected("clip fractions were shown")], 1e-5) == math.inf
+        assert accountant.epsilon([NonPrivateEvent("clip fractions were shown")], 1e-5) == math.inf
 
     def test_equal_events_are_one(self, accountant):
         whole = accountant.epsilon([repeated(self.event, 7)], 1e-5)

@@ -15,7 +15,7 @@ from dpfl_lightning.auditing import one_run
 from dpfl_lightning.privacy.accounting.accountant import gaussian_epsilon
 
 
-def hull(inside: np.ndarray, outside: np.ndarray) -> list[audit.Tally]:
+def hull(inside: np.ndarray, outside: np.ndarray) -> list[audit.RunTotals]:
     """Guess "in" at or above each threshold of the ROC curve's upper hull: (guesses, right ones)."""
     thresholds = np.append(np.union1d(inside, outside), np.inf)
     points = np.stack([np.searchsorted(np.sort(one), thresholds) for one in (inside, outside)], axis=1)

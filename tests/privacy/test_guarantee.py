@@ -10,8 +10,8 @@ from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     GaussianEvent,
     LaplaceEvent,
+    NonPrivateEvent,
     SelectionEvent,
-    Unprotected,
     repeated,
 )
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee, _released, guarantee
@@ -64,7 +64,7 @@ def test_what_is_never_covered_is_always_said():
 
 
 def test_what_was_shown_without_noise_ends_every_guarantee():
-    events = [ROUND, Unprotected("training losses were logged"), Caveat("and more")]
+    events = [ROUND, NonPrivateEvent("training losses were logged"), Caveat("and more")]
     promise = guarantee(events, 1e-4, RDP)
     assert math.isinf(promise.epsilon)
     assert promise.words() == ("No differential privacy per record: training losses were logged. Caveat: and more.")

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Head, Header, head_bytes, head_file, read_head, verify
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger, read_ledger
@@ -84,7 +84,7 @@ def test_it_is_read_back_whole(path):
         SelectionEvent(0.1, 2),
         GaussianEvent(1.0, 0.0),
         LaplaceEvent(3.0, 4),
-        Unprotected('words, "quoted", on\ntwo lines'),
+        NonPrivateEvent('words, "quoted", on\ntwo lines'),
     ]
     ledger = Ledger(path, HEADER)
     ledger.charge([charge(round=n, event=event, purpose=str(n)) for n, event in enumerate(events)])

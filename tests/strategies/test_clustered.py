@@ -85,7 +85,7 @@ class Watch(Callback):
 
     def on_round_end(self, view, report):
         self._models.append(view.state.models.clone())
-        self._told.append(dict(report.told))
+        self._told.append(dict(report.metrics))
 
 
 def paid(loop, purpose, client=0):
@@ -105,7 +105,7 @@ def test_kinds_are_found_and_trained_apart(start):
     assert own.separation > own.diagnostics["separation_threshold"] and own.overlap < 1e-6
     assert own.last_drawn_round == 4 and loop.state.models.shape[0] == 3
     assert [one["group"].tolist() for one in watch._told] == [[0.0] * COUNT, *[list(map(float, TRUE))] * 7]
-    assert result.told["clustering_accuracy"] == 1.0
+    assert result.metrics["clustering_accuracy"] == 1.0
     assert min(client["accuracy"] for client in result.clients) > 0.8
     together = start(rounds=8).run()
     assert max(client["accuracy"] for client in together.clients[:2]) < 0.6, "one model does not fit all"
@@ -131,9 +131,10 @@ def test_models_after_the_first_round(start, reuse):
     seen = {}
 
     class Peek(Strategy):
-        needs = "deltas"
+        def needs_updates(self, plan, view):
+            return True
 
-        def refine(self, state, updates, view):
+        def after_step(self, state, updates, view):
             seen.setdefault("deltas", updates.deltas.clone())
             return state
 
@@ -177,11 +178,11 @@ def test_when_clients_choose(start, options, selected):
     loop = start(own, watch, rounds=10)
     result = loop.run()
     assert paid(loop, "select") == selected
-    assert result.told["switch_round"] == own.last_drawn_round == options.get("switch_round", 5)
+    assert result.metrics["switch_round"] == own.last_drawn_round == options.get("switch_round", 5)
     for told in watch._told[1:]:
         assert told["group"].tolist() == list(TRUE), "choices agree with the groups, whoever makes them"
     sent = 10 + (3 - 1) * len(selected)  # section 8 of the specification: E_c + M (E - E_c), and E + (M - 1) S
-    assert result.told["floats_down"] == sent * COUNT * loop.module.num_params
+    assert result.metrics["floats_down"] == sent * COUNT * loop.module.num_params
     plain = options.get("selection") == "paper_argmin"
     assert (PLAIN_CHOICES in result.guarantee) == plain
     for client in result.clients:
@@ -190,15 +191,15 @@ def test_when_clients_choose(start, options, selected):
 
 def test_draws_follow_memberships_and_depend_on_nothing_else():
     """10,000 draws of seed 5 against their laws: chi-square, false-alarm rate 0.1 % each."""
-    memberships = torch.tensor([[0.6, 0.0, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
-    draws = np.array([drawn_groups(memberships, (0, 1), round, seed=5) for round in range(5000)])
-    for client, law in enumerate(memberships.numpy()):
+    cluster_metrics = torch.tensor([[0.6, 0.0, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
+    draws = np.array([drawn_groups(cluster_metrics, (0, 1), round, seed=5) for round in range(5000)])
+    for client, law in enumerate(cluster_metrics.numpy()):
         counts = np.bincount(draws[:, client], minlength=4)
         assert counts[law == 0].sum() == 0, "never an impossible one"
         assert chisquare(counts[law > 0], 5000 * law[law > 0]).pvalue > 1e-3
-    assert drawn_groups(memberships, (1,), 17, seed=5) == tuple(draws[17, 1:])
-    assert drawn_groups(memberships, (1, 0), 17, seed=5) == tuple(draws[17, ::-1])
-    other = np.array([drawn_groups(memberships, (0, 1), round, seed=6) for round in range(100)])
+    assert drawn_groups(cluster_metrics, (1,), 17, seed=5) == tuple(draws[17, 1:])
+    assert drawn_groups(cluster_metrics, (1, 0), 17, seed=5) == tuple(draws[17, ::-1])
+    other = np.array([drawn_groups(cluster_metrics, (0, 1), round, seed=6) for round in range(100)])
     assert (other != draws[:100]).any(axis=0).all()
     tiny = torch.full((1, 3), 0.1 / 3, dtype=torch.float32)
     assert set(drawn_groups(tiny, (0,), 1, seed=0)) <= {0, 1, 2}, "rows need not be rounded to a sum of 1"
@@ -298,7 +299,7 @@ def test_unsure_groups_are_drawn_evenly_between_equal_models(start):
 
 
 def test_a_model_that_nobody_trains_stays(start, monkeypatch):
-    monkeypatch.setattr(Clustered, "_models_of", lambda self, plan, memberships, view: (0,) * len(plan.clients))
+    monkeypatch.setattr(Clustered, "_models_of", lambda self, plan, cluster_metrics, view: (0,) * len(plan.clients))
     loop = start(Clustered(), watch := Watch(), rounds=4)
     loop.run()
     assert torch.equal(watch._models[3][1:], watch._models[0][1:])
@@ -330,7 +331,7 @@ def test_who_missed_the_first_round_joins_by_draw_and_by_loss(start):
         drawn = drawn_groups(own.responsibilities, (client,), 2, loop.seed)[0]
         assert watch._told[1]["group"][client] == drawn
         assert watch._told[2]["group"][client] == TRUE[client], "its loss tells"
-    assert result.sketch.clients == (0, 1, 2, 3, 5, 6, 7) and result.sketch.num_clusters == 3
+    assert result.client_embedding.clients == (0, 1, 2, 3, 5, 6, 7) and result.client_embedding.num_clusters == 3
 
 
 def test_an_update_that_is_not_finite_is_missing(start):
@@ -338,8 +339,8 @@ def test_an_update_that_is_not_finite_is_missing(start):
     loop = start(own, rounds=3)
     releases = loop.clients.engine.releases
 
-    def broken(plan, state, attempts):
-        for row, release in releases(plan, state, attempts):
+    def broken(plan, state, charge_numbers):
+        for row, release in releases(plan, state, charge_numbers):
             yield row, release * (math.nan if (plan.round, plan.clients[row]) == (1, 2) else 1.0)
 
     loop.clients.engine.releases = broken
@@ -354,7 +355,7 @@ def test_a_first_round_that_nobody_came_to(start):
     loop = start(Missing({1: range(COUNT)}), own, rounds=3)
     result = loop.run()
     assert result.finished and own.responsibilities is None and len(loop.state.models) == 1
-    assert result.sketch is None and "num_clusters" not in result.told
+    assert result.client_embedding is None and "num_clusters" not in result.metrics
 
 
 def test_who_is_absent_later_keeps_its_model(start):
@@ -491,7 +492,7 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
 def test_beside_a_pull_and_a_noise_aware_base_rule(start):
     own = Clustered()
     result = start(NoiseAware(), own, FedProx(0.1)).run()
-    assert own.confident and result.told["clustering_accuracy"] == 1.0
+    assert own.confident and result.metrics["clustering_accuracy"] == 1.0
     assert min(client["accuracy"] for client in result.clients) > 0.75
     with pytest.raises(UserError, match=r"strategies\.clustered` must stand before strategies that pull"):
         start(FedProx(0.1), Clustered()).run()
@@ -517,7 +518,7 @@ def test_a_selection_comes_after_it(start, selection):
     result = loop.run()
     assert all(paid(loop, "first_round", client) == [1] for client in range(COUNT))
     trained = [len(paid(loop, "train", client)) for client in range(COUNT)]
-    assert trained == result.told["quota"] and sum(trained) == 3 * 6
+    assert trained == result.metrics["quota"] and sum(trained) == 3 * 6
     assert own.responsibilities.argmax(dim=1).tolist() == list(TRUE)
     words = r"`strategies\.clustered` must be named before .*uniform_selection.*: client \d trains in \d of 7 rounds"
     with pytest.raises(UserError, match=words):
@@ -542,7 +543,7 @@ def test_resumed_equals_unbroken_in_every_stage(start, mixture, cut):
     again = start(Clustered(**options), output_dir=broken.output_dir)
     result = again.run(resume=True)
     assert torch.equal(again.state.models, unbroken.state.models) and again.state.model_of == unbroken.state.model_of
-    assert result.told == expected.told and result.sketch == expected.sketch
+    assert result.metrics == expected.metrics and result.client_embedding == expected.client_embedding
     ours, theirs = (read_ledger(loop.clients.folder.ledger_file) for loop in (again, unbroken))
     assert [(c.client, c.round, c.purpose) for c in ours] == [(c.client, c.round, c.purpose) for c in theirs]
 
@@ -555,8 +556,12 @@ def test_what_is_told(start):
         assert told["separation"] == own.separation > told["overlap"] and told["membership_entropy"] < 1e-6
     assert watch._told[0]["separation_of_3"] == own.separation < watch._told[0]["separation_with_noise"]
     assert not any(name.startswith("separation_") for name in watch._told[1])
-    assert result.sketch.cluster == TRUE and set(result.sketch.membership) == {1.0} and result.sketch.confident
-    assert result.sketch.points == tuple(map(tuple, own.embedding.tolist()))
+    assert (
+        result.client_embedding.cluster == TRUE
+        and set(result.client_embedding.membership) == {1.0}
+        and result.client_embedding.confident
+    )
+    assert result.client_embedding.points == tuple(map(tuple, own.embedding.tolist()))
 
 
 def test_the_papers_way(start):
@@ -570,7 +575,7 @@ def test_the_papers_way(start):
     loop = start(own, rounds=8)
     result = loop.run()
     assert PLAIN_CHOICES in result.guarantee and own.confident
-    assert result.told["clustering_accuracy"] == 1.0 and paid(loop, "select")[-1] == 8
+    assert result.metrics["clustering_accuracy"] == 1.0 and paid(loop, "select")[-1] == 8
     assert paid(loop, "select")[0] == own.last_drawn_round + 1
 
 

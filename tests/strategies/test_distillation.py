@@ -138,9 +138,9 @@ def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_l
         )
         seen, train = [], loop.clients.engine.train
 
-        def spy(plan, state, attempts, say, seen=seen, train=train):
-            seen.append(say is None)
-            return train(plan, state, attempts, say)
+        def spy(plan, state, charge_numbers, raw_weights, seen=seen, train=train):
+            seen.append(raw_weights is None)
+            return train(plan, state, charge_numbers, raw_weights)
 
         loop.clients.engine.train = spy
         loop.run()
@@ -289,7 +289,7 @@ def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make
             clients=ClientOptions(count=4, batch_size=12),
         )
         loop.run()
-        found.append((images_of(own), loop.delivered(loop.state).models))
+        found.append((images_of(own), loop.final_models(loop.state).models))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
@@ -342,7 +342,7 @@ def test_a_set_of_real_digits_teaches_a_net(make_loop):
     }
     loop, _ = distilled(make_loop, population, rounds=10, image_steps=10, reinit_every=4, **options)
     assert loop.evaluated[10].test.accuracy > 0.75
-    told = loop.tally.told
+    told = loop.totals.metrics
     assert 0 < told["matching_loss_per_row"] < 2
     assert told["matching_loss"] == pytest.approx(told["matching_loss_per_row"] * CLASSES * (8 + 8 + 3), rel=1e-5)
 

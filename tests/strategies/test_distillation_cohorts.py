@@ -31,9 +31,9 @@ def asked(loop) -> list[int]:
     """How many clients were asked in each round that anybody was asked in: filled when the loop runs."""
     found, train = [], loop.clients.engine.train
 
-    def spy(plan, state, attempts, say):
+    def spy(plan, state, charge_numbers, raw_weights):
         found.append(len(plan.clients))
-        return train(plan, state, attempts, say)
+        return train(plan, state, charge_numbers, raw_weights)
 
     loop.clients.engine.train = spy
     return found

@@ -100,9 +100,9 @@ GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta
 )
 def test_what_is_foretold_is_what_is_sent(privacy, options, make_loop):
     loop = planned(make_loop, privacy, **options)
-    words = loop.outline()
+    words = loop.describe()
     loop.run()
-    sent = Sent(int(loop.tally.told["floats_down"]), int(loop.tally.told["floats_up"]))
+    sent = Sent(int(loop.totals.metrics["floats_down"]), int(loop.totals.metrics["floats_up"]))
     size, params = 2 if "participation_fraction" in options else 4, loop.module.num_params
     assert words == [traffic_words(sent, traffic(size, params, params), size)]
     all_rounds = options.get("rounds", 6) * size * params
@@ -172,8 +172,8 @@ def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make
         privacy = PrivacyOptions(noise_multiplier=10.0, clip_norm=clip_norm, delta=1e-5, noise_key=FIXED_KEY)
         loop = planned(make_loop, privacy, mode="paper_literal", sampling="full")
         true.append(EXACT.epsilon(loop.schedule.clients[0].events(), 1e-5))
-        assert loop.outline()[1] == paper_epsilon_words(10.0, 1e-5, clip_norm)
-        assert f"epsilon {paper_epsilon(10.0, 1e-5, clip_norm):.3g} " in loop.outline()[1]
+        assert loop.describe()[1] == paper_epsilon_words(10.0, 1e-5, clip_norm)
+        assert f"epsilon {paper_epsilon(10.0, 1e-5, clip_norm):.3g} " in loop.describe()[1]
     assert len(set(true)) == 1
 
 
@@ -190,20 +190,20 @@ def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make
 def test_the_papers_mode_is_told_the_papers_epsilon_as_its_sigma_is_meant(options, noise, clip_norm, make_loop):
     given = PrivacyOptions(noise_multiplier=2.0, clip_norm=0.8, delta=1e-3, noise_key=FIXED_KEY)
     loop = planned(make_loop, given, UNEQUAL, mode="paper_literal", **options)
-    assert loop.outline()[1:] == [paper_epsilon_words(noise, 1e-3, clip_norm)]
+    assert loop.describe()[1:] == [paper_epsilon_words(noise, 1e-3, clip_norm)]
 
 
 @NOTICE
 def test_nobody_else_is_told_it(make_loop):
     laplace = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)
     for privacy, mode in ((private(), "default"), (None, "paper_literal"), (laplace, "paper_literal")):
-        assert len(planned(make_loop, privacy, mode=mode).outline()) == 1
+        assert len(planned(make_loop, privacy, mode=mode).describe()) == 1
 
 
 def test_of_unequal_budgets_the_largest_epsilon_is_told(make_loop):
     loop = planned(make_loop, private([4.0, 6.0, 10.0, 8.0]), mode="paper_literal", sampling="full")
     noise = loop.schedule.clients[2].noise_multiplier(PURPOSE)
-    assert loop.outline()[1] == paper_epsilon_words(noise, 1e-3, 1.0)
+    assert loop.describe()[1] == paper_epsilon_words(noise, 1e-3, 1.0)
 
 
 @pytest.mark.parametrize(

@@ -74,8 +74,8 @@ def test_records_of_a_round_are_those_that_are_drawn(drawn, counted, make_loop):
 def test_what_is_sent_is_counted(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=2)
     matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
-    assert loop.tally.told["floats_up"] == 2 * 4 * CLASSES * matched
-    assert loop.tally.told["floats_down"] == 2 * 4 * loop.module.num_params
+    assert loop.totals.metrics["floats_up"] == 2 * 4 * CLASSES * matched
+    assert loop.totals.metrics["floats_down"] == 2 * 4 * loop.module.num_params
 
 
 def test_who_takes_part_less_often_has_less_noise(make_loop):

@@ -20,18 +20,18 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.answers import summed_losses
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
+from dpfl_lightning.federated.messages.query import ChargedQuery, LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
-from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, LossChoice
+from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, ModelSelection
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 
@@ -40,7 +40,7 @@ class Choosing(Strategy):
     """Clients choose between the server's model and zeros, in each round from `first` on; those in `absent` do not."""
 
     def __init__(self, first=2, absent=None, same=(), **options):
-        self._choice = LossChoice(**options, key="strategies.choosing")
+        self._choice = ModelSelection(**options, key="strategies.choosing")
         self._first, self._absent, self._same, self._seen = first, absent or {}, same, {}
 
     def plan_run(self, schedule, view):
@@ -78,7 +78,7 @@ def a_module():
 def scores(module, models, x, y, bound):
     """What the mechanism of `SelectModel` adds its noise to, `[M]`."""
     query = SelectModel(mechanism_of={0: ExponentialMechanism(1.0)}, models=models, loss_bound=bound)
-    return answers._bounded_sum(query, 0, module, x, y, answers._scores)
+    return answers._bounded_sum(ChargedQuery.of(query), 0, module, x, y, answers._scores)
 
 
 def probabilities(module, models, x, y, epsilon, bound):
@@ -113,7 +113,7 @@ def test_answers_follow_that_law():
     models, x, y = torch.randn(3, 4, generator=generator), torch.randn(4, 1, generator=generator), torch.arange(4) % 2
     query = SelectModel(mechanism_of={0: ExponentialMechanism(1.5)}, models=models, loss_bound=1.0)
     draws = np.random.default_rng(0)
-    chosen = [answers.answer(query, 0, module, x, y, draws) for _ in range(6000)]
+    chosen = [answers.answer(ChargedQuery.of(query), 0, module, x, y, draws) for _ in range(6000)]
     expected = 6000 * probabilities(module, models, x, y, 1.5, 1.0).numpy()
     assert expected.min() > 300 and chisquare(np.bincount(chosen, minlength=3), expected).pvalue > 1e-3
 
@@ -137,7 +137,7 @@ def test_the_lowest_loss_and_the_first_of_equals():
     bad, good = torch.tensor([0.0, 0.0, 9.0, 0.0]), torch.tensor([0.0, 0.0, 0.0, 90.0])
     for models, best in (([bad, good, good], 1), ([good, bad], 0), ([bad, bad], 0), ([bad * math.nan, bad], 1)):
         query = LowestLoss(mechanism_of=none, models=torch.stack(models))
-        assert query.read(0, answers.answer(query, 0, module, x, y, None)) == best
+        assert query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None)) == best
 
 
 def test_every_engine_gives_the_same_answers(make_loop):
@@ -171,7 +171,7 @@ def test_twenty_selections_of_two_hundred_rounds_are_solved_with_the_training(ep
         Planned("train", GaussianEvent(32 / 6600, None, 207), 199),
     )
     schedule = RunSchedule((ClientSchedule(epsilon, 1e-4, lines),) * 3, rounds=200)
-    planned = LossChoice().plan_run(schedule, a_view(tmp_path), most_rounds=100)
+    planned = ModelSelection().plan_run(schedule, a_view(tmp_path), most_rounds=100)
     assert planned.planned(2, "select") == Planned("select", SelectionEvent(0.03 * epsilon), 20)
     (own,) = calibrate(planned.clients[:1], get_accountant("rdp"))
     assert own.noise_multiplier("train") == pytest.approx(noise, rel=5e-4)
@@ -191,13 +191,13 @@ def test_twenty_selections_of_two_hundred_rounds_are_solved_with_the_training(ep
 )
 def test_how_many(options, rounds, most, count, tmp_path):
     view = a_view(tmp_path, rounds=rounds)
-    own = LossChoice(**options)
+    own = ModelSelection(**options)
     assert own.plan_run(view.schedule, view, most).clients[0].count_of("select") == count
     assert not own.done
 
 
 def test_no_round_to_choose_in_is_nothing_to_plan(tmp_path):
-    view, own = a_view(tmp_path), LossChoice()
+    view, own = a_view(tmp_path), ModelSelection()
     assert own.plan_run(view.schedule, view, 0) == view.schedule and own.done
     assert own.choose(view.plan(), view, torch.eye(2)) == {}
 
@@ -328,7 +328,7 @@ def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_
         assert client["noise_multiplier"] == without["noise_multiplier"]
         assert client["epsilon_spent"] is None and without["epsilon_spent"] is not None
     charges = read_ledger(loop.clients.folder.ledger_file)
-    assert {one.event for one in charges if one.purpose == "select"} == {Unprotected(PLAIN_CHOICES)}
+    assert {one.event for one in charges if one.purpose == "select"} == {NonPrivateEvent(PLAIN_CHOICES)}
 
 
 def test_an_unprotected_choice_that_was_never_made_costs_nothing(make_loop):
@@ -347,5 +347,5 @@ def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loo
         assert own._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"
         assert all(math.isinf(one.epsilon) for one in loop.clients.budgets.guarantees())
         assert {type(one.event) for one in read_ledger(loop.clients.folder.ledger_file) if one.purpose == "select"} == {
-            Unprotected
+            NonPrivateEvent
         }

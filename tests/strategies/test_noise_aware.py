@@ -38,7 +38,7 @@ class Seen(Strategy, Callback):
     def __init__(self):
         self.reports, self.updates = [], []
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         self.updates.append(updates)
         return state
 
@@ -62,7 +62,8 @@ class Cohorts(Strategy):
 
 
 class ReadsUpdates(Strategy):
-    needs = "deltas"
+    def needs_updates(self, plan, view):
+        return True
 
 
 def run(make_loop, *others, rounds=5, **options):
@@ -165,13 +166,13 @@ def test_the_scale_is_of_the_weighted_steps(share, expected):
 def test_updates_are_kept_only_in_rounds_that_estimate(every, estimated, make_loop):
     _, _, seen = run(make_loop, reestimate_every=every)
     assert kept(seen) == estimated
-    ages = [report.told["rounds_since_estimate"] for report in seen.reports]
+    ages = [report.metrics["rounds_since_estimate"] for report in seen.reports]
     expected, age = [], 0
     for new in estimated:
         age = 0 if new else age + 1
         expected.append(age)
     assert ages == expected
-    fresh = ["rpca_iterations" in report.told for report in seen.reports]
+    fresh = ["rpca_iterations" in report.metrics for report in seen.reports]
     assert fresh == estimated, "diagnostics are of a round that has some"
 
 
@@ -188,7 +189,7 @@ def test_a_newcomer_has_the_whole_round_estimated_anew_and_two_rounds_are_never_
     assert kept(seen) == [True, False, False, True, True, False]
     assert own._known.round == 5 and own._known.noise_var.isnan().tolist() == [False, False, False, True]
     for report, clients in zip(seen.reports, cohorts, strict=True):
-        told = report.told["weight"]
+        told = report.metrics["weight"]
         assert told.isnan().tolist() == [client not in clients for client in range(4)]
         assert float(told.nansum()) == pytest.approx(1)
 
@@ -263,10 +264,10 @@ def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     assert torch.equal(broken.state.models, unbroken.state.models)
     assert kept(seen) == {1: [True, True], 2: [False, True], 0: [False, False]}[every]
     assert (
-        result.told
+        result.metrics
         == make_loop(parts=[NoiseAware(reestimate_every=every), Seen()], rounds=5, output_dir=broken.output_dir)
         .run(resume=True)
-        .told
+        .metrics
     ), "a finished run tells it again"
 
 
@@ -301,7 +302,7 @@ def test_the_oracle_weighs_by_true_noise_and_the_run_says_that_it_is_a_simulatio
     loop, _, seen = run(make_loop, estimator="oracle", objective="min_variance", rounds=1)
     std = torch.tensor([client["noise_std"] for client in loop.run(resume=True).clients], dtype=torch.float64)
     torch.testing.assert_close(seen.reports[0].weights[0], std**-2 / (std**-2).sum())
-    torch.testing.assert_close(seen.reports[0].told["estimated_noise_std"], std)
+    torch.testing.assert_close(seen.reports[0].metrics["estimated_noise_std"], std)
     guarantees = loop.clients.budgets.guarantees()
     assert all("simulation" in one.words() and "oracle" in one.not_covered[-1] for one in guarantees)
     assert "simulation" in (loop.output_dir / "guarantee.html").read_text()
@@ -329,7 +330,7 @@ def test_estimates_in_a_run_are_near_the_truth(make_loop):
     )
     result = loop.run()
     true = np.array([client["noise_std"] for client in result.clients])
-    found = np.array(result.told["estimated_noise_std"])
+    found = np.array(result.metrics["estimated_noise_std"])
     assert np.abs(found / true - 1).max() < 0.2
     assert found.argmin() == true.argmin() and found.argmax() == true.argmax()
 
@@ -395,7 +396,7 @@ def test_the_cap_holds_in_the_weights_of_the_round(make_loop):
     _, _, seen = run(make_loop, rounds=1, max_weight=0.3)
     assert float(free.reports[0].weights.max()) > 0.3
     assert float(seen.reports[0].weights.max()) == pytest.approx(0.3)
-    assert seen.reports[0].told["largest_weight"] == float(seen.reports[0].weights.max())
+    assert seen.reports[0].metrics["largest_weight"] == float(seen.reports[0].weights.max())
 
 
 def test_a_zero_update_is_bounded_by_the_cap_alone(view):
@@ -475,7 +476,7 @@ class TwoClusters(Strategy):
     def plan_round(self, plan, view):
         return dataclasses.replace(plan, model_of=tuple(client % len(view.state.models) for client in plan.clients))
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         count = view.facts.num_clients
         if len(state.models) == 2:
             return state
@@ -505,8 +506,8 @@ def test_in_clusters_weights_are_those_of_each_cluster_by_itself(count, make_loo
         rows = [client for client in range(count) if client % 2 == model]
         expected = weights(squares[rows], [updates.steps[row] for row in rows], "max_snr", max_weight=0.35)
         torch.testing.assert_close(report.weights[model, rows], expected)
-    assert float(report.told["weight"].sum()) == pytest.approx(2)
-    assert report.told["effective_clients"] == pytest.approx(float((1 / report.weights.square().sum(dim=1)).sum()))
+    assert float(report.metrics["weight"].sum()) == pytest.approx(2)
+    assert report.metrics["effective_clients"] == pytest.approx(float((1 / report.weights.square().sum(dim=1)).sum()))
     assert len(own._known.group.unique()) == (2 if count == 16 else 1)
 
 

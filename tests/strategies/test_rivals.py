@@ -74,20 +74,21 @@ class Present(Strategy):
 class Sees(Strategy, Callback):
     """Keeps what arrived, the weights' row sums, the models, and what was told of groups."""
 
-    needs = "deltas"
+    def needs_updates(self, plan, view):
+        return True
 
     def __init__(self):
         self._rounds = []
 
-    def on_run_start(self, view):
+    def on_fit_start(self, view):
         self._begin = view.state
 
-    def refine(self, state, updates, view):
+    def after_step(self, state, updates, view):
         self._updates = updates
         return state
 
     def on_round_end(self, view, report):
-        group = report.told.get("group")
+        group = report.metrics.get("group")
         self._rounds.append((self._updates, report.weights.sum(dim=1), view.state.models.clone(), group))
 
 
@@ -105,7 +106,7 @@ def test_resumed_equals_unbroken(name, make_loop):
     again, result, _ = run(make_loop, name, rounds=4, output_dir=broken.output_dir, resume=True)
     assert torch.equal(again.state.models, unbroken.state.models)
     assert again.state.model_of == unbroken.state.model_of and selections(again) == selections(unbroken)
-    assert result.told == whole.told
+    assert result.metrics == whole.metrics
 
 
 @pytest.mark.parametrize("name", RIVALS)
@@ -205,7 +206,7 @@ def test_clients_of_two_kinds_part_and_each_kind_is_served(selection, make_loop)
     model_of = loop.state.model_of
     assert model_of[0] == model_of[2] != model_of[1] == model_of[3]
     assert result.accuracy_worst > 0.9
-    assert result.told["group"] == [float(row) for row in model_of]
+    assert result.metrics["group"] == [float(row) for row in model_of]
     assert run(make_loop, "ifca", more={"num_clusters": 1}, rounds=12)[1].accuracy_worst < 0.7
 
 
@@ -252,7 +253,7 @@ def test_true_groups_are_the_base_rule_in_each(make_loop):
         alone = make_loop(of_two_kinds(), parts=[*strategies.build({"size_weighted": None}), Present(kept=kept)])
         alone.run()
         assert torch.equal(loop.state.models[group], alone.state.models[0])
-    assert result.told["group"] == [0.0, 1.0, 0.0, 1.0]
+    assert result.metrics["group"] == [0.0, 1.0, 0.0, 1.0]
     assert all("a simulation" in words for words in (result.guarantee, loop.clients.budgets.guarantees()[3].words()))
 
 

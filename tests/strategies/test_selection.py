@@ -100,7 +100,7 @@ def test_quotas_noise_and_spending_are_those_of_the_formulas(laplace, adjacency,
             assert row["epsilon_spent"] == 0
     assert [len(report.clients) for report in seen._rounds] == [COHORT] * ROUNDS
     assert np.bincount([n for report in seen._rounds for n in report.clients], None, COUNT).tolist() == quota.tolist()
-    told = result.told
+    told = result.metrics
     assert told["participations"] == told["quota"] == quota.tolist() and told["forfeited_participations"] == 0
     assert 0.1 < told["participation_equality"] < 1
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_made_up_is_forfeited_and_said(make_loop):
         result = loop.run()
     quota = loop.strategies[-1]._quota
     assert result.clients[7]["releases"] <= 1 < quota[7]
-    assert result.told["forfeited_participations"] == quota[7] - result.clients[7]["releases"]
+    assert result.metrics["forfeited_participations"] == quota[7] - result.clients[7]["releases"]
     assert all(row["releases"] == n for row, n in zip(result.clients[:7], quota[:7], strict=True))
 
 
@@ -464,7 +464,7 @@ def test_full_batches_are_not_called_samples(laplace, make_loop):
     said = []
 
     class Start(Callback):
-        def on_run_start(self, view):
+        def on_fit_start(self, view):
             said.extend(one.sampling for one in view.guarantees())
 
     loop.callbacks.append(Start())
@@ -485,20 +485,20 @@ def test_the_outline_says_quotas_and_gain(make_loop):
     loop = federation(make_loop, BiasedSelection(COHORT))
     loop.plan_schedule()
     own = loop.strategies[-1]
-    quotas, noise = loop.outline()
+    quotas, noise = loop.describe()
     assert quotas.startswith(f"3 of 8 clients a round; quotas from 0 to {own._quota.max()} of 8 rounds, median ")
     factor = exact_factor(np.array(loop.population.num_records), laplace=False)
     gain = noise_gain(own._quota, factor)
     assert gain > 1.2 and f"(a gain of {gain:.3g})" in noise and "to the power 1." in noise
     silent = federation(make_loop, BiasedSelection(COHORT), privacy=None)
     silent.plan_schedule()
-    assert "No client adds noise" in silent.outline()[1]
+    assert "No client adds noise" in silent.describe()[1]
 
 
 def test_a_run_tells_its_outline_also_when_it_goes_on(make_loop, tmp_path):
     class Watcher(Callback):
-        def on_run_start(self, view):
-            told.append(view.run.outline)
+        def on_fit_start(self, view):
+            told.append(view.run.strategy_notes)
 
     told: list[tuple[str, ...]] = []
     for resume in (False, True):
@@ -509,13 +509,13 @@ def test_a_run_tells_its_outline_also_when_it_goes_on(make_loop, tmp_path):
                 loop.run()
         else:
             loop.run(resume=True)
-    assert told[0] == told[1] == tuple(loop.outline()) and len(told[0]) == 2
+    assert told[0] == told[1] == tuple(loop.describe()) and len(told[0]) == 2
 
 
 def test_more_clients_than_a_fifth_is_said_not_assumed(make_loop):
     loop = federation(make_loop, UniformSelection())
     loop.plan_schedule()
-    assert loop.outline()[0].startswith("2 of 8 clients a round")
+    assert loop.describe()[0].startswith("2 of 8 clients a round")
     one = make_loop(
         population=blobs(num_clients=1),
         module=ClientModule(small_net()),

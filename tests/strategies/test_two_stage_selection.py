@@ -16,11 +16,11 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.query import Charged, LossesAroundStep, MeanLoss, NoMechanism, event_of
+from dpfl_lightning.federated.messages.query import ChargedQuery, LossesAroundStep, MeanLoss, NoMechanism, event_of
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
-from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
@@ -86,7 +86,7 @@ def test_budgets_are_spent_in_two_stages_and_never_exceeded(accountant, estimate
             assert result.clients[client]["epsilon_spent"] == budget, "the budget is what holds"
             assert "as a privacy filter" in loop.clients.budgets.guarantees()[client].accountant
         assert FILTER.rstrip(".") in loop.clients.budgets.guarantees()[client].words()
-    told = result.told
+    told = result.metrics
     assert told["participations"] == told["quota"] == [early[n] + late[n] for n in range(COUNT)]
     assert len(told["unlikeness"]) == COUNT
 
@@ -148,7 +148,7 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     result = loop.run()
     charges = list(read_ledger(loop.clients.folder.ledger_file))
     reported = {charge.client for charge in charges if charge.purpose == "loss"}
-    assert {charge.event for charge in charges if charge.purpose == "loss"} == {Unprotected(UNSOUND)} and reported
+    assert {charge.event for charge in charges if charge.purpose == "loss"} == {NonPrivateEvent(UNSOUND)} and reported
     for client, (row, budget) in enumerate(zip(result.clients, EPSILON, strict=True)):
         assert (row["epsilon_spent"] is None) == (client in reported)
         updates = [one.event for one in charges if one.client == client and one.purpose != "loss"]
@@ -163,7 +163,7 @@ def test_the_papers_reports_are_allowed_in_words_only(make_loop):
     x, y = loop.population.records(client, torch.arange(loop.population.num_records[client]))
     silent = {client: NoMechanism("unbounded", mechanism)}
     query = LossesAroundStep(mechanism_of=silent, model=start, step_of={client: (math.inf, 2, 0.3)})
-    before, after = query.read(client, answers.answer(Charged.of(query), client, loop.module, x, y, None))
+    before, after = query.read(client, answers.answer(ChargedQuery.of(query), client, loop.module, x, y, None))
     net = small_net()
     loss = torch.nn.functional.cross_entropy(net(x), y)
     assert before == pytest.approx(loss.item(), rel=1e-5)
@@ -294,7 +294,7 @@ def test_one_record_moves_a_reported_loss_by_what_its_mechanism_says(kind):
     def answer(x, y, mechanism=silent):
         query = MeanLoss(mechanism_of={0: mechanism}, models=model, row_of={0: 0}, loss_bound=bound)
         return query.read(
-            0, answers.answer(Charged.of(query), 0, module, torch.tensor(x)[:, None], torch.tensor(y), None)
+            0, answers.answer(ChargedQuery.of(query), 0, module, torch.tensor(x)[:, None], torch.tensor(y), None)
         )
 
     x, y = [1.0] * 9, [0, 1] * 4 + [0]
@@ -312,7 +312,7 @@ def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     mechanism = Gaussian(0.5, 4.0, 1.0, 10.0)
     query = MeanLoss(mechanism_of={3: mechanism}, models=module.flat[None], row_of={3: 0}, loss_bound=1.0)
     draw, x, y = RandomGenerator(bytes(32)), torch.zeros(10, 1), torch.zeros(10, dtype=torch.long)
-    reports = [query.read(3, answers.answer(Charged.of(query), 3, module, x, y, draw)) for _ in range(2000)]
+    reports = [query.read(3, answers.answer(ChargedQuery.of(query), 3, module, x, y, draw)) for _ in range(2000)]
     assert np.std(reports) == pytest.approx(0.5 * 4.0 / 10, rel=0.06)  # seed 0; 3.8 standard errors
     assert event_of(query, 3) == mechanism.event(1)
 

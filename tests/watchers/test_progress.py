@@ -26,10 +26,10 @@ def printed(console: Console) -> str:
 
 
 def whole_run(progress: Progress, view, result=None, rounds=(1, 2, 3)) -> None:
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     for round in rounds:
         progress.on_round_end(view, a_report(view, round))
-    progress.on_run_end(view, a_result(view) if result is None else result)
+    progress.on_fit_end(view, a_result(view) if result is None else result)
 
 
 def test_it_has_no_public_names_but_hooks():
@@ -37,7 +37,7 @@ def test_it_has_no_public_names_but_hooks():
 
 
 def test_the_plan_comes_first(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path))
+    Progress(paper).on_fit_start(a_view(tmp_path))
     text = printed(paper)
     lines = text.splitlines()
     assert lines[0] == (
@@ -57,7 +57,7 @@ def test_the_plan_comes_first(paper, tmp_path):
 
 
 def test_what_strategies_planned_follows_the_clients(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path, outline=("2 of 3 clients a round.", "It sends 3 MB.")))
+    Progress(paper).on_fit_start(a_view(tmp_path, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB.")))
     assert printed(paper).endswith("1.25\n\n2 of 3 clients a round.\nIt sends 3 MB.\n")
 
 
@@ -72,28 +72,28 @@ def test_many_clients_are_summed_up(paper, tmp_path):
 
 
 def test_a_resumed_run_says_where_it_goes_on(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path, first_round=4))
+    Progress(paper).on_fit_start(a_view(tmp_path, first_round=4))
     assert "Going on from round 4 of 10" in printed(paper)
 
 
 def test_a_finished_run_has_no_round_left(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path, first_round=11))
+    Progress(paper).on_fit_start(a_view(tmp_path, first_round=11))
     assert "No round is left." in printed(paper)
 
 
 def test_an_unknown_time_is_said_to_be_unknown(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path, estimated_seconds=math.nan))
+    Progress(paper).on_fit_start(a_view(tmp_path, estimated_seconds=math.nan))
     assert "estimated time: unknown" in printed(paper)
 
 
 def test_budgets_that_a_strategy_lowered_are_shown_beside_the_clients_own(paper, tmp_path):
-    Progress(paper).on_run_start(a_view(tmp_path, budgets=(1.0, 2.0, 9.5)))
+    Progress(paper).on_fit_start(a_view(tmp_path, budgets=(1.0, 2.0, 9.5)))
     assert "planned" in printed(paper) and re.search(r"9.5 +3 +0.001", printed(paper))
 
 
 def test_plain_lines_where_there_is_no_terminal(paper, tmp_path):
     progress, view = Progress(paper), a_view(tmp_path)
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     before = len(printed(paper))
     progress.on_round_end(view, a_report(view, 1))
     progress.on_round_end(view, a_report(view, 2, test_accuracy=None, test_loss=None, client_accuracy=None))
@@ -109,7 +109,7 @@ def test_plain_lines_where_there_is_no_terminal(paper, tmp_path):
 def test_a_log_is_silent_for_a_minute_at_most(paper, tmp_path, monkeypatch):
     progress, view, now = Progress(paper), a_view(tmp_path), [1000.0]
     monkeypatch.setattr("dpfl_lightning.reporting.progress.time.monotonic", lambda: now[0])
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     unevaluated = {"test_accuracy": None, "test_loss": None, "client_accuracy": None}
     for round in range(1, 10):  # 25 seconds each
         now[0] += 25.0
@@ -120,19 +120,19 @@ def test_a_log_is_silent_for_a_minute_at_most(paper, tmp_path, monkeypatch):
 
 def test_regression_shows_the_loss(paper, tmp_path):
     progress, view = Progress(paper), a_view(tmp_path)
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     progress.on_round_end(view, a_report(view, 4, test_accuracy=None, client_accuracy=(None,) * 3))
     clients = tuple({**client, "accuracy": None} for client in a_result(view).clients)
-    progress.on_run_end(view, a_result(view, test_accuracy=None, clients=clients))
+    progress.on_fit_end(view, a_result(view, test_accuracy=None, clients=clients))
     assert "| loss 0.25 |" in printed(paper) and "Test loss 1.5" in printed(paper)
     assert "accuracy" not in printed(paper)
 
 
 def test_nothing_to_evaluate_on_is_no_score(paper, tmp_path):
     progress, view = Progress(paper), a_view(tmp_path)
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     progress.on_round_end(view, a_report(view, 4, test_accuracy=None, test_loss=math.nan))
-    progress.on_run_end(view, a_result(view, test_accuracy=None, test_loss=math.nan))
+    progress.on_fit_end(view, a_result(view, test_accuracy=None, test_loss=math.nan))
     assert "nan" not in printed(paper) and "Not evaluated after" in printed(paper)
 
 
@@ -167,11 +167,11 @@ def test_a_distilled_set_is_named_and_what_it_is_for(paper, tmp_path):
 def test_the_summary_of_groups(paper, tmp_path):
     view, served = a_view(tmp_path), {"majority": 0.801, "minority": 0.7, "0": 0.7, "1": 0.801}
     told = {"accuracy_of_groups": served, "accuracy_worst": 0.65, "accuracy_gap": 0.2}
-    Progress(paper).on_run_end(view, a_result(view, told={"clustering_accuracy": 0.904}, **told))
+    Progress(paper).on_fit_end(view, a_result(view, metrics={"clustering_accuracy": 0.904}, **told))
     text = " ".join(printed(paper).split())
     assert "Groups: accuracy majority 80.1%, minority 70.0%; worst client 65.0%, best - worst 20.0%; 90% of" in text
     told["accuracy_of_groups"] = {"0": 0.7, "1": 0.8}
-    Progress(paper).on_run_end(view, a_result(view, **told))
+    Progress(paper).on_fit_end(view, a_result(view, **told))
     text = " ".join(printed(paper).split())
     assert "Groups: accuracy 70.0% to 80.0%; worst client 65.0%, best - worst 20.0%. Guarantee" in text
 
@@ -186,11 +186,11 @@ def test_a_run_without_noise_is_said_to_have_no_privacy(paper, tmp_path):
 
 def test_one_client_without_noise_is_infinite(paper, tmp_path):
     progress, view = Progress(paper), a_view(tmp_path, budgets=(1.0, 2.0, math.inf))
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     progress.on_round_end(view, a_report(view, 1))
     assert "max epsilon inf" in printed(paper)
     clients = a_result(view).clients
-    progress.on_run_end(view, a_result(view, clients=clients))
+    progress.on_fit_end(view, a_result(view, clients=clients))
     assert re.search(r"2 +inf +inf +10", printed(paper))
 
 
@@ -206,14 +206,14 @@ def test_an_unfinished_run_says_why_and_how_to_go_on(paper, tmp_path):
 def test_how_to_resume_is_said_once(paper, tmp_path):
     view = a_view(tmp_path)
     reason = f"interrupted; go on with: python -m dpfl_lightning.fit --resume {tmp_path}"
-    Progress(paper).on_run_end(view, a_result(view, finished=False, reason=reason))  # before it began: no bar to stop
+    Progress(paper).on_fit_end(view, a_result(view, finished=False, reason=reason))  # before it began: no bar to stop
     assert printed(paper).count("--resume") == 1
 
 
 def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(tmp_path):
     screen = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
     progress, view = Progress(screen), a_view(tmp_path)
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     progress.on_round_end(view, a_report(view, 1))
     progress.on_round_end(view, a_report(view, 2, test_accuracy=None, test_loss=None, client_accuracy=None))
     assert progress._bar is not None
@@ -221,7 +221,7 @@ def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(tmp_path):
     bar = printed(screen).rpartition("\r")[2]
     for words in ("round 2/10", "accuracy 5.00%", "max epsilon 0.6", "2,000 rec/s", "left"):
         assert words in bar, words
-    progress.on_run_end(view, a_result(view, finished=False, reason="interrupted"))
+    progress.on_fit_end(view, a_result(view, finished=False, reason="interrupted"))
     assert progress._bar is None
     hide, show = "\x1b[?25l", "\x1b[?25h"
     assert printed(screen).rfind(show) > printed(screen).rfind(hide) >= 0
@@ -231,12 +231,12 @@ def test_ctrl_c_behind_the_live_line_does_not_make_it_wrap(tmp_path):
     """Else the terminal would keep what it can no longer erase, and show it twice."""
     screen = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
     progress, view = Progress(screen), a_view(tmp_path)
-    progress.on_run_start(view)
+    progress.on_fit_start(view)
     progress.on_round_end(view, a_report(view, 1))
     progress._bar.refresh()
     line = printed(screen).rpartition("\r\x1b[2K")[2]
     assert line.startswith("round 1/10") and len(line + "^C^C") <= 80
-    progress.on_run_end(view, a_result(view, finished=False, reason="interrupted"))
+    progress.on_fit_end(view, a_result(view, finished=False, reason="interrupted"))
 
 
 @pytest.mark.parametrize("spent, budget", [(0.12341, math.inf), (1.99996, 2.0), (12345.6, math.inf), (3e-5, 1.0)])

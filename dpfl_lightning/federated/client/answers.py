@@ -12,7 +12,7 @@ from torch.func import vmap
 
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import (
-    Charged,
+    ChargedQuery,
     LossesAroundStep,
     LowestLoss,
     MeanLoss,
@@ -61,7 +61,7 @@ def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     return register
 
 
-def check_answerable(query: Charged) -> None:
+def check_answerable(query: ChargedQuery) -> None:
     """Check that something is registered for the type of the query.
 
     Raises:
@@ -71,7 +71,7 @@ def check_answerable(query: Charged) -> None:
         _computation(query, mechanism)
 
 
-def _computation(query: Charged, mechanism: object) -> Callable[..., Tensor]:
+def _computation(query: ChargedQuery, mechanism: object) -> Callable[..., Tensor]:
     plain = isinstance(mechanism, NoMechanism)
     known, kind = _PLAIN_ANSWERS if plain else _ROWS, type(query.question)
     for base in kind.__mro__:
@@ -81,8 +81,10 @@ def _computation(query: Charged, mechanism: object) -> Callable[..., Tensor]:
     raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`")
 
 
-def answer(query: Charged, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator) -> Any:
-    """What leaves the client: the noised sum `[k]`, the chosen index, or an answer that is charged as `Unprotected`.
+def answer(
+    query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
+) -> Any:
+    """What leaves the client: the noised sum `[k]`, the chosen index, or a plain answer (`NonPrivateEvent`).
 
     Args:
         x: all records of the client, `[n, *X]`, n >= 1.
@@ -108,7 +110,7 @@ def answer(query: Charged, client: int, module: ClientModule, x: Tensor, y: Tens
 
 @torch.no_grad()
 def _bounded_sum(
-    query: Charged, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
+    query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
 ) -> Tensor:
     """The sum of all records' rows after `bounded`, `[k]` float64 on the CPU."""
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__

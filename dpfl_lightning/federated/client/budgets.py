@@ -18,8 +18,8 @@ from dpfl_lightning.privacy.accounting.events import (
     Event,
     GaussianEvent,
     NoisedEvent,
+    NonPrivateEvent,
     SelectionEvent,
-    Unprotected,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
@@ -55,7 +55,7 @@ class Budgets:
         sampling: str,
         simulated: bool = False,
         caveats: Sequence[Caveat] = (),
-        unprotected: Sequence[Unprotected] = (),
+        unprotected: Sequence[NonPrivateEvent] = (),
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
         self.sampling, self.caveats = sampling, tuple(caveats)

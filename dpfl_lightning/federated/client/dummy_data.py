@@ -20,7 +20,7 @@ from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
 from dpfl_lightning.privacy.clipping.reference import evaluating
 
 
-def synthetic_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Random data of the population's public shape: for self-checks and timing, never private records."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(records, *population.input_shape, generator=generator)
@@ -36,7 +36,7 @@ def synthetic_batch(population: Population, records: int, device: torch.device) 
 @torch.no_grad()
 def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
     """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
-    x, y = synthetic_batch(population, records=batch_size, device=module.device)
+    x, y = dummy_batch(population, records=batch_size, device=module.device)
     params, times = module.unflatten(module.flat), []
     for _ in range(3):
         begun = time.perf_counter()
@@ -52,7 +52,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
         UserError: its `sample_loss` raises, does not give one loss a record, or gives a record another loss in other
             company, with dropout and without; or a loss changes its buffers. Says what came.
     """
-    x, y = synthetic_batch(population, records=2, device=module.device)
+    x, y = dummy_batch(population, records=2, device=module.device)
     if not y.is_floating_point():
         y = torch.full_like(y, population.num_classes - 1)  # as many outputs as classes, or this one is out of range
     try:
@@ -68,7 +68,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
             f"`model` must take records of shape {population.input_shape} and give {outputs} for each, got: {problem}. "
             f"{regression}Choose another model, or another shape of data."
         )
-    _check_alone(copy.deepcopy(module), *synthetic_batch(population, records=4, device=module.device))
+    _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
 
 
 def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:

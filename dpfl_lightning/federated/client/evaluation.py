@@ -14,7 +14,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import Evaluation, Score
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 
 _NOTHING = Score(None, math.nan)
 
@@ -22,7 +22,7 @@ _NOTHING = Score(None, math.nan)
 def evaluate(
     module: ClientModule,
     population: Population,
-    delivered: Delivered,
+    final_models: ClientModels,
     engine: Engine,
 ) -> Evaluation:
     """Each client's delivered model on the common test set and on the client's own held-out records.
@@ -33,12 +33,12 @@ def evaluate(
     Args:
         engine: set up for `module` and `population`; it runs the nets and puts personal parameters in.
     """
-    everyone, model_of = range(population.num_clients), delivered.model_of
+    everyone, model_of = range(population.num_clients), final_models.model_of
     groups = [[client] for client in everyone] if module.personal else _by_model(model_of)
     clients: list[Score] = [_NOTHING] * population.num_clients
     tests: list[Score] = [_NOTHING] * population.num_clients
     for group in groups:
-        model = engine.personalised(delivered.models[model_of[group[0]]], group[0])
+        model = engine.personalised(final_models.models[model_of[group[0]]], group[0])
         wanted = [population.held_out_of[client] for client in group]
         test = population.test if population.test is not None else wanted[0][:0]
         on_test, *own = _scores(module, model, population, [test, *wanted], engine)

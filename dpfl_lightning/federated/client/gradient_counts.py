@@ -18,7 +18,7 @@ _ABOUT = (
 )
 
 
-def fates(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """For each gradient by its norm `[...]` the numbers 0 or 1 to add up for `COUNTED`, `[..., 3]` int64.
 
     Nothing waits for the device.

@@ -25,13 +25,13 @@ from dpfl_lightning.federated.messages.account import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.diagnostics import SHOWN, Diagnostics
 from dpfl_lightning.federated.messages.evaluation import Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, Unprotected
+from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
 from dpfl_lightning.privacy.ledger.file import Header
 from dpfl_lightning.privacy.noise import Streams
@@ -116,7 +116,7 @@ class LocalClients:
             SAMPLINGS[self._sampling],
             simulated=self.simulated or self.privacy is None,
             caveats=[Caveat(words) for words in plan.caveats],
-            unprotected=[Unprotected(SHOWN)] if self._shows_counts else [],
+            unprotected=[NonPrivateEvent(SHOWN)] if self._shows_counts else [],
         )
         self._counts_before = self._counts()
         if earlier is not None and saved is None and self.budgets.releases_of_all():
@@ -157,13 +157,13 @@ class LocalClients:
         self._accepted, self._counts_before = (plan, numbers), self._counts()
         return plan
 
-    def train(self, plan: RoundPlan, models: Tensor, say: Tensor | None) -> ClientUpdates:
+    def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None
         if accepted is None or accepted[0] is not plan:
             raise RuntimeError("clients train by the plan that they have accepted last, once, and by no other")
-        return self.engine.train(plan, models, accepted[1], say)
+        return self.engine.train(plan, models, accepted[1], raw_weights)
 
-    def ask(self, query: Charged, round: int) -> Answers:
+    def ask(self, query: ChargedQuery, round: int) -> Answers:
         check_answerable(query)
         clients, numbers = self.budgets.charge_query(query, round)
         return self.engine.ask(query.only(clients), round, numbers)
@@ -199,8 +199,8 @@ class LocalClients:
 
     # -- not covered by the guarantee
 
-    def evaluate(self, delivered: Delivered) -> Evaluation:
-        return evaluate(self.module, self.population, delivered, self.engine)
+    def evaluate(self, final_models: ClientModels) -> Evaluation:
+        return evaluate(self.module, self.population, final_models, self.engine)
 
     def seconds_per_record(self, batch_size: int) -> float:
         return seconds_per_record(self.engine, self.module, self.population, batch_size)

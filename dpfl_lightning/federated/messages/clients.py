@@ -13,9 +13,9 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.account import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.diagnostics import Diagnostics
 from dpfl_lightning.federated.messages.evaluation import Evaluation
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -79,20 +79,20 @@ class Clients(Protocol):
         """The plan without the clients that cannot pay; the others are charged."""
         ...
 
-    def train(self, plan: RoundPlan, models: Tensor, say: Tensor | None) -> ClientUpdates:
+    def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         """The noised releases of an accepted plan.
 
         Args:
             models: `[K, P]`.
-            say: `[K, C]`; if given, only the sum `say @ releases` is returned.
+            say: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
         """
         ...
 
-    def ask(self, query: Charged, round: int) -> Answers:
+    def ask(self, query: ChargedQuery, round: int) -> Answers:
         """The noised answers of those clients that can pay for them, by client."""
         ...
 
-    def evaluate(self, delivered: Delivered) -> Evaluation:
+    def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""
         ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: what `privacy.diagnostics` shows, as its `Unprotected` event says it
+#: what `privacy.diagnostics` shows, as its `NonPrivateEvent` event says it
 SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"
 
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Delivered:
+class ClientModels:
     """What the run hands over: models `[K, P]` and the row of each of the N clients."""
 
     models: Tensor

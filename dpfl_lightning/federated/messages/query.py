@@ -9,7 +9,7 @@ from typing import Any, Self, final
 
 from torch import Tensor
 
-from dpfl_lightning.privacy.accounting.events import Event, Unprotected
+from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
@@ -28,9 +28,9 @@ class NoMechanism:
     words: str
     noise: Mechanism | None = None
 
-    def event(self, count: int) -> Unprotected:
+    def event(self, count: int) -> NonPrivateEvent:
         """What the answer releases, however often it is given."""
-        return Unprotected(self.words)
+        return NonPrivateEvent(self.words)
 
 
 AnswerMechanism = Mechanism | ExponentialMechanism | NoMechanism
@@ -78,7 +78,7 @@ class Query:
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Charged(Query):
+class ChargedQuery(Query):
     """A question as it is charged: who answers with which mechanism is settled before it is asked.
 
     Args:
@@ -88,7 +88,7 @@ class Charged(Query):
     question: Query
 
     @classmethod
-    def of(cls, question: Query) -> Charged:
+    def of(cls, question: Query) -> ChargedQuery:
         """The question with a copy of its purpose and its mechanisms.
 
         Raises:

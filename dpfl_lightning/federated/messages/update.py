@@ -56,11 +56,11 @@ class ClientUpdates:
     def released(self) -> Tensor:
         """`deltas`, for who sees them."""
         if self.deltas is None:
-            raise RuntimeError('this callback reads updates: set `needs = "deltas"` on it, or let `sees` say when')
+            raise RuntimeError("a strategy that reads single updates must return True from `needs_updates`")
         return self.deltas
 
 
-class Received:
+class UpdateBuffer:
     """A round's releases as they come in: kept, or added up with known weights; those that are not finite are left out.
 
     Args:

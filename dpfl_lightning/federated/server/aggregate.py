@@ -18,24 +18,26 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 
 
-def say(callbacks: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
-    """Every callback's say, multiplied: `[K, C]` in float64, not normalised.
+def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
+    """The factors of all strategies, multiplied: `[K, C]` in float64, not normalised.
 
     Starts from the one-hot rows of `plan.model_of` (or from a `route` `[K, C]`) and multiplies by every factor
-    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Only callbacks that `sees` the
-    round's updates are shown them.
+    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Only strategies whose
+    `needs_updates` is true receive the updates.
     """
     facts_only = dataclasses.replace(updates, deltas=None, total=None)
     num_models, num_clients = len(view.state.models), len(plan.clients)
     product = torch.zeros(num_models, num_clients, dtype=torch.float64)
     product[list(plan.model_of), range(num_clients)] = 1.0
     factors = []
-    for callback in callbacks:
-        answer = answer_of(callback, "weigh", updates if answer_of(callback, "sees", plan, view) else facts_only, view)
+    for strategy in strategies:
+        answer = answer_of(
+            strategy, "weigh", updates if answer_of(strategy, "needs_updates", plan, view) else facts_only, view
+        )
         if answer is None:
             continue
-        answer = _checked(answer, callback, num_models, num_clients)
-        if callback.role == "route":
+        answer = _checked(answer, strategy, num_models, num_clients)
+        if strategy.role == "route":
             product = answer
         else:
             factors.append(answer)
@@ -44,13 +46,13 @@ def say(callbacks: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, 
     return product
 
 
-def _checked(answer: Tensor, callback: Strategy, num_models: int, num_clients: int) -> Tensor:
-    """A callback's say in float64 on the CPU; broadcast, another shape would pass for other weights.
+def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:
+    """A strategy's factor in float64 on the CPU; broadcast, another shape would pass for other weights.
 
     Raises:
         UserError: another shape than `[C]` or `[K, C]`, or a number below 0 or not finite.
     """
-    whose, shapes = f"weigh of {type(callback).__name__}", [(num_clients,), (num_models, num_clients)]
+    whose, shapes = f"weigh of {type(strategy).__name__}", [(num_clients,), (num_models, num_clients)]
     must = f"give a tensor of {num_clients} clients, or of {num_models} models and {num_clients} clients, [K, C]"
     got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
     require(got in shapes, whose, must, got)
@@ -59,38 +61,40 @@ def _checked(answer: Tensor, callback: Strategy, num_models: int, num_clients: i
     return answer
 
 
-def normalised(say: Tensor) -> Tensor:
+def normalised(raw_weights: Tensor) -> Tensor:
     """Weights `[K, C]`: each row of sum 1, or all zero for a model that nobody moves."""
-    total = say.sum(dim=1, keepdim=True)
-    return torch.where(total > 0, say / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    total = raw_weights.sum(dim=1, keepdim=True)
+    return torch.where(total > 0, raw_weights / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 
 
-def say_beforehand(callbacks: Sequence[Strategy], plan: RoundPlan, view: View) -> Tensor | None:
-    """`say` before anybody has trained, for updates that are streamed; None if a callback sees single ones."""
-    if any(answer_of(callback, "sees", plan, view) for callback in callbacks):
+def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view: View) -> Tensor | None:
+    """`raw_weights` before anybody has trained, for updates that are streamed; None if a strategy reads single ones."""
+    if any(answer_of(strategy, "needs_updates", plan, view) for strategy in strategies):
         return None
-    return say(callbacks, plan, ClientUpdates.announced(plan), view)
+    return raw_weights(strategies, plan, ClientUpdates.announced(plan), view)
 
 
-def without_lost(plan: RoundPlan, updates: ClientUpdates, say: Tensor | None) -> tuple[RoundPlan, Tensor | None]:
-    """The plan, and what was said `[K, C]`, without the clients whose release is not finite; warns of them."""
+def without_lost(
+    plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None
+) -> tuple[RoundPlan, Tensor | None]:
+    """The plan, and the raw weights `[K, C]`, without the clients whose release is not finite; warns of them."""
     if not updates.lost:
-        return plan, say
+        return plan, raw_weights
     words = f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
     warnings.warn(words, UserNotice, stacklevel=2)
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
-    return plan.only(lambda client: client not in updates.lost), None if say is None else say[:, kept]
+    return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 
 
-def combine(say: Tensor, updates: ClientUpdates) -> Tensor:
+def combine(raw_weights: Tensor, updates: ClientUpdates) -> Tensor:
     """`normalised(say) [K, C] @ deltas [C, ...]`, rounded once: the order of clients does not change a bit.
 
     Args:
         say: `[K, C]` of the clients that arrived; a streamed sum was taken with the same numbers.
     """
     if updates.total is not None:
-        return updates.total.rounded(say.sum(dim=1))
-    different, row_of = say.unique(dim=0, return_inverse=True)  # what many models add is added up once
+        return updates.total.rounded(raw_weights.sum(dim=1))
+    different, row_of = raw_weights.unique(dim=0, return_inverse=True)  # what many models add is added up once
     total = WeightedSum(different)
     for column, delta in enumerate(updates.released):
         total.add(column, delta)

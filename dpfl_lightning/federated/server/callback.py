@@ -8,19 +8,19 @@ from typing import Any
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
 
-_IN_A_ROUND = ("stop", "replan", "plan_round", "sees", "weigh", "combine", "step", "refine")
+_IN_A_ROUND = ("stop", "replan", "plan_round", "needs_updates", "weigh", "combine", "step", "after_step")
 
 
 class Callback:
     """Override any of these hooks to watch a run. A `Strategy` may be a `Callback`, too."""
 
-    def on_run_start(self, view: View) -> None:
+    def on_fit_start(self, view: View) -> None:
         """Called before the first round, or before the first one after a resume."""
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         """Called after each round, when it is on disk."""
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         """Called when the run has finished or was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -41,7 +41,7 @@ def answer_of(one: object, hook: str, *given: object) -> Any:
         raise
 
 
-def watch(callbacks: Sequence[Callback], hook: str, *context: object) -> None:
+def notify(callbacks: Sequence[Callback], hook: str, *context: object) -> None:
     """Call one hook of every callback."""
     for callback in callbacks:
         answer_of(callback, hook, *context)

@@ -12,7 +12,7 @@ import torch
 
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.runtime.files import write_atomically
 
@@ -90,12 +90,12 @@ class RunFolder:
         text = json.dumps(content, indent=2) + "\n"
         write_atomically(self.path / name, lambda partial: partial.write_text(text))
 
-    def save_models(self, module: Model, delivered: Delivered) -> None:
+    def save_models(self, module: Model, final_models: ClientModels) -> None:
         """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""
-        for row, model in enumerate(delivered.models):
+        for row, model in enumerate(final_models.models):
             state = {name: value.cpu() for name, value in module.net.state_dict().items()}
             state.update({name: value.cpu().clone() for name, value in module.unflatten(model).items()})
-            name = "model.pt" if len(delivered.models) == 1 else f"model_{row}.pt"
+            name = "model.pt" if len(final_models.models) == 1 else f"model_{row}.pt"
             write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
 
 

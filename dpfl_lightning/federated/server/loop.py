@@ -15,7 +15,7 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server import aggregate, summary
-from dpfl_lightning.federated.server.callback import watch
+from dpfl_lightning.federated.server.callback import notify
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.strategy import fold, reason_to_stop, sole_answer
@@ -43,7 +43,7 @@ class ServerLoop(Run):
         with closing(self.clients):
             state = self._begin() if saved is None else self._restore(saved)
             try:
-                watch(self.watching, "on_run_start", self.view(state))
+                notify(self.watching, "on_fit_start", self.view(state))
                 with between_rounds() as check_signals:
                     reason = self.snapshot["ended"] or self.all_rounds(state, check_signals)
             except BaseException as error:
@@ -70,14 +70,14 @@ class ServerLoop(Run):
             if not plan.clients and not self.clients.can_pay():
                 return f"every client has spent its budget after {state.round} round{'s' * (state.round != 1)}"
             state, seconds = after, time.perf_counter() - begun
-            self.tally.training_seconds += seconds
-            sent = self.traffic.told(plan, self.view(state), self.tally.told)
-            self.tally.told = summary.told(self.strategies, self.view(state), plan, weights, sent)
+            self.totals.training_seconds += seconds
+            sent = self.traffic.metrics(plan, self.view(state), self.totals.metrics)
+            self.totals.metrics = summary.round_metrics(self.strategies, self.view(state), plan, weights, sent)
             self._remember(state, plan)
             if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
                 self.evaluated = {plan.round: self.evaluate(state)}
             report = self._report(plan, weights, seconds)
-            watch(self.watching, "on_round_end", self.view(state), report)
+            notify(self.watching, "on_round_end", self.view(state), report)
         if self.last_round < self.rounds:
             return f"{state.round} of the {self.rounds} planned rounds are done, as was asked"
         return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
@@ -90,21 +90,23 @@ class ServerLoop(Run):
         plan = _if_enough(self.clients.accept(plan))  # charged: a crash never under-reports
         if not plan.clients:
             return self._unmoved(state, plan)
-        say = aggregate.say_beforehand(self.strategies, plan, view)  # None: single updates must be seen
-        updates = self._clients_work(lambda: self.clients.train(plan, state.models, say))
-        arrived, say = aggregate.without_lost(plan, updates, say)
+        raw_weights = aggregate.raw_weights_from_facts(self.strategies, plan, view)  # None: single updates must be seen
+        updates = self._clients_work(lambda: self.clients.train(plan, state.models, raw_weights))
+        arrived, raw_weights = aggregate.without_lost(plan, updates, raw_weights)
         if not arrived.clients:
             return self._unmoved(state, plan)
         plan = arrived
-        self.tally.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
-        say = aggregate.say(self.strategies, plan, updates, view) if say is None else say  # [K, C]
-        weights = aggregate.normalised(say)  # an empty row leaves its model alone
+        self.totals.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
+        raw_weights = (
+            aggregate.raw_weights(self.strategies, plan, updates, view) if raw_weights is None else raw_weights
+        )  # [K, C]
+        weights = aggregate.normalised(raw_weights)  # an empty row leaves its model alone
         combined = sole_answer(self.strategies, "combine", updates, weights, view)
-        combined = aggregate.combine(say, updates) if combined is None else combined
+        combined = aggregate.combine(raw_weights, updates) if combined is None else combined
         combined = fold(self.strategies, "scale", combined, view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
         state = aggregate.step(state, combined) if stepped is None else stepped
-        state = fold(self.strategies, "refine", state, updates, view)
+        state = fold(self.strategies, "after_step", state, updates, view)
         return dataclasses.replace(state, round=plan.round), plan, weights
 
     def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:

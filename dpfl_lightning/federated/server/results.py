@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Sketch:
+class ClientEmbedding:
     """The clients as points of a plane, for a picture: where their updates lay, and where each was taken to belong.
 
     Args:
@@ -75,7 +75,7 @@ class RunInfo:
     noise: str
     options: Mapping[str, Any]
     simulated: bool = False
-    outline: tuple[str, ...] = ()
+    strategy_notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class RoundReport:
         epsilon_spent: length N, live values from the schedule.
         weights: `[K, C]` of `clients`.
         diagnostics: with `privacy.diagnostics` only, which voids the guarantee.
-        told: what strategies told of the round, see `report.told`: numbers, and `[N]` with NaN for absent clients.
+        metrics: of the round, see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
     """
 
     round: int
@@ -101,7 +101,7 @@ class RoundReport:
     test_loss: float | None = None
     client_accuracy: tuple[float | None, ...] | None = None
     diagnostics: Diagnostics | None = None
-    told: Mapping[str, float | Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, float | Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class RunResult:
         accuracy_gap: of the client it serves best, minus that.
         accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and each group by its number ->
             mean over its clients.
-        told: what strategies told of the last round, ready for JSON: numbers, and lists of one value a client.
+        metrics: what strategies metrics of the last round, ready for JSON: numbers, and lists of one value a client.
         sketch: the clients as a strategy sees them, if one has a picture.
     """
 
@@ -152,8 +152,8 @@ class RunResult:
     accuracy_worst: float | None = None
     accuracy_gap: float | None = None
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
-    told: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
-    sketch: Sketch | None = None
+    metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
+    client_embedding: ClientEmbedding | None = None
 
     def as_dict(self) -> dict:
         return dataclasses.asdict(self)

@@ -21,19 +21,19 @@ from dpfl_lightning.federated.messages.clients import Clients
 from dpfl_lightning.federated.messages.diagnostics import SHOWN
 from dpfl_lightning.federated.messages.evaluation import Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged, Query
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.server import summary
-from dpfl_lightning.federated.server.callback import Callback, watch
+from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
-from dpfl_lightning.federated.server.totals import Tally
+from dpfl_lightning.federated.server.totals import RunTotals
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
@@ -91,10 +91,10 @@ class Run:
         self.sampling = "poisson" if privacy is None else privacy.sampling
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
-        self.tally, self.outlined = Tally(), tuple[str, ...]()
+        self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
         # round -> what was made for it, of the latest such round only
         self.evaluated: dict[int, Evaluation] = {}
-        self._delivered: dict[int, Delivered] = {}
+        self._final_models: dict[int, ClientModels] = {}
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
 
     # -- what strategies and callbacks see and ask for
@@ -125,17 +125,17 @@ class Run:
 
     def evaluate(self, state: ServerState) -> Evaluation:
         """Scores of the delivered models on test and held-out records."""
-        return self.clients.evaluate(self.delivered(state))
+        return self.clients.evaluate(self.final_models(state))
 
-    def delivered(self, state: ServerState) -> Delivered:
-        """What `deliver` answers, asked once a round (it may train a net), or the server's models."""
-        if state.round not in self._delivered:
-            answer = sole_answer(self.strategies, "deliver", state, self.view(state))
-            self._delivered = {state.round: Delivered(state.models, state.model_of) if answer is None else answer}
-        return self._delivered[state.round]
+    def final_models(self, state: ServerState) -> ClientModels:
+        """What `final_models` answers, asked once a round (it may train a net), or the server's models."""
+        if state.round not in self._final_models:
+            answer = sole_answer(self.strategies, "final_models", state, self.view(state))
+            self._final_models = {state.round: ClientModels(state.models, state.model_of) if answer is None else answer}
+        return self._final_models[state.round]
 
     def _ask(self, query: Query) -> Answers:
-        question = Charged.of(query)
+        question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
         self.traffic.ask(question.only(released), self.state.models)
         return {client: question.read(client, one) for client, one in released.items()}
@@ -174,10 +174,10 @@ class Run:
             options=self.options,
         )
 
-    def outline(self) -> list[str]:
+    def describe(self) -> list[str]:
         """What strategies have to say of the run that `plan_schedule` has planned."""
         view = self.view(self._one_model())
-        return [words for strategy in self.strategies for words in strategy.outline(view)]
+        return [words for strategy in self.strategies for words in strategy.describe(view)]
 
     def _replan(self, state: ServerState) -> None:
         """The schedule of what is left, where a strategy plans it anew."""
@@ -194,7 +194,7 @@ class Run:
         """What `work` answers; its time is counted as the clients'."""
         begun = time.perf_counter()
         answer = work()
-        self.tally.client_seconds += time.perf_counter() - begun
+        self.totals.client_seconds += time.perf_counter() - begun
         return answer
 
     # -- beginning, remembering, ending
@@ -205,7 +205,7 @@ class Run:
         planned = 0 if reopened is None else self.clients.planned_rounds(self.output_dir)
         self.rounds = max(self.rounds, planned)  # noise was solved for them; the run may stop earlier
         self.plan_schedule()  # may refuse: before anything is written
-        self.outlined = tuple(self.outline())
+        self.strategy_notes = tuple(self.describe())
         self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
         saved = None if reopened is None else reopened.load_checkpoint(self.clients.device)
         if reopened is not None and not planned:
@@ -215,7 +215,7 @@ class Run:
         return saved
 
     def _begin(self) -> ServerState:
-        self.tally = Tally()
+        self.totals = RunTotals()
         self.info = self._info(first_round=1, measured=True)
         state = self._one_model()
         state = sole_answer(self.strategies, "initialise", state, self.view(state)) or state
@@ -228,7 +228,7 @@ class Run:
             if name in saved["callbacks"]:
                 one.load_state_dict(saved["callbacks"][name])
         self.clients.load_state_dict(saved["clients"])
-        self.tally = Tally.of(saved)
+        self.totals = RunTotals.of(saved)
         self.snapshot = dict(saved)
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
             lost = (
@@ -243,7 +243,7 @@ class Run:
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
         """Write the complete round to disk, before anything that follows from it is shown."""
         if plan is not None:
-            self.tally.records += round(sum(plan.expected_records))
+            self.totals.records += round(sum(plan.expected_records))
         self.state = state
         self.snapshot = {
             "models": state.models,
@@ -251,7 +251,7 @@ class Run:
             "round": state.round,
             "callbacks": {name: one.state_dict() for name, one in self._named_parts()},
             "clients": self.clients.state_dict(),
-            **self.tally.saved(),
+            **self.totals.saved(),
             "ended": None,
         }
         self.folder.save_checkpoint(self.snapshot)
@@ -270,15 +270,15 @@ class Run:
             if self.state.round not in self.evaluated:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
-        delivered = self.delivered(self.state) if finished else None
-        result = self._result(reason, finished, guarantees, delivered)
-        if delivered is not None:
-            self.folder.save_models(self.model, delivered)
+        final_models = self.final_models(self.state) if finished else None
+        result = self._result(reason, finished, guarantees, final_models)
+        if final_models is not None:
+            self.folder.save_models(self.model, final_models)
             promises = [one.as_dict() for one in guarantees]
             self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
             self.folder.save_json("result.json", result.as_dict())
         self.clients.end(finished)
-        watch(self.watching, "on_run_end", view, result)
+        notify(self.watching, "on_fit_end", view, result)
         return result
 
     # -- reports
@@ -305,7 +305,7 @@ class Run:
             noise=clients.noise,
             simulated=clients.simulated,
             options=self.options,
-            outline=self.outlined,
+            strategy_notes=self.strategy_notes,
         )
 
     def _planned_records(self) -> float:
@@ -332,38 +332,40 @@ class Run:
             test_loss=None if scores is None else scores.test.loss,
             client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
             diagnostics=self.clients.diagnostics(),
-            told=self.tally.told,
+            metrics=self.totals.metrics,
         )
 
     def _result(
-        self, reason: str, finished: bool, guarantees: Sequence[Guarantee], delivered: Delivered | None
+        self, reason: str, finished: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
     ) -> RunResult:
-        """The result of a run that has ended; `delivered` are its models if it has finished."""
-        tally, seconds = self.tally, max(self.snapshot["seconds"], 1e-9)
+        """The result of a run that has ended; `final_models` are its models if it has finished."""
+        totals, seconds = self.totals, max(self.snapshot["seconds"], 1e-9)
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
         accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
-        model_of = self.state.model_of if delivered is None else delivered.model_of
+        model_of = self.state.model_of if final_models is None else final_models.model_of
         accounts = [self.clients.account(client) for client in range(self.facts.num_clients)]
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
             rounds=self.state.round,
-            wall_seconds=tally.wall_seconds,
-            training_seconds=tally.training_seconds,
-            client_seconds=tally.client_seconds,
-            records_per_second=tally.records / seconds,
+            wall_seconds=totals.wall_seconds,
+            training_seconds=totals.training_seconds,
+            client_seconds=totals.client_seconds,
+            records_per_second=totals.records / seconds,
             reason=reason,
             guarantee=summary.in_words(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             simulated=self.clients.simulated,
             clients=summary.client_rows(
-                self.settings, accounts, self.schedule.clients, guarantees, scores, model_of, tally.noise_std, groups
+                self.settings, accounts, self.schedule.clients, guarantees, scores, model_of, totals.noise_std, groups
             ),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
-            told=summary.for_json(tally.told),
-            sketch=sole_answer(self.strategies, "sketch", self.view(self.state)) if finished else None,
+            metrics=summary.for_json(totals.metrics),
+            client_embedding=sole_answer(self.strategies, "client_embedding", self.view(self.state))
+            if finished
+            else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
         )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.callback import Callback, answer_of
-from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.runtime.digests import object_digest
 
@@ -28,7 +28,6 @@ class Strategy:
     watch the run as well, derive from `Callback`, too.
 
     Attributes:
-        needs: "facts", or "deltas" if single updates must be read: in every round, unless `sees` says in which.
         role: of `weigh`: "base" (exactly one in a run), "correction" or "mask" (multiplied in), or "route" (`[K, C]`,
             replaces `model_of` in the aggregation).
         default_base: the base rule that it goes with, for runs that name none.
@@ -41,8 +40,7 @@ class Strategy:
             else; empty: they train.
     """
 
-    needs: Literal["facts", "deltas"] = "facts"
-    role: Literal["base", "correction", "mask", "route"] = "correction"
+    role: str = "correction"
     default_base: type[Strategy] | None = None
     caveats: tuple[str, ...] = ()
     trains_on_server: bool = False
@@ -60,7 +58,7 @@ class Strategy:
         """
         return None
 
-    def outline(self, view: View) -> tuple[str, ...]:
+    def describe(self, view: View) -> tuple[str, ...]:
         """What it has planned for the run, when all noise is solved: sentences that `plan`, the start of `fit` and the
         tracking page show.
         """
@@ -81,13 +79,12 @@ class Strategy:
         """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
         return plan
 
-    def sees(self, plan: RoundPlan, view: View) -> bool:
-        """Whether this round's single updates must be kept and shown; they are streamed if nobody sees them.
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        """Whether the strategy reads the single updates of this round. If none does, they are only added up.
 
-        Asked when it is settled who takes part, and again when it is known whose updates arrived. Who combines sees
-        them, unless it says otherwise here.
+        Called when the clients of the round are known, and again when their updates have arrived.
         """
-        return self.needs == "deltas" or type(self).combine is not Strategy.combine
+        return False
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         """Factors >= 0, `[C]` or `[K, C]`; None is no say."""
@@ -105,25 +102,25 @@ class Strategy:
         """The new state instead of `models + combined`. Exclusive; K may change."""
         return None
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """After the step: re-cluster, warm start; K may change."""
         return state
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         """Values of the round that has just ended, to be charted: numbers, and `[N]` with NaN for absent clients.
 
         **Privacy** A callback has released and public values only: so has what it tells.
         """
         return {}
 
-    def sketch(self, view: View) -> Sketch | None:
+    def client_embedding(self, view: View) -> ClientEmbedding | None:
         """The clients as points of a plane, asked once, when all rounds are done. Exclusive.
 
         **Privacy** Drawn from released and public values only.
         """
         return None
 
-    def deliver(self, state: ServerState, view: View) -> Delivered | None:
+    def final_models(self, state: ServerState, view: View) -> ClientModels | None:
         """The models to evaluate and export instead of the server's. Exclusive."""
         return None
 
@@ -138,21 +135,20 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+ROLES = ("base", "correction", "mask", "route")
 HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
-_REPORTING = {"outline", "sees", "tell", "sketch", "state_dict", "load_state_dict"}
+_REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
 #: hooks whose answers cannot be combined: one strategy of a run may override each
-EXCLUSIVE = ("initialise", "combine", "step", "deliver", "sketch")
-#: attribute -> the words it may be
-_WORDS = {name: get_args(kind) for name, kind in get_type_hints(Strategy).items() if get_origin(kind) is Literal}
+EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding")
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
     """Strategies and callbacks, checked.
 
     Raises:
-        UserError: an unknown public method (a misspelt hook), a `role` or `needs` that there is not, not exactly one
+        UserError: an unknown public method (a misspelt hook), an unknown `role`, not exactly one
             base rule, two strategies that override one exclusive hook, or strategies that need local training beside
             one that has something else in its place.
     """
@@ -161,9 +157,10 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         kind, advice = type(strategy).__name__, "What only watches is one of `callbacks`."
         require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
-        for name, words in _WORDS.items():
-            value = getattr(strategy, name)
-            require(value in words, f"{kind}.{name}", f"be one of {', '.join(words)}", value, nearest(value, words))
+        must, role = f"be one of {', '.join(ROLES)}", strategy.role
+        require(role in ROLES, f"{kind}.role", must, role, nearest(role, ROLES))
+        says = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
+        require(says, f"{kind}.needs_updates", "be overridden by a strategy that overrides `combine`", "the default")
     for callback in callbacks:
         kind, advice = type(callback).__name__, "What decides is one of `strategies`."
         only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)

@@ -37,14 +37,14 @@ def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients
     return spread
 
 
-def told(
+def round_metrics(
     strategies: Sequence[Strategy],
     view: View,
     plan: RoundPlan,
     weights: Tensor,
     sent: Mapping[str, float],
 ) -> dict[str, float | Tensor]:
-    """What is charted of a round beside accuracy and epsilon: what strategies `tell`, and how clients weighed.
+    """What is charted of a round beside accuracy and epsilon: what strategies `metrics`, and how clients weighed.
 
     Args:
         view: after the round.
@@ -68,7 +68,7 @@ def told(
         values["effective_clients"] = float((1 / squares[squares > 0]).sum())
     values |= sent
     for strategy in strategies:
-        for name, value in answer_of(strategy, "tell", view).items():
+        for name, value in answer_of(strategy, "metrics", view).items():
             if name in values or name in _TAKEN:
                 raise RuntimeError(f"{type(strategy).__name__} tells {name!r}, which is told already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
@@ -80,7 +80,7 @@ def told(
     return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
 
 
-def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
+def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
     """The same with lists, and None where there is no number: JSON has neither infinity nor NaN.
 
     >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
@@ -88,7 +88,7 @@ def for_json(told: Mapping[str, float | Tensor]) -> dict[str, float | list[float
     """
     return {
         name: [finite_or_none(one) for one in value.tolist()] if isinstance(value, Tensor) else finite_or_none(value)
-        for name, value in told.items()
+        for name, value in metrics.items()
     }
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass
-class Tally:
+class RunTotals:
     """Kept by checkpoints, so that a resumed run goes on counting.
 
     Args:
@@ -20,7 +20,7 @@ class Tally:
         records: expected of all releases so far.
         training_seconds: of all rounds, evaluation aside.
         client_seconds: of them the clients', on this machine.
-        told: what strategies had to say of the last round.
+        metrics: what strategies had to say of the last round.
         noise_std: client -> noise in one number of its last update.
     """
 
@@ -28,7 +28,7 @@ class Tally:
     records: int = 0
     training_seconds: float = 0.0
     client_seconds: float = 0.0
-    told: dict[str, float | Tensor] = field(default_factory=dict)
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
     noise_std: dict[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,10 +45,10 @@ class Tally:
         3
         """
         own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {**own, "seconds": self.wall_seconds, "told": dict(self.told), "noise_std": dict(self.noise_std)}
+        return {**own, "seconds": self.wall_seconds, "metrics": dict(self.metrics), "noise_std": dict(self.noise_std)}
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Tally:
+    def of(cls, saved: Mapping[str, Any]) -> RunTotals:
         """What a checkpoint kept."""
         own = {one.name: saved[one.name] for one in dataclasses.fields(cls)}
-        return cls(**{**own, "told": dict(own["told"]), "noise_std": dict(own["noise_std"])})
+        return cls(**{**own, "metrics": dict(own["metrics"]), "noise_std": dict(own["noise_std"])})

@@ -11,7 +11,7 @@ from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Charged
+from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.server.view import View
 
 BYTES = 4  # of a number: float32
@@ -76,7 +76,7 @@ class Traffic:
         self._asked, self._seconds = 0, 0.0  # of the round's queries
         self._have_all: set[int] = set()  # clients to whom one of these brought all of the server's models
 
-    def ask(self, query: Charged, models: Tensor) -> None:
+    def ask(self, query: ChargedQuery, models: Tensor) -> None:
         """Count a query of the round; `models` `[K, P]` are the server's."""
         sent = [one for one in vars(query.question).values() if isinstance(one, Tensor)]
         numbers = sum(one.numel() for one in sent)
@@ -86,7 +86,7 @@ class Traffic:
         if self._network is not None:
             self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers))
 
-    def told(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
+    def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
         """Numbers sent to all clients (`floats_down`) and back (`floats_up`) since the first round, models whole.
 
         Each client of a round receives its start, unless a query has brought it, and its anchor, and sends its release.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.privacy.accounting.events import Unprotected
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 
@@ -62,9 +62,9 @@ class View:
     used: Callable[[int, str], int] = field(repr=False)
 
     def expected_guarantee(self) -> Guarantee:
-        """The first client's guarantee, with an infinite epsilon if any client is planned `Unprotected` answers."""
+        """The first client's guarantee, with an infinite epsilon if any client is planned `NonPrivateEvent` answers."""
         now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
-        planned = [event.words for event in events if isinstance(event, Unprotected)]
+        planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
 

@@ -20,8 +20,8 @@ from dpfl_lightning.federated.client.identity import equal_ranks
 from dpfl_lightning.federated.client.local_clients import LocalClients
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
-from dpfl_lightning.federated.messages.update import ClientUpdates, Received
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.federated.transport.ranks import Failed, Ranks
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.noise import Streams
@@ -55,7 +55,7 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a round. Of models, anchors and `say` it holds the rows that the part uses, and no others.
+    """One rank's part of a round, with those rows of models, anchors and `raw_weights` that it uses.
 
     Args:
         plan: of its clients; `model_of` and `anchor_of` count the rows that are here.
@@ -68,8 +68,8 @@ class Share:
 
     plan: RoundPlan
     models: Tensor
-    attempts: tuple[int, ...]
-    say: Tensor | None
+    charge_numbers: tuple[int, ...]
+    raw_weights: Tensor | None
     added_to: tuple[int, ...]
     personal: dict[int, Tensor]
 
@@ -79,8 +79,8 @@ class Share:
         rows: Sequence[int],
         plan: RoundPlan,
         models: Tensor,
-        attempts: Sequence[int],
-        say: Tensor | None,
+        charge_numbers: Sequence[int],
+        raw_weights: Tensor | None,
         personal: dict[int, Tensor],
     ) -> Share:
         """The part of the plan's clients at `rows`, ascending."""
@@ -92,12 +92,12 @@ class Share:
             anchors, anchor_of = _used(own.anchors, own.anchor_of)
             own = dataclasses.replace(own, anchors=anchors, anchor_of=anchor_of)
         added_to: tuple[int, ...] = ()
-        if say is not None:
-            say = say[:, list(rows)]
-            added_to = tuple(say.any(dim=1).nonzero().flatten().tolist())
-            say = say[list(added_to)]
+        if raw_weights is not None:
+            raw_weights = raw_weights[:, list(rows)]
+            added_to = tuple(raw_weights.any(dim=1).nonzero().flatten().tolist())
+            raw_weights = raw_weights[list(added_to)]
         personal = {client: value for client, value in personal.items() if client in clients}
-        return cls(own, models, tuple(attempts[row] for row in rows), say, added_to, personal)
+        return cls(own, models, tuple(charge_numbers[row] for row in rows), raw_weights, added_to, personal)
 
 
 def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
@@ -129,7 +129,7 @@ class RankedEngine:
     def __init__(self, inner: Engine, ranks: Ranks) -> None:
         self.inner, self.ranks = inner, ranks
         self.name, self.description, self.workers = inner.name, inner.description, inner.workers
-        self.company_matters = inner.company_matters
+        self.batch_coupled = inner.batch_coupled
         self.seconds: dict[int, float] = {}
         self._seconds_per_record: dict[int, float] = {}
 
@@ -153,16 +153,18 @@ class RankedEngine:
         self.workers = sum(one or 1 for one in workers)
 
     def train(
-        self, plan: RoundPlan, models: Tensor, attempts: Sequence[int], say: Tensor | None = None
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
         everything = self.inner.state_dict()
         personal, counts = everything["personal"], everything["counts"]
         groups, costs = one_step.groups(plan, self.module), self._costs(plan)  # whole groups, or bits would change
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
         rows_of = [sorted(row for group in own for row in groups[group]) for own in groups_of]
-        shares = [Share.of(rows, plan, models, attempts, say, personal) if rows else None for rows in rows_of]
+        shares = [
+            Share.of(rows, plan, models, charge_numbers, raw_weights, personal) if rows else None for rows in rows_of
+        ]
         parts = [None if share is None else (share,) for share in shares]
-        received = Received(plan, say)
+        received = UpdateBuffer(plan, raw_weights)
         self.seconds = {}
         for rank, (updates, own, seconds) in self._together("_train", parts):
             share = shares[rank]
@@ -175,12 +177,12 @@ class RankedEngine:
         self._remember(plan)
         return received.updates()
 
-    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         records = [float(self.population.num_records[client]) for client in query.clients]
         parts: list[tuple | None] = []
         for rows in spread(records, self.ranks.size):
             clients = tuple(query.clients[row] for row in rows)
-            parts.append((query.only(clients), round, [attempts[row] for row in rows]) if rows else None)
+            parts.append((query.only(clients), round, [charge_numbers[row] for row in rows]) if rows else None)
         answers: dict[int, object] = {}
         for _, theirs in self._together("_ask", parts):
             answers |= theirs
@@ -219,7 +221,7 @@ class RankedEngine:
 
     def _costs(self, plan: RoundPlan) -> list[float]:
         """Seconds each client of the plan will take, by its last round; expected records before anything is known."""
-        if self.company_matters:
+        if self.batch_coupled:
             return list(plan.expected_records)
         known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
         usual = fmean(known) if known else 1.0
@@ -257,11 +259,11 @@ class RankedEngine:
         nothing = torch.zeros_like(self.inner.state_dict()["counts"])
         self.inner.load_state_dict({"personal": share.personal, "counts": nothing})
         self.inner.seconds.clear()
-        updates = self.inner.train(share.plan, share.models, share.attempts, share.say)
+        updates = self.inner.train(share.plan, share.models, share.charge_numbers, share.raw_weights)
         return updates, self.inner.state_dict(), dict(self.inner.seconds)
 
-    def _ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
-        return self.inner.ask(query, round, attempts)
+    def _ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
+        return self.inner.ask(query, round, charge_numbers)
 
     def _outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         return self.inner.outputs(model, rows)

@@ -89,7 +89,7 @@ class Ranks:
         """Those that this rank talks with: all but itself for rank 0, which alone the others know."""
         return range(1, self.size) if self.rank == 0 else range(1)
 
-    def told(self, value: T) -> T:
+    def broadcast(self, value: T) -> T:
         """Rank 0's `value`, on every rank, outside of runs."""
         if self.rank == 0:
             for rank in self.others:

@@ -17,8 +17,8 @@ from dpfl_lightning.privacy.accounting.events import (
     GaussianEvent,
     LaplaceEvent,
     NoisedEvent,
+    NonPrivateEvent,
     SelectionEvent,
-    Unprotected,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
@@ -104,7 +104,7 @@ def client_plans(
         caveats: what no guarantee covers, in words.
         unprotected: what the run will show without noise, in words.
     """
-    besides: list[Event] = [*map(Caveat, caveats), *map(Unprotected, unprotected)]
+    besides: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
     promises = [
         guarantee([*own.events(), *besides], own.delta, accountant, sampling, own.releases) for own in schedules
     ]

@@ -13,8 +13,8 @@ from dpfl_lightning.privacy.accounting.events import (
     Event,
     GaussianEvent,
     LaplaceEvent,
+    NonPrivateEvent,
     SelectionEvent,
-    Unprotected,
 )
 
 
@@ -79,7 +79,7 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
         elif isinstance(event, SelectionEvent):
             require(event.epsilon >= 0, "selection epsilon", "be at least 0", event.epsilon)
             selection[float(event.epsilon)] += _count("count", event.count)
-        elif isinstance(event, Unprotected):
+        elif isinstance(event, NonPrivateEvent):
             unprotected = True
         elif not isinstance(event, Caveat):
             raise TypeError(f"not an event: {event!r}")

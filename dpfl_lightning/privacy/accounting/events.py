@@ -65,7 +65,7 @@ class Caveat:
 
 
 @dataclass(frozen=True)
-class Unprotected:
+class NonPrivateEvent:
     """Something private was shown without noise: epsilon is infinite; `words` say what."""
 
     words: str
@@ -74,7 +74,7 @@ class Unprotected:
 #: sums of clipped gradients with noise: what training releases
 NoisedEvent = GaussianEvent | LaplaceEvent
 
-Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | Unprotected
+Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | NonPrivateEvent
 
 
 def repeated(event: Event, times: int) -> Event:

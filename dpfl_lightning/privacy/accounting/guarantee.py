@@ -22,8 +22,8 @@ from dpfl_lightning.privacy.accounting.events import (
     GaussianEvent,
     LaplaceEvent,
     NoisedEvent,
+    NonPrivateEvent,
     SelectionEvent,
-    Unprotected,
 )
 
 #: what every guarantee of a simulation says
@@ -106,7 +106,7 @@ def guarantee(
     releases: Sequence[int] = (),
     found: tuple[float, str] | None = None,
 ) -> Guarantee:
-    """The guarantee of composed events; the words of their `Caveat`s and `Unprotected`s travel in, each once.
+    """The guarantee of composed events; the words of their `Caveat`s and `NonPrivateEvent`s travel in, each once.
 
     Args:
         events: everything that one client releases.
@@ -125,7 +125,11 @@ def guarantee(
     (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
     """
     epsilon, how = accountant.bound(events, delta) if found is None else found
-    caveats, shown, released = _words_of(events, Caveat), _words_of(events, Unprotected), _released(events, releases)
+    caveats, shown, released = (
+        _words_of(events, Caveat),
+        _words_of(events, NonPrivateEvent),
+        _released(events, releases),
+    )
     bounded = math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
@@ -152,7 +156,7 @@ def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
     return min(shown, budget) if epsilon <= budget else shown
 
 
-def _words_of(events: Sequence[Event], kind: type[Caveat] | type[Unprotected]) -> tuple[str, ...]:
+def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(event.words for event in events if isinstance(event, kind)))
 
 

@@ -8,7 +8,7 @@ from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
     NoisedEvent,
-    Unprotected,
+    NonPrivateEvent,
     repeated,
 )
 
@@ -20,7 +20,7 @@ class Planned:
     Args:
         purpose: what the ledger calls them ("train", "first_round", ...); unique in a schedule.
         event: ONE release, for example a round of 38 steps; its noise_multiplier None is "to be solved". What nothing
-            protects is `Unprotected`.
+            protects is `NonPrivateEvent`.
         count: how many, >= 0.
 
     Raises:
@@ -33,7 +33,7 @@ class Planned:
 
     def __post_init__(self) -> None:
         if isinstance(self.event, Caveat):
-            raise TypeError(f"a release of {self.purpose!r} must have noise or be `Unprotected`, got {self.event}")
+            raise TypeError(f"a release of {self.purpose!r} must have noise or be `NonPrivateEvent`, got {self.event}")
 
     def events(self) -> list[Event]:
         """What all of them release; nothing if there are none."""
@@ -80,8 +80,8 @@ class ClientSchedule:
 
     @property
     def protected(self) -> ClientSchedule:
-        """The schedule without `Unprotected` releases: what noise is solved for, since none could pay for those."""
-        lines = tuple(line for line in self.planned if not isinstance(line.event, Unprotected))
+        """The schedule without `NonPrivateEvent` releases: what noise is solved for, since none could pay for those."""
+        lines = tuple(line for line in self.planned if not isinstance(line.event, NonPrivateEvent))
         return replace(self, planned=lines)
 
     @property

@@ -56,9 +56,9 @@ def calibrate(
     composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
     cache is composed again, too, and solved anew if it does not fit; that it is the smallest rests on its entry.
 
-    `Unprotected` releases are left out, and nothing else is: no noise makes the epsilon of such a schedule finite. The
-    other releases get the noise with which they alone fit the target, so that methods which release something without
-    noise can be reproduced. What the whole schedule costs is `accountant.epsilon(schedule.events(), delta)`: infinite.
+    `NonPrivateEvent` releases are left out: no noise makes the epsilon of such a schedule finite. The other releases
+    get the noise with which they alone fit the target, so that methods which release something without noise can be
+    reproduced. What the whole schedule costs is `accountant.epsilon(schedule.events(), delta)`: infinite.
 
     **Privacy** Arithmetic on public facts.
 
@@ -103,7 +103,7 @@ def cut_to_budgets(
 ) -> list[ClientSchedule]:
     """The schedules with no more of the most frequent noised sum than the budget pays beside all others.
 
-    For noises that are given; where one is free, `calibrate` makes the whole schedule fit. As there, `Unprotected`
+    For noises that are given; where one is free, `calibrate` makes the whole schedule fit. As there, `NonPrivateEvent`
     releases are left out.
 
     Args:

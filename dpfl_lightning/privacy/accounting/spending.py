@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
-from dpfl_lightning.privacy.accounting.events import Unprotected, repeated
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, repeated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 
@@ -16,7 +16,7 @@ class SpentEpsilon:
     """What a client has spent after so many releases of each purpose.
 
     Live values for progress and curves, nowhere above what the whole schedule costs, and infinite from the first
-    `Unprotected` release on; the ledger is composed again for the final ones.
+    `NonPrivateEvent` release on; the ledger is composed again for the final ones.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -27,7 +27,7 @@ class SpentEpsilon:
     def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
         """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
         counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
-        if any(isinstance(line.event, Unprotected) and counts[line.purpose] for line in schedule.planned):
+        if any(isinstance(line.event, NonPrivateEvent) and counts[line.purpose] for line in schedule.planned):
             return math.inf
         schedule = schedule.protected  # what is not protected has not been released yet
         if not any(counts[line.purpose] for line in schedule.planned):

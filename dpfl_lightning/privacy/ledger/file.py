@@ -15,14 +15,14 @@ from typing import Any
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
-from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NonPrivateEvent, SelectionEvent
 
 VERSION = 2
 _EVENTS = {
     "gaussian": GaussianEvent,
     "laplace": LaplaceEvent,
     "selection": SelectionEvent,
-    "unprotected": Unprotected,
+    "unprotected": NonPrivateEvent,
 }
 _KINDS = {kind: name for name, kind in _EVENTS.items()}
 _NO_CHAIN = b"0" * 32  # before the first line

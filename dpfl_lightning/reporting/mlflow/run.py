@@ -66,7 +66,7 @@ class Tracking(Callback):
 
     # -- hooks
 
-    def on_run_start(self, view: View) -> None:
+    def on_fit_start(self, view: View) -> None:
         with self.store.reported():
             self._run_id = self._earlier_run(view) if self._resumed else None
             if self._run_id is None:
@@ -83,7 +83,7 @@ class Tracking(Callback):
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         if self._run_id is None:
             return  # it ended before it began
         if result.finished:
@@ -121,7 +121,7 @@ class Tracking(Callback):
             "output_dir": str(folder),
             "status": "running",
             "mlflow.source.name": "dpfl_lightning",
-            "mlflow.note.content": _description(view.run.outline),
+            "mlflow.note.content": _description(view.run.strategy_notes),
         }
         sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
         return self.store.begin(self._run_name or folder.name, tags, view.run.options, beside=sizes)
@@ -151,7 +151,7 @@ class Tracking(Callback):
             "status": result.reason,
             "guarantee": result.guarantee,
             "ledger_head": json.dumps(result.ledger),
-            "mlflow.note.content": _description(view.run.outline, result),
+            "mlflow.note.content": _description(view.run.strategy_notes, result),
         }
         self.store.tag(self._known_run, tags)
         interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
@@ -218,7 +218,7 @@ def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str
         **(per_client("per_client_accuracy", accuracies) if measured else {}),
         **{f"accuracy_of_group/{name}": value for name, value in accuracy_of_groups(accuracies, groups).items()},
         **_diagnosed(report.diagnostics),
-        **of_strategies(report.told),
+        **of_strategies(report.metrics),
     }
 
 
@@ -240,7 +240,7 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
         "accuracy_worst": result.accuracy_worst,
         "accuracy_gap": result.accuracy_gap,
         **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
-        **{name: value for name, value in result.told.items() if name in MATCHES and not isinstance(value, list)},
+        **{name: value for name, value in result.metrics.items() if name in MATCHES and not isinstance(value, list)},
         "epsilon_max": None if None in spent else max(spent),
         "rounds": result.rounds,
         "wall_seconds": result.wall_seconds,
@@ -250,9 +250,9 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
     }
 
 
-def _description(outline: Sequence[str], result: RunResult | None = None) -> str:
+def _description(strategy_notes: Sequence[str], result: RunResult | None = None) -> str:
     """Markdown for the top of the run's page: the plan, and after the run what it came to."""
-    plan = [f"**Plan.** {' '.join(outline)}"] if outline else []
+    plan = [f"**Plan.** {' '.join(strategy_notes)}"] if strategy_notes else []
     if result is None:
         return "\n\n".join(["**Running.**", *plan])
     accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]

@@ -149,7 +149,6 @@ class NoiseAware(Strategy):
     """
 
     role = "base"
-    needs = "deltas"
 
     def __init__(
         self,
@@ -195,7 +194,7 @@ class NoiseAware(Strategy):
             )
         return schedule
 
-    def sees(self, plan: RoundPlan, view: View) -> bool:
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         known = self._known
         if known is None or (self._every and view.round >= known.round + self._every):
             return True
@@ -227,7 +226,7 @@ class NoiseAware(Strategy):
             return combined
         return self._scale.to(combined).view(-1, *[1] * (combined.ndim - 1)) * combined
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         if self._known is None:
             return {}
         age = view.state.round - self._known.round

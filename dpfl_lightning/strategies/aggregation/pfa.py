@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
@@ -127,7 +128,9 @@ class Pfa(EpsilonWeighted):
     here for the whole vector); Malekmohammadi et al. (2024)'s code (hdpfl).
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
     needs_training = True
 
     def __init__(

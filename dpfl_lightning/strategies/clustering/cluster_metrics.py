@@ -22,6 +22,6 @@ class TellsGroups(Strategy):
         """`groups` `[C]` of the round's `clients` `[C]`."""
         self._noted = view.round, of_all(clients, groups, view.facts.num_clients)
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         noted = self._noted
         return {"group": noted[1]} if noted is not None and noted[0] == view.state.round else {}

@@ -19,13 +19,13 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server import aggregate
-from dpfl_lightning.federated.server.results import Sketch
+from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
-from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, LossChoice, refuse_unused
+from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, ModelSelection, refuse_unused
 
 _KEY = "strategies.clustered"
 _MIXTURES = ("robust", "paper")
@@ -72,8 +72,8 @@ class Clustered(TellsGroups):
             Known only after round 1, so `auto` plans choices for all rounds after it: beside `selection: exponential`,
             sure groups use half of them, and the rest's share of the budget is lost (at epsilon 5, 6,600 records and
             200 rounds noise is 1.76 times what half of them would need). Give a number there.
-        selection: how clients choose then, see `LossChoice`; `server_similarity` asks nobody: each client stays with
-            its likeliest group.
+        selection: how clients choose then, see `ModelSelection`; `server_similarity` asks nobody: each client stays
+            with its likeliest group.
         selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
         selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
         loss_bound: of choices with noise, > 0; null is 2 log(classes).
@@ -97,7 +97,6 @@ class Clustered(TellsGroups):
     as in the revision; the first version draws in one round more.
     """
 
-    needs = "deltas"
     role = "mask"
 
     def __init__(
@@ -150,7 +149,7 @@ class Clustered(TellsGroups):
                 loss_bound=(loss_bound, None),
             )
         by_loss = SELECTIONS[0] if self._by_similarity else selection
-        self._choice = LossChoice(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
+        self._choice = ModelSelection(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
         # of round 1, once it is over; rows of absent clients: equal memberships, and NaN in the picture
         self.responsibilities: Tensor | None = None  # [N, M]
         self.embedding = torch.empty(0, 2)  # [N, 2]
@@ -189,7 +188,7 @@ class Clustered(TellsGroups):
             return plan
         return dataclasses.replace(plan, model_of=self._models_of(plan, self.responsibilities, view))
 
-    def sees(self, plan: RoundPlan, view: View) -> bool:
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return not self._alone and view.round == 1
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
@@ -197,7 +196,7 @@ class Clustered(TellsGroups):
             return None
         return torch.zeros(len(updates.clients), dtype=torch.float64)  # leaves the model alone
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, updates.model_of)
         if view.round == 1 and not self._alone:
             return self._divided(state, updates, view)
@@ -206,21 +205,21 @@ class Clustered(TellsGroups):
             model_of[client] = row
         return dataclasses.replace(state, model_of=tuple(model_of))
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
-        told = dict(super().tell(view))
-        if (memberships := self.responsibilities) is None:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
+        told = dict(super().metrics(view))
+        if (cluster_metrics := self.responsibilities) is None:
             return told
-        told |= {"num_clusters": memberships.shape[1], "confident": self.confident, "separation": self.separation}
+        told |= {"num_clusters": cluster_metrics.shape[1], "confident": self.confident, "separation": self.separation}
         told |= {"overlap": self.overlap, "switch_round": self.last_drawn_round}
-        entropy = -(memberships * memberships.clamp_min(1e-300).log()).sum(dim=1).mean()
+        entropy = -(cluster_metrics * cluster_metrics.clamp_min(1e-300).log()).sum(dim=1).mean()
         return told | {"membership_entropy": float(entropy)} | (self.diagnostics if view.state.round == 1 else {})
 
-    def sketch(self, view: View) -> Sketch | None:
+    def client_embedding(self, view: View) -> ClientEmbedding | None:
         if self.responsibilities is None:
             return None
         clients = self.embedding.isfinite().all(dim=1).nonzero().flatten()
         membership, cluster = self.responsibilities[clients].max(dim=1)
-        return Sketch(
+        return ClientEmbedding(
             title="Updates of round 1 along the two directions in which they differ most",
             clients=tuple(clients.tolist()),
             points=tuple((x, y) for x, y in self.embedding[clients].tolist()),
@@ -255,12 +254,12 @@ class Clustered(TellsGroups):
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """M models from one, by the mixture of the first updates."""
         mixture = self._fitted(updates, view)
-        memberships = self._keep(mixture, updates.clients, view)
+        cluster_metrics = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
             records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
             models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
-        return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
+        return dataclasses.replace(state, models=models, model_of=tuple(cluster_metrics.argmax(dim=1).tolist()))
 
     def _fitted(self, updates: ClientUpdates, view: View) -> Mixture:
         if self._mixture == "paper":
@@ -292,15 +291,15 @@ class Clustered(TellsGroups):
 
     # -- later rounds
 
-    def _models_of(self, plan: RoundPlan, memberships: Tensor, view: View) -> tuple[int, ...]:
+    def _models_of(self, plan: RoundPlan, cluster_metrics: Tensor, view: View) -> tuple[int, ...]:
         """The model of each client of the plan."""
         models = view.state.models
         if view.round <= self.last_drawn_round:
-            return drawn_groups(memberships, plan.clients, view.round, view.seed)
+            return drawn_groups(cluster_metrics, plan.clients, view.round, view.seed)
         if self._by_similarity:
-            return tuple(memberships[list(plan.clients)].argmax(dim=1).tolist())
+            return tuple(cluster_metrics[list(plan.clients)].argmax(dim=1).tolist())
         if not bool((models[1:] != models[:1]).any()):  # lowest losses would send all to one model, for ever
-            even = memberships if self.confident else torch.ones_like(memberships)
+            even = cluster_metrics if self.confident else torch.ones_like(cluster_metrics)
             return drawn_groups(even, plan.clients, view.round, view.seed)
         chosen = self._choice.choose(plan, view, models)
         pairs = zip(plan.clients, plan.model_of, strict=True)

@@ -14,7 +14,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
-from dpfl_lightning.strategies.clustering.model_selection import LossChoice
+from dpfl_lightning.strategies.clustering.model_selection import ModelSelection
 
 _INITS = ("distinct", "random_assignment")
 
@@ -31,7 +31,7 @@ class Ifca(TellsGroups):
         num_clusters: M, >= 1; 1 is the base rule alone.
         init: `distinct`, M independent random initialisations, or `random_assignment`, one for all M, which the first
             round's clients, drawn at random, make different.
-        selection: `exponential_frozen`, `exponential` or `paper_argmin`, see `LossChoice`, as are the next three.
+        selection: `exponential_frozen`, `exponential` or `paper_argmin`, see `ModelSelection`, as are the next three.
         selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
         selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
         loss_bound: of choices with noise, > 0; null is 2 log(classes).
@@ -59,7 +59,7 @@ class Ifca(TellsGroups):
         require(num_clusters >= 1, f"{key}.num_clusters", "be >= 1", num_clusters)
         require(init in _INITS, f"{key}.init", f"be one of {', '.join(_INITS)}", init, nearest(init, _INITS))
         self._num_clusters, self._init = num_clusters, init
-        self._choice = LossChoice(selection, selection_epsilon, selection_rounds, loss_bound, key)
+        self._choice = ModelSelection(selection, selection_epsilon, selection_rounds, loss_bound, key)
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         first = 1 if self._init == "distinct" else 2  # there is nothing to choose between equal models
@@ -79,7 +79,7 @@ class Ifca(TellsGroups):
         pairs = zip(plan.clients, plan.model_of, strict=True)
         return dataclasses.replace(plan, model_of=tuple(chosen.get(client, row) for client, row in pairs))
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, updates.model_of)
         model_of = list(state.model_of)
         for client, row in zip(updates.clients, updates.model_of, strict=True):

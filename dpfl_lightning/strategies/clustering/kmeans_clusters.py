@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.update_geometry import centred_gram
 from dpfl_lightning.errors import require
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
@@ -52,7 +53,9 @@ class KMeansClusters(TellsGroups, Local):
     Reference: Werner et al. (2023), with DPSGD at the clients as in Malekmohammadi, Taik and Farnadi (2024).
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
     role = "route"
 
     def __init__(self, num_clusters: int = 4) -> None:
@@ -70,6 +73,6 @@ class KMeansClusters(TellsGroups, Local):
         route[list(updates.clients)] = torch.from_numpy(labels[:, None] == labels[None, :]).double()
         return route
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, self._labels)
         return state

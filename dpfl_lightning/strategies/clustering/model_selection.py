@@ -13,7 +13,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.privacy.accounting.events import Event, SelectionEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
@@ -23,10 +23,10 @@ PLAIN_CHOICES = "which model each client chooses is released without noise"
 SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
 _PURPOSE = "select"
 _SHARE = 0.03  # of a client's budget: the range of one selection
-_BARE = Unprotected("updates and choices of models are released without noise")
+_BARE = NonPrivateEvent("updates and choices of models are released without noise")
 
 
-class LossChoice:
+class ModelSelection:
     """Which of M models each client uses, by its own loss on its training records.
 
     Args:
@@ -46,7 +46,7 @@ class LossChoice:
     together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
     a resumed run must charge a round again, that is one choice fewer.
 
-    **Privacy** A `SelectionEvent` for each choice; `Unprotected` with `paper_argmin`, and for clients that train
+    **Privacy** A `SelectionEvent` for each choice; `NonPrivateEvent` with `paper_argmin`, and for clients that train
     without noise.
 
     Raises:
@@ -131,7 +131,7 @@ class LossChoice:
         if noise == 0 or (noise is None and unbounded):
             return _BARE
         if self.selection == "paper_argmin":
-            return Unprotected(PLAIN_CHOICES)
+            return NonPrivateEvent(PLAIN_CHOICES)
         must = "be a number where a client has noise but no budget"
         advice = f"Client {client} has none (privacy.epsilon); usual is {_SHARE} of one."
         require(self._epsilon is not None or not unbounded, f"{self._key}.selection_epsilon", must, None, advice)
@@ -140,7 +140,7 @@ class LossChoice:
     def _ask(self, clients: list[int], view: View, models: Tensor) -> dict[int, int]:
         events = {client: view.schedule.planned(client, _PURPOSE).event for client in clients}
         noised = {c: ExponentialMechanism(e.epsilon) for c, e in events.items() if isinstance(e, SelectionEvent)}
-        plain = {client: NoMechanism(e.words) for client, e in events.items() if isinstance(e, Unprotected)}
+        plain = {client: NoMechanism(e.words) for client, e in events.items() if isinstance(e, NonPrivateEvent)}
         answers: dict[int, int] = {}
         if noised:
             bound = self._bound_of(view)

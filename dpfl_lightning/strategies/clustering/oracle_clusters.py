@@ -37,7 +37,7 @@ class OracleClusters(TellsGroups):
         groups = _groups(view)
         return dataclasses.replace(state, models=state.models[:1].repeat(max(groups) + 1, 1), model_of=groups)
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, updates.model_of)
         return state
 

@@ -27,7 +27,7 @@ from dpfl_lightning.algorithms.server_training import (
 )
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -231,7 +231,7 @@ class Distillation(Strategy, Callback):
         require(noise_multiplier is not None, f"{KEY}.noise_scale", "be sum here", "paper_mean", advice)
         return noise_multiplier * expected_records  # type: ignore[operator]
 
-    def outline(self, view: View) -> tuple[str, ...]:
+    def describe(self, view: View) -> tuple[str, ...]:
         own, rounds = self._switches, range(1, view.run.rounds + 1)
         releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
         taken = participations((self._cohort(view, round) for round in rounds), releases, own["min_participants"])
@@ -288,7 +288,7 @@ class Distillation(Strategy, Callback):
         since = f"in every round after {view.state.round} ({KEY}.min_participants)"
         return f"budgets pay for fewer than {fewest} clients {since}"
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         for client in (*updates.clients, *updates.lost):
             self._taken[client] += 1
         return state
@@ -325,7 +325,7 @@ class Distillation(Strategy, Callback):
 
     # -- the target
 
-    def sees(self, plan: RoundPlan, view: View) -> bool:
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return self._reads_single_updates or (not self._private and self.role != "base")
 
     @property
@@ -444,17 +444,17 @@ class Distillation(Strategy, Callback):
         seed = torch_seed(public_generator(view.seed, "net", view.round))
         return trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
 
-    def deliver(self, state: ServerState, view: View) -> Delivered:
+    def final_models(self, state: ServerState, view: View) -> ClientModels:
         init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))
         model = trained_on(view.module, view.new_model(init), self._synthetic(view).records, self._evaluation, order)
-        return Delivered(model[None], (0,) * view.facts.num_clients)
+        return ClientModels(model[None], (0,) * view.facts.num_clients)
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             x, y = self._synthetic(view).records
             DistilledSet(x, y, card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._told
 
     def state_dict(self) -> dict[str, Any]:

@@ -162,16 +162,16 @@ class BiasedSelection(QuotaSelection):
         scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
         return anchor_strength(view.facts.num_clients, self._horizon, scale, self._dissimilarity)
 
-    def outline(self, view: View) -> tuple[str, ...]:
+    def describe(self, view: View) -> tuple[str, ...]:
         noise = self._noise
         if not noise.factor.any():
             words = (
                 "No client adds noise: quotas are equal." if self._quota.any() else "No round is left to select for."
             )
-            return (*super().outline(view), words)
+            return (*super().describe(view), words)
         gain = noise_gain(self._quota, noise.factor, noise.exponent)
         return (
-            *super().outline(view),
+            *super().describe(view),
             f"The noise in a round's mean update has {1 / gain:.3g} of the variance that equal quotas would give it (a "
             f"gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
         )

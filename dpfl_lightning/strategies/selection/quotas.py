@@ -134,12 +134,12 @@ class QuotaSelection(Strategy, Callback):
         """With this one; fewer than the run's where budgets pay for fewer."""
         return min(self._horizon, rounds - round + 1)
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if self._drawn_in == view.round:
             self._taken[[*updates.clients, *updates.lost]] += 1
         return state
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         left = self._rounds_left(view.run.rounds, view.state.round + 1)
         forfeited = int(np.maximum(self._quota - self._taken - left, 0).sum())
         told: dict[str, float | Tensor] = {
@@ -149,7 +149,7 @@ class QuotaSelection(Strategy, Callback):
         }
         return {**told, "participation_equality": jain_index(self._taken)} if self._taken.any() else told
 
-    def outline(self, view: View) -> tuple[str, ...]:
+    def describe(self, view: View) -> tuple[str, ...]:
         self._settle(view)
         quota = np.sort(self._quota)
         never = int((quota == 0).sum())
@@ -159,7 +159,7 @@ class QuotaSelection(Strategy, Callback):
             f"{jain_index(quota):.3f}.",
         )
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         unused = int((self._quota - self._taken).sum())
         if result.finished and unused:
             warnings.warn(

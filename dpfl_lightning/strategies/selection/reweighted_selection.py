@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
@@ -22,7 +23,9 @@ class ReweightedSelection(BiasedSelection):
     **Privacy** As `BiasedSelection`.
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
     key = "strategies.reweighted_selection"
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:

@@ -32,7 +32,7 @@ from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, 
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.accounting.events import NoisedEvent, Unprotected
+from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 from dpfl_lightning.strategies.selection.biased_selection import (
@@ -171,7 +171,7 @@ class TwoStageSelection(QuotaSelection):
         reports = Planned(_LOSS, once, self._losses_a_round * line.count)
         if self._unsound:
             self._report_noise.append(reports.event)
-            reports = Planned(_LOSS, Unprotected(UNSOUND), line.count)
+            reports = Planned(_LOSS, NonPrivateEvent(UNSOUND), line.count)
         others = (other for other in own.planned if other is not line)
         return dataclasses.replace(own, planned=(updates, reports, *others))
 
@@ -200,21 +200,21 @@ class TwoStageSelection(QuotaSelection):
         answers = view.ask(LossesAroundStep(purpose=_LOSS, mechanism_of=mechanisms, model=model, step_of=step_of))
         return [(view.round, client, before, after) for client, (before, after) in answers.items()]
 
-    def sees(self, plan: RoundPlan, view: View) -> bool:
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return self._asks_after(view)
 
     def _asks_after(self, view: View) -> bool:
         """Whether clients are asked again at their noised updates."""
         return self._losses_a_round == 2 and not self._unsound and view.round <= self._warmup
 
-    def refine(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if updates.deltas is not None and self._asks_after(view):
             row_of = {client: row for row, client in enumerate(updates.clients)}
             after = self._ask(view.state.models[list(updates.model_of)] + updates.deltas, row_of, view)
             self._reports = [
                 (*one[:3], after.get(one[1], math.nan)) if one[0] == view.round else one for one in self._reports
             ]
-        return super().refine(state, updates, view)
+        return super().after_step(state, updates, view)
 
     def _ask(self, models: Tensor, row_of: Mapping[int, int], view: View) -> dict[int, float]:
         mechanisms = {client: self._loss_mechanism(client, view.schedule, view) for client in row_of}
@@ -283,8 +283,8 @@ class TwoStageSelection(QuotaSelection):
 
     # -- what is told and kept
 
-    def tell(self, view: View) -> Mapping[str, float | Tensor]:
-        told = dict(super().tell(view))
+    def metrics(self, view: View) -> Mapping[str, float | Tensor]:
+        told = dict(super().metrics(view))
         if self._first is not None:
             whole = self._first + self._taken
             told |= {"quota": torch.from_numpy(self._first + self._quota).double()}
@@ -292,12 +292,12 @@ class TwoStageSelection(QuotaSelection):
             told["unlikeness"] = torch.from_numpy(self._unlike).double()
         return told | self._constants
 
-    def outline(self, view: View) -> tuple[str, ...]:
+    def describe(self, view: View) -> tuple[str, ...]:
         words = (
             f"In the first {self._warmup} rounds {self._losses_a_round} losses are reported with each update. These "
             "quotas are those of a whole run without a second stage; the later rounds' follow from the losses."
         )
-        return (*super().outline(view), words)
+        return (*super().describe(view), words)
 
     def state_dict(self) -> dict[str, Any]:
         second = None

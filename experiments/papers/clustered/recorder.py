@@ -9,6 +9,7 @@ import numpy as np
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, clustering, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
@@ -37,12 +38,12 @@ class GroupRecorder(Recorder):
     def on_round_end(self, view: View, report: RoundReport) -> None:
         super().on_round_end(view, report)
         points = accuracy_of_groups(report.client_accuracy or (), true_groups(view.facts))
-        points |= {name: float(value) for name, value in report.told.items() if name == "clustering_accuracy"}
+        points |= {name: float(value) for name, value in report.metrics.items() if name == "clustering_accuracy"}
         for name, value in points.items():
             self._curves.setdefault(name, {})[report.round] = 100 * value
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
-        super().on_run_end(view, result)
+    def on_fit_end(self, view: View, result: RunResult) -> None:
+        super().on_fit_end(view, result)
         self.found["curves"] = {
             name: {str(at): value for at, value in curve.items()} for name, curve in self._curves.items()
         }
@@ -51,7 +52,7 @@ class GroupRecorder(Recorder):
             self.found["clients"] |= {name: [client[name] for client in result.clients] for name in names}
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.told.items() if isinstance(value, float)}
+        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
         sent = {f"models_{way}": told.pop(f"floats_{way}") for way in ("down", "up") if f"floats_{way}" in told}
         models = view.run.num_params * view.facts.num_clients
         return {
@@ -88,7 +89,8 @@ class FirstRound(GroupRecorder, Strategy):
     most, in units of the largest distance from their mean.
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,19 +103,23 @@ class FirstRound(GroupRecorder, Strategy):
     def stop(self, view: View) -> str | None:
         return "one round is all that is looked at" if view.round > 1 else None
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
-        super().on_run_end(view, result)
+    def on_fit_end(self, view: View, result: RunResult) -> None:
+        super().on_fit_end(view, result)
         self.found["points"] = self._points
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        values, sketch, groups = super()._values(view, result), result.sketch, true_groups(view.facts)
+        values, client_embedding, groups = (
+            super()._values(view, result),
+            result.client_embedding,
+            true_groups(view.facts),
+        )
         if groups and self._points:
             values["silhouette"] = float(silhouette_score(self._points, groups))
-        if sketch is None:
+        if client_embedding is None:
             return values
-        found = {"num_clusters": float(sketch.num_clusters), "confident": float(sketch.confident)}
-        found |= {} if sketch.separation is None else {"separation": sketch.separation}
-        return values | found | (matches(clustering(sketch.cluster, groups)) if groups else {})
+        found = {"num_clusters": float(client_embedding.num_clusters), "confident": float(client_embedding.confident)}
+        found |= {} if client_embedding.separation is None else {"separation": client_embedding.separation}
+        return values | found | (matches(clustering(client_embedding.cluster, groups)) if groups else {})
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "points": self._points}

@@ -24,8 +24,8 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.search.train_and_score import ON_A_SET as ON_A_SET
 from dpfl_lightning.search.train_and_score import ON_EVERYTHING as ON_EVERYTHING
 from dpfl_lightning.search.train_and_score import NewNet, one_client
-from dpfl_lightning.search.train_and_score import Taught as Taught
-from dpfl_lightning.search.train_and_score import taught as taught
+from dpfl_lightning.search.train_and_score import Trained as Trained
+from dpfl_lightning.search.train_and_score import train_and_score as train_and_score
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 

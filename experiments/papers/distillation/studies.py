@@ -23,7 +23,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import Delivered
+from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES
@@ -40,7 +40,7 @@ from experiments.papers.distillation.baselines import (
     noise_set,
     pooled,
     random_subset,
-    taught,
+    train_and_score,
     whole,
 )
 from experiments.papers.recorder import Recorder
@@ -68,7 +68,7 @@ class RunRecorder(Recorder):
             self._curve[report.round] = 100 * report.test_accuracy
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.told.items() if isinstance(value, float)}
+        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
         floats = told.pop("floats_down", 0.0) + told.pop("floats_up", 0.0)
         accuracy = {} if result.test_accuracy is None else {"delivered_accuracy": 100 * result.test_accuracy}
         return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **told}
@@ -79,7 +79,7 @@ class LastModel(Callback):
 
     model: Tensor
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
+    def on_fit_end(self, view: View, result: RunResult) -> None:
         self.model = view.state.models[0].clone()
 
 
@@ -129,7 +129,7 @@ def noise(making: Making) -> Held:
 def all_records(making: Making) -> Held:
     """One net trained on all clients' records together."""
     population = population_of(making)
-    found = taught(
+    found = train_and_score(
         new_net(making.options, population), population, whole(population), ON_EVERYTHING, 1, making.options.seed
     )
     return {"values": {"test_accuracy": 100 * found.mean}}
@@ -141,7 +141,7 @@ def local(making: Making) -> Held:
     some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[making.cell.scale]])
     build, how = new_net(options, population), _training(own_options(options))
     sets = _of_clients(making, some)
-    means = [100 * taught(build, population, one.records, how, 1, options.seed).mean for one in sets]
+    means = [100 * train_and_score(build, population, one.records, how, 1, options.seed).mean for one in sets]
     values = {"test_accuracy": fmean(means), "test_accuracy_worst": min(means), "test_accuracy_best": max(means)}
     return {"values": values, "of_clients": means}
 
@@ -165,7 +165,7 @@ def _of_nets(making: Making, records: tuple[Tensor, Tensor]) -> dict[str, float]
     population = population_of(making)
     records = (records[0].to(population.x), records[1].to(population.y))
     build, how = new_net(making.options, population), _training(own_options(making.options))
-    found = taught(build, population, records, how, NETWORKS, making.options.seed)
+    found = train_and_score(build, population, records, how, NETWORKS, making.options.seed)
     return {"test_accuracy": 100 * found.mean, "test_accuracy_std": 100 * found.std}
 
 
@@ -267,7 +267,7 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
     )
     module, engine = ClientModule(build(0)).to(population.x.device), SerialEngine()
     engine.setup(module, both, Streams(), "poisson")  # no noise is drawn
-    found = evaluate(module, both, Delivered(model[None], (0,)), engine)
+    found = evaluate(module, both, ClientModels(model[None], (0,)), engine)
     return {
         "holdout_accuracy": 100 * (found.clients[0].accuracy or 0.0),
         "test_accuracy": 100 * (found.test.accuracy or 0.0),

@@ -10,6 +10,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import robust_pca
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -32,7 +33,8 @@ class FirstRound(Recorder, Strategy):
         singular_values: whether to keep them.
     """
 
-    needs = "deltas"
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
 
     def __init__(self, estimators: Mapping[str, EstimatorOptions], singular_values: bool = False) -> None:
         super().__init__()
@@ -59,8 +61,8 @@ class FirstRound(Recorder, Strategy):
     def stop(self, view: View) -> str | None:
         return "one round is all that is looked at" if view.round > 1 else None
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
-        super().on_run_end(view, result)
+    def on_fit_end(self, view: View, result: RunResult) -> None:
+        super().on_fit_end(view, result)
         self.found["first_round"] = self._lists
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:

@@ -34,18 +34,18 @@ class SelectionRecorder(Recorder):
         elif report.test_loss is not None:
             self._test[report.round] = report.test_loss
 
-    def on_run_end(self, view: View, result: RunResult) -> None:
-        super().on_run_end(view, result)
+    def on_fit_end(self, view: View, result: RunResult) -> None:
+        super().on_fit_end(view, result)
         self.found["test_curve"] = {str(at): value for at, value in self._test.items()}
         if "clients" in self.found:
-            self.found["clients"] |= {name: result.told[name] for name in _OF_CLIENTS if name in result.told}
+            self.found["clients"] |= {name: result.metrics[name] for name in _OF_CLIENTS if name in result.metrics}
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.told.items() if isinstance(value, float)}
+        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
         values = {**super()._values(view, result), **told}
         if result.test_loss is not None:
             values["test_loss"] = result.test_loss
-        if isinstance(counts := result.told.get("participations"), list):
+        if isinstance(counts := result.metrics.get("participations"), list):
             values["equality"] = told["participation_equality"]
             values["never"] = 100 * fmean(not count for count in counts)
         if "fitted_lr_offset" in told:

@@ -22,7 +22,7 @@ from experiments.papers.distillation.baselines import (
     noise_set,
     pooled,
     random_subset,
-    taught,
+    train_and_score,
     whole,
 )
 
@@ -117,22 +117,22 @@ def test_local_matching_gives_each_client_the_classes_it_has(population):
 def test_nets_learn_more_from_more(population):
     """Real records, and matched images, against noise: the same net for every set."""
     everything, few, noise = (
-        taught(new_net, population, records, QUICK, networks=1).mean
+        train_and_score(new_net, population, records, QUICK, networks=1).mean
         for records in (whole(population), random_subset(population, 2), noise_set(population, 2))
     )
     matched = centralised_matching(population, new_net, 3, image_steps=10, reinit_every=3, **OPTIONS)
     assert everything > 0.9 and everything > few > noise + 0.1
-    assert taught(new_net, population, matched.records, QUICK, networks=1).mean > noise + 0.1
+    assert train_and_score(new_net, population, matched.records, QUICK, networks=1).mean > noise + 0.1
 
 
 def test_every_set_is_shown_to_the_same_nets(population):
     how = Training(epochs=2)
-    three = taught(new_net, population, random_subset(population, 2), how)
-    one = taught(new_net, population, random_subset(population, 2), how, networks=1)
+    three = train_and_score(new_net, population, random_subset(population, 2), how)
+    one = train_and_score(new_net, population, random_subset(population, 2), how, networks=1)
     assert len(three.accuracies) == 3 and three.accuracies[0] == one.accuracies[0]
     assert three.mean == pytest.approx(sum(three.accuracies) / 3)
 
 
 def test_without_a_test_set_there_is_no_comparison(population):
     with pytest.raises(UserError, match="`test` must be there for a comparison"):
-        taught(new_net, dataclasses.replace(population, test=None), whole(population))
+        train_and_score(new_net, dataclasses.replace(population, test=None), whole(population))

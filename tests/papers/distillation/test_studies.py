@@ -71,7 +71,7 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
     build = studies.new_net(making.options, population)
     records = DistilledSet.load(folder).records
     assert records[0].shape == (100, 1, 8, 8)
-    again = studies.taught(build, population, records, studies.ON_A_SET, 2, 0)
+    again = studies.train_and_score(build, population, records, studies.ON_A_SET, 2, 0)
     assert values["test_accuracy"] == pytest.approx(100 * again.mean)
 
 
@@ -96,7 +96,7 @@ def test_yardsticks_need_no_run(row, work):
 
 def test_random_records_are_as_many_as_the_images(work, monkeypatch):
     seen = []
-    real = studies.taught
+    real = studies.train_and_score
 
     def watched(build, population, records, *rest):
         seen.append(records[1].bincount().tolist())
@@ -122,9 +122,9 @@ def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work,
 
     def watched(build, population, records, *rest):
         seen.append((records[1], population))
-        return taught(build, population, records, *rest)
+        return train_and_score(build, population, records, *rest)
 
-    taught = studies.taught
+    train_and_score = studies.train_and_score
     monkeypatch.setattr(studies, "taught", watched)
     made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
     ((labels, population),) = seen

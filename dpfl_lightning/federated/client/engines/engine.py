@@ -10,7 +10,7 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
 from dpfl_lightning.privacy.noise import Streams
@@ -26,22 +26,22 @@ class Engine(Protocol):
     workers: int | None  # clients at the same time, known after setup
     clipped_sum: ClippedSum  # after setup
     seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
-    company_matters: bool  # whether who else is in a plan decides bits of a release (groups of `one_step` aside)
+    batch_coupled: bool  # whether who else is in a plan decides bits of a release (groups of `one_step` aside)
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Once a run, before the first round: module and population are on their device."""
         ...
 
     def train(
-        self, plan: RoundPlan, models: Tensor, attempts: Sequence[int], say: Tensor | None = None
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        """The releases of the plan's clients; `attempts` `[C]` picks each one's noise stream.
+        """The releases of the plan's clients; `charge_numbers` `[C]` picks each one's noise stream.
 
-        With `say` `[K, C]` they are streamed into the sum `say @ deltas`, and none is kept.
+        With `raw_weights` `[K, C]` they are streamed into the sum `raw_weights @ deltas`, and none is kept.
         """
         ...
 
-    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         """The noised answers of the query's clients."""
         ...
 

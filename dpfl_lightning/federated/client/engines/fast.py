@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.client.dummy_data import synthetic_batch
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch as one_step
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClippedSum
@@ -65,9 +65,7 @@ class FastEngine(SerialEngine):
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
         if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
-            self.clipped_sum(
-                module.unflatten(module.flat), *synthetic_batch(population, 8, module.device), clip_norm=1.0
-            )
+            self.clipped_sum(module.unflatten(module.flat), *dummy_batch(population, 8, module.device), clip_norm=1.0)
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
@@ -78,18 +76,20 @@ class FastEngine(SerialEngine):
         self.description = reason.removeprefix("fast: ")
         return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
 
-    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
         done = self._side_by_side(
-            lambda seat, number: one_step.releases(seat, plan, groups[number], models, attempts), range(len(groups))
+            lambda seat, number: one_step.releases(seat, plan, groups[number], models, charge_numbers),
+            range(len(groups)),
         )
         for number, released in done:
             yield from zip(groups[number], released, strict=True)
 
-    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
+    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         done = dict(
             self._side_by_side(
-                lambda seat, row: seat.answer(query, query.clients[row], round, attempts[row]), range(len(attempts))
+                lambda seat, row: seat.answer(query, query.clients[row], round, charge_numbers[row]),
+                range(len(charge_numbers)),
             )
         )
         return {client: done[row] for row, client in enumerate(query.clients)}
@@ -158,5 +158,5 @@ def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
                 f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got {engine.name!r}, "
                 f"which never calls it. Use `engine: {{name: serial}}`."
             )
-    x, y = synthetic_batch(engine.population, records=4, device=module.device)
+    x, y = dummy_batch(engine.population, records=4, device=module.device)
     return clipped_sum_for(module.net, module.sample_loss, x, y)

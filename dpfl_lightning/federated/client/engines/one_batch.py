@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.federated.client import class_gradients
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.gradient_counts import fates
+from dpfl_lightning.federated.client.gradient_counts import count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -38,7 +38,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 
 @torch.no_grad()  # in any thread
 def releases(
-    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, attempts: Sequence[int]
+    engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> list[Tensor]:
     """What each client of one group sends: draws, noise and meaning of `engine.release`, row by row.
 
@@ -47,8 +47,10 @@ def releases(
         attempts: `[C]`, of all clients of the plan.
     """
     if len(rows) == 1:
-        return [engine.release(plan, row, models, attempts[row]) for row in rows]
-    tasks, starts, drawn = zip(*(engine.local_task(plan, row, models, attempts[row]) for row in rows), strict=True)
+        return [engine.release(plan, row, models, charge_numbers[row]) for row in rows]
+    tasks, starts, drawn = zip(
+        *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
+    )
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
     x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
@@ -60,7 +62,7 @@ def releases(
         x, group, only = class_gradients.augmented(job, x, y), owner * num_blocks + y, job.parameters
     sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order, only)
     clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
-    engine.counts.index_add_(0, clients[owner], fates(torch.cat(norms), clip_norm))
+    engine.counts.index_add_(0, clients[owner], count_outcomes(torch.cat(norms), clip_norm))
     clipped = sums.split(num_blocks)
     if isinstance(job, ClassGradients):
         held = [engine.held_labels(plan.clients[row]) for row in rows]

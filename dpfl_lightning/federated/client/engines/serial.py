@@ -14,12 +14,12 @@ from torch.func import functional_call
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client import answers, class_gradients
 from dpfl_lightning.federated.client.engines.engine import Batch
-from dpfl_lightning.federated.client.gradient_counts import COUNTED, fates
+from dpfl_lightning.federated.client.gradient_counts import COUNTED, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.query import Answers, Charged
-from dpfl_lightning.federated.messages.update import ClientUpdates, Received
+from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
+from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
@@ -35,7 +35,7 @@ class SerialEngine:
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
     workers: int | None = 1
-    company_matters = False
+    batch_coupled = False
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self.module, self.population, self.streams, self.sampling = module, population, streams, sampling
@@ -49,27 +49,27 @@ class SerialEngine:
         return VmapClippedSum(self.module.sample_loss)
 
     def train(
-        self, plan: RoundPlan, models: Tensor, attempts: Sequence[int], say: Tensor | None = None
+        self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        received = Received(plan, say)
-        for row, release in self.releases(plan, models, attempts):
+        received = UpdateBuffer(plan, raw_weights)
+        for row, release in self.releases(plan, models, charge_numbers):
             received.take(row, release)
         return received.updates()
 
-    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         """What each client of the plan sends, with its row in the plan, in any order."""
-        for row, attempt in enumerate(attempts):
-            yield row, self.release(plan, row, models, attempt)
+        for row, charge_number in enumerate(charge_numbers):
+            yield row, self.release(plan, row, models, charge_number)
 
-    def ask(self, query: Charged, round: int, attempts: Sequence[int]) -> Answers:
-        pairs = zip(query.clients, attempts, strict=True)
-        return {client: self.answer(query, client, round, attempt) for client, attempt in pairs}
+    def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
+        pairs = zip(query.clients, charge_numbers, strict=True)
+        return {client: self.answer(query, client, round, charge_number) for client, charge_number in pairs}
 
     @torch.no_grad()  # in any thread
-    def answer(self, query: Charged, client: int, round: int, attempt: int) -> object:
+    def answer(self, query: ChargedQuery, client: int, round: int, charge_number: int) -> object:
         """One client's noised answer."""
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
-        generator = self.streams.generator(f"query {query.purpose}", round, client, attempt)
+        generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
         return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
 
     @torch.inference_mode()
@@ -105,27 +105,27 @@ class SerialEngine:
         self.counts.copy_(state["counts"])
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def release(self, plan: RoundPlan, row: int, models: Tensor, attempt: int) -> Tensor:
+    def release(self, plan: RoundPlan, row: int, models: Tensor, charge_number: int) -> Tensor:
         """One client's noised change `[P]`, or its class gradients `[num_classes, p]`."""
         begun, client = time.perf_counter(), plan.clients[row]
-        task, start, batches = self.local_task(plan, row, models, attempt)
+        task, start, batches = self.local_task(plan, row, models, charge_number)
         if isinstance(plan.job, ClassGradients):
             released = self._class_gradients(client, plan.job, task, start, batches[0])
         else:
             released = self.change(client, start, self.local_training(task, start, batches))
         if task.norms:
-            self.counts[client] += fates(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
+            self.counts[client] += count_outcomes(torch.cat(task.norms), plan.clip_norm(row)).sum(dim=0)
         self.seconds[client] = time.perf_counter() - begun
         return released
 
     def local_task(
-        self, plan: RoundPlan, row: int, models: Tensor, attempt: int
+        self, plan: RoundPlan, row: int, models: Tensor, charge_number: int
     ) -> tuple[LocalTask, Tensor, DrawnBatches]:
         """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
         client = plan.clients[row]
         start = self.personalised(models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
-        stream = self.streams.generator("sampling", plan.round, client, attempt)
+        stream = self.streams.generator("sampling", plan.round, client, charge_number)
         if isinstance(plan.job, ClassGradients) and plan.job.most_records is not None:
             draws = [rows_of_each_class(self.held_labels(client).cpu().numpy(), plan.job.most_records, stream)]
         else:
@@ -136,7 +136,7 @@ class SerialEngine:
             clipped_sum=partial(self.clipped_sum, norms=norms, order=mechanism.clip_order),
             norms=norms,
             mechanism=mechanism,
-            noise=self.streams.generator("noise", plan.round, client, attempt),
+            noise=self.streams.generator("noise", plan.round, client, charge_number),
             learning_rate=plan.learning_rate_of[row],
             anchor=None if plan.anchors is None else plan.anchors[plan.anchor_of[row]],
             pull=plan.pull,

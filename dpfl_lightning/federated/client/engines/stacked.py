@@ -14,11 +14,11 @@ from torch.func import vmap
 
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.dummy_data import synthetic_batch
+from dpfl_lightning.federated.client.dummy_data import dummy_batch
 from dpfl_lightning.federated.client.engines import one_batch as one_step
 from dpfl_lightning.federated.client.engines.fast import checked_clipped_sum
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.gradient_counts import fates
+from dpfl_lightning.federated.client.gradient_counts import count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -53,7 +53,7 @@ class StackedEngine(SerialEngine):
     """
 
     name = "stacked"
-    company_matters = True  # a stack is as wide as its widest client needs
+    batch_coupled = True  # a stack is as wide as its widest client needs
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         super().setup(module, population, streams, sampling)
@@ -68,18 +68,18 @@ class StackedEngine(SerialEngine):
         return checked_clipped_sum(self)[0]
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
-    def releases(self, plan: RoundPlan, models: Tensor, attempts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         alone: list[int] = []
         for rows in one_step.groups(plan, self.module):
             if len(rows) == 1:
                 alone += rows
             else:
-                yield from zip(rows, one_step.releases(self, plan, rows, models, attempts), strict=True)
+                yield from zip(rows, one_step.releases(self, plan, rows, models, charge_numbers), strict=True)
         if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
-            yield from ((row, self.release(plan, row, models, attempts[row])) for row in alone)
+            yield from ((row, self.release(plan, row, models, charge_numbers[row])) for row in alone)
             return
         for rows, shape in self.stacks(plan, alone):
-            yield from zip(rows, self.stack_releases(plan, rows, shape, models, attempts), strict=True)
+            yield from zip(rows, self.stack_releases(plan, rows, shape, models, charge_numbers), strict=True)
 
     def stacks(self, plan: RoundPlan, rows: Sequence[int]) -> Iterator[tuple[list[int], tuple[int, int]]]:
         """Rows that are trained at once, most steps first, and the shape (S, B) of every pass, of public facts only."""
@@ -102,23 +102,23 @@ class StackedEngine(SerialEngine):
         rows: Sequence[int],
         shape: tuple[int, int],
         models: Tensor,
-        attempts: Sequence[int],
+        charge_numbers: Sequence[int],
     ) -> list[Tensor]:
         """What each client of a stack sends. `rows` `[k]`, most steps first, k <= S: the other rows are padding."""
-        begun = [self.local_task(plan, row, models, attempts[row]) for row in rows]
+        begun = [self.local_task(plan, row, models, charge_numbers[row]) for row in rows]
         clients, tasks = [plan.clients[row] for row in rows], [task for task, _, _ in begun]
         stack = Stack(self.module, self.population, self._sums, clients, tasks, shape)
         starts = torch.stack([start for _, start, _ in begun])
         draws = [batches.draws for _, _, batches in begun]
         ends = stack.local_training(starts, draws)
         changes = [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
-        counts = fates(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
+        counts = count_outcomes(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
         self.counts.index_add_(0, torch.tensor(clients, device=counts.device), counts[: len(clients)])
         return changes
 
     def check(self, sums: StackedSums) -> None:
         """Run a pass of 2 clients with 3 records on random data, before anything private is touched or charged for."""
-        x, y = synthetic_batch(self.population, records=3, device=self.module.device)
+        x, y = dummy_batch(self.population, records=3, device=self.module.device)
         params = vmap(self.module.unflatten)(torch.stack([self.module.flat] * 2))
         mask, clip_norm = torch.ones(2, 3, dtype=torch.bool, device=x.device), self.module.flat.new_ones(2)
         try:
