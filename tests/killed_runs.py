@@ -32,10 +32,10 @@ RATE = 0.3
 class Onlooker(Strategy, Callback):
     """Keeps each update and each round's end in a file of its own, at once."""
 
+    start = 0  # number of the process; of the class, for it is no setting of the run
+
     def needs_updates(self, plan, view):
         return True
-
-    start = 0  # number of the process; of the class, for it is no setting of the run
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -128,10 +128,10 @@ class Pfa(EpsilonWeighted):
     here for the whole vector); Malekmohammadi et al. (2024)'s code (hdpfl).
     """
 
+    needs_training = True
+
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
-
-    needs_training = True
 
     def __init__(
         self,

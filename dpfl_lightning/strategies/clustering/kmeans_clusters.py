@@ -53,10 +53,10 @@ class KMeansClusters(TellsGroups, Local):
     Reference: Werner et al. (2023), with DPSGD at the clients as in Malekmohammadi, Taik and Farnadi (2024).
     """
 
+    role = "route"
+
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
-
-    role = "route"
 
     def __init__(self, num_clusters: int = 4) -> None:
         require(num_clusters >= 1, "strategies.kmeans_clusters.num_clusters", "be >= 1", num_clusters)

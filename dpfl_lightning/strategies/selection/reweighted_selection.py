@@ -23,10 +23,10 @@ class ReweightedSelection(BiasedSelection):
     **Privacy** As `BiasedSelection`.
     """
 
+    key = "strategies.reweighted_selection"
+
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
-
-    key = "strategies.reweighted_selection"
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
         deltas = updates.released

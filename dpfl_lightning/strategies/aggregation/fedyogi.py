@@ -1,0 +1,21 @@
+"""Yogi at the server (FedYogi)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
+
+
+class FedYogi(FedAdam):
+    """`FedAdam` whose second moment changes additively: `v -= (1 - beta2) * update^2 * sign(v - update^2)`.
+
+    One noisy round therefore changes the size of later steps less than in Adam. The options are those of `FedAdam`.
+
+    **Privacy** Post-processing.
+
+    Reference: Reddi et al. (2021), Algorithm 2.
+    """
+
+    def _second(self, second: Tensor, square: Tensor) -> Tensor:
+        return second - (1 - self._beta2) * square * (second - square).sign()
