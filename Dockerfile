@@ -27,6 +27,7 @@ RUN [ "$CUDA" = 0 ] || python -c "import sys, torch; torch.version.cuda or sys.e
 
 COPY LICENSE README.md ./
 COPY dpfl_lightning dpfl_lightning
+COPY conf conf
 RUN pip install --no-cache-dir --no-deps .
 
 # Runs, MLflow's store and downloaded data sets are kept in /results. `runs` is the link and not a folder in it, so

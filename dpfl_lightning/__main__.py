@@ -1,8 +1,9 @@
-"""`python -m dpfl_lightning`: the commands there are; each is a module of its own."""
+"""`dpfl COMMAND` or `python -m dpfl_lightning COMMAND`: runs a command, or lists all of them."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,23 +14,31 @@ from dpfl_lightning.errors import UserError, command, nearest
 COMMANDS = ("fit", "evaluate", "plan", "sweep", "audit")
 
 
-@command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command: `dpfl fit --config FILE` is `python -m dpfl_lightning.fit --config FILE`."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        return importlib.import_module(f"dpfl_lightning.{words[0]}").main(words[1:])
+    return _about(words)
+
+
+@command
+def _about(words: Sequence[str] | None) -> int:
+    words = list(words or ())
     if words in ([], ["--help"], ["-h"]):
         print(f"dpfl_lightning {__version__}: each command explains itself with --help\n\n{_listing()}")
         return 0
     if words == ["--version"]:
         print(f"dpfl_lightning {__version__}")
         return 0
-    near = nearest(words[0], COMMANDS).replace("`", "`python -m dpfl_lightning.", 1)
+    near = nearest(words[0], COMMANDS).replace("`", "`dpfl ", 1)
     raise UserError(f"`COMMAND` must be one of {', '.join(COMMANDS)}, got {words[0]!r}. {near}".rstrip())
 
 
 def _listing() -> str:
-    """Each command with what the first line of its module says of it; nothing is imported."""
+    """Each command with the first line of its module's docstring; nothing is imported."""
     width = max(map(len, COMMANDS))
-    return "\n".join(f"python -m dpfl_lightning.{name.ljust(width)}  {_purpose(name)}" for name in COMMANDS)
+    return "\n".join(f"dpfl {name.ljust(width)}  {_purpose(name)}" for name in COMMANDS)
 
 
 def _purpose(name: str) -> str:

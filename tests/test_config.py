@@ -274,6 +274,7 @@ def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
     from dpfl_lightning.data.datasets import names as dataset_names
     from dpfl_lightning.data.groups import names as group_names
+    from dpfl_lightning.data.label_noise import UNITS
     from dpfl_lightning.data.partition import names as partition_names
     from dpfl_lightning.privacy.accounting.accountant import get_accountant
 
@@ -282,6 +283,7 @@ def test_help_lists_the_names_there_are() -> None:
         "data.name": dataset_names(),
         "data.partition": partition_names(),
         "data.groups": group_names(),
+        "data.mislabelled": list(UNITS),
         "model": models.names(),
         "strategies": list(strategies.STRATEGIES),
     }.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import pytest
 
 import dpfl_lightning
 from dpfl_lightning.__main__ import COMMANDS, main
+
+ROOT = Path(__file__).parents[1]
 
 
 def test_every_public_name_is_there():
@@ -28,10 +32,10 @@ def test_the_commands_are_listed_with_the_version(capsys):
     said = capsys.readouterr().out
     assert dpfl_lightning.__version__ in said
     for name in COMMANDS:
-        assert re.search(rf"^python -m dpfl_lightning\.{name} +\w.{{20,}}$", said, re.MULTILINE), name
+        assert re.search(rf"^dpfl {name} +\w.{{20,}}$", said, re.MULTILINE), name
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"dpfl_lightning {dpfl_lightning.__version__}\n"
     assert main(["fti"]) == 2
-    assert "got 'fti'. Did you mean `python -m dpfl_lightning.fit`?" in capsys.readouterr().err
+    assert "got 'fti'. Did you mean `dpfl fit`?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,29 @@ def test_importing_is_cheap(imported, absent):
     script = f"import sys, {imported}; print(*({absent!r} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout.split() == []
+
+
+def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
+    """Installed from a wheel into an empty folder: `dpfl fit --config digits` finds its preset there."""
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    source = tmp_path / "source"
+    kept = shutil.ignore_patterns(".git", ".venv", "runs", "*.db", "results", "__pycache__", "*.egg-info")
+    shutil.copytree(ROOT, source, symlinks=True, ignore=kept)
+    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "installed", source], check=True)
+    installed = tmp_path / "installed" / "dpfl_lightning"
+    assert (installed / "py.typed").is_file() and not (tmp_path / "installed" / "experiments").exists()
+    assert {one.name for one in (installed / "conf").iterdir()} == {one.name for one in (ROOT / "conf").iterdir()}
+    script = tmp_path / "installed" / "bin" / "dpfl"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    run = lambda *words: subprocess.run(  # noqa: E731
+        [sys.executable, script, *words], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
+    )
+    assert run("--version").stdout == f"dpfl_lightning {dpfl_lightning.__version__}\n"
+    by_module = subprocess.run(
+        [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    assert run("fit", "--config", "digits", "--print_config").stdout == by_module.stdout

@@ -458,7 +458,9 @@ def _parse_flags(
     usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     parser.section, parser.takes = section, takes
-    parser.add_argument("--config", metavar="FILE", help="YAML file with any of the keys below")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with any of the keys below, or a preset such as fmnist"
+    )
     parser.add_argument("--print_config", action="store_true", help="print all keys as YAML and exit")
     helps = [flag for flag, key in option_help.FLAGS.items() if not takes or key.partition(".")[0] in takes]
     text = "list what the key may name and exit; with NAME: that one's options"

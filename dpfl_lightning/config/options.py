@@ -6,12 +6,14 @@ every other key is typed. The docstring's line of a field is its text in `--help
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import re
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 from dpfl_lightning.config.per_client import Bound, resolve
@@ -41,11 +43,10 @@ class DataOptions:
             null deals out disjoint shares.
         public_records: the last so many training records belong to no client and are public, >= 0.
         use_public: deal out the public records instead, to choose settings without a look at private ones.
-        partition: who gets which records: {name, options}; iid, stratified, dirichlet (alpha), shards
-            (max_classes), sizes (sizes), overlapping.
-        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; rotation
-            (images of group k turned by 90 k degrees) or label_shift (label y + k); null is none. Test accuracy is then
-            the clients' mean on their own held-out or test records, which are shifted like those they train on.
+        partition: how records are dealt to clients: {name, options}.
+        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; null is
+            none. Test accuracy is then the mean over clients on their held-out or test records, which are shifted like
+            the records they train on.
         mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} of each client's
             records, or {name: clients, share: 0.2} of the clients, all records; null is none.
     """
@@ -198,16 +199,12 @@ class Options:
         rounds: federated rounds, >= 1.
         seed: root of initialisation, partition and drawn options, >= 0; never of the noise.
         data: see DataOptions.
-        model: the net: {name, options}; cnn_small, cnn_tiny, cnn_femnist, lenet5, convnet, resnet18, resnet20,
-            resnet34, logistic, linear; personal_input: true gives each client an input transformation of its own
-            (PRIVATEFL); or your own net: {class_path: package.module.Class, init_args: {...}}.
+        model: the net: {name, options}; personal_input: true adds an input transformation that each client keeps for
+            itself (PRIVATEFL). For another net: {class_path: package.module.Class, init_args: {...}}.
         clients: see ClientOptions.
         privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
-        strategies: what the server does: {name: options}, with one base rule of size_weighted, uniform,
-            epsilon_weighted, inverse_noise, minimum_epsilon, noise_aware, pfa, distillation; who takes part:
-            biased_selection, uniform_selection, two_stage_selection, reweighted_selection (clients_per_round); several
-            models: clustered, ifca, kmeans_clusters, oracle_clusters, local, mr_mtl; and fedprox (pull),
-            learning_rate_decay (half_after); or your own by package.module.Class.
+        strategies: what the server does: {name: options}, with at most one base rule (default size_weighted). Name a
+            strategy of another package by package.module.Class.
         engine: see EngineOptions.
         network: see NetworkOptions.
         evaluation: see EvaluationOptions.
@@ -349,9 +346,50 @@ SECTIONS: dict[str, type] = {
 MAY_BE_NULL = {name for name, hint in hints(Options).items() if types.NoneType in get_args(hint)}
 
 
+class Registry(NamedTuple):
+    """Where the names that a key takes are registered.
+
+    Args:
+        module: within the package.
+        attribute: a mapping with these names.
+        given: leading arguments of the registered functions that the program passes; the others are options.
+        functions: attribute of a function that returns name -> function, where the mapping itself holds no functions.
+    """
+
+    module: str
+    attribute: str
+    given: int
+    functions: str = ""
+
+
+REGISTRIES = {
+    "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
+    "model": Registry("models", "MODELS", 2),
+    "data.partition": Registry("data.partition", "PARTITIONS", 3),
+    "data.groups": Registry("data.groups", "GROUPS", 3),
+    "data.mislabelled": Registry("data.label_noise", "UNITS", 2),
+}
+
+
+def names_in(registry: Registry) -> list[str]:
+    """The names in a registry, read from the source of its module, since importing it would import torch.
+
+    >>> names_in(REGISTRIES["data.groups"])
+    ['rotation', 'label_shift']
+    """
+    place = Path(__file__).parents[1].joinpath(*registry.module.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and target.id == registry.attribute:
+                return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise LookupError(f"{file} has no registry {registry.attribute}")
+
+
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every dotted key that holds a value (sections hold keys)."""
+    """Every dotted key that holds a value (sections hold keys); the help of a key that takes a name lists the names."""
     import docstring_parser
 
     keys = {}
@@ -361,7 +399,8 @@ def all_keys() -> dict[str, Key]:
         for name, hint in hints(kind).items():
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
-                keys[key] = Key(hint, getattr(kind(), name), texts[name])
+                more = f" Names: {', '.join(names_in(REGISTRIES[key]))}." if key in REGISTRIES else ""
+                keys[key] = Key(hint, getattr(kind(), name), texts[name] + more)
     return keys
 
 

@@ -39,18 +39,22 @@ for _style in (_Loader, _Dumper):
         "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
     )
 
+_PRESETS = Path(__file__).parents[1] / "conf"
+
 
 def read_yaml(path: str) -> Any:
-    """What the file of `--config` holds.
+    """The content of the file that `--config` names, or of the preset of that name that comes with the package.
 
     Raises:
-        UserError: it cannot be read, or is no such YAML.
+        UserError: the file cannot be read, or is not valid YAML.
     """
+    presets = {name: one for one in _PRESETS.glob("*.yaml") for name in (one.stem, one.name, f"conf/{one.name}")}
+    file = presets[path] if path in presets and not Path(path).exists() else Path(path)
     try:
-        return parse_yaml(Path(path).read_text(encoding="utf-8"), path)
+        return parse_yaml(file.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        near = nearest(path, [str(one) for one in Path(path).parent.glob("*.y*ml")])
+        near = nearest(path, [*(str(one) for one in Path(path).parent.glob("*.y*ml")), *presets])
         message = f"`--config` must be a file that can be read, got {path!r}: {reason}. {near}"
         raise UserError(message.rstrip()) from None
 
