@@ -19,6 +19,7 @@ import warm
 from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.config.load import load
+from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -63,7 +64,10 @@ def test_the_main_command(workplace, small_fashion):  # noqa: F811
 
 def test_the_commands_one_after_the_other(workplace):
     commands = [
-        line for text in BASH for line in text.strip().splitlines() if line.startswith("python -m dpfl_lightning")
+        line
+        for text in BASH
+        for line in text.strip().splitlines()
+        if line.startswith(("python -m dpfl_lightning", "python -m experiments.papers"))
     ]
     assert len(commands) >= 8
     for command in commands:
@@ -169,3 +173,12 @@ def test_container_commands_name_real_options(monkeypatch):
             assert shlex.split(own)[:1] == ["ui"] and "sqlite:////results/mlflow.db" in own
         else:
             assert load(shlex.split(own))[0].data.name == "digits"
+
+
+def test_the_recipe_of_strategies_runs_and_names_every_hook():
+    page = (ROOT / "docs" / "strategies.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(block, names := {})
+    assert names["Uniform"].role == "base"
+    missing = [hook for hook in HOOKS if callable(getattr(Strategy, hook)) and f"`{hook}(" not in page]
+    assert not missing
