@@ -344,10 +344,10 @@ def test_what_strategies_tell_is_reported_and_kept(make_loop):
 @pytest.mark.parametrize(
     ("told", "words"),
     [
-        ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is told already"),
-        ([{"weight": 1.0}], "'weight', which is told already"),
-        ([{"epsilon": torch.zeros(4)}], "'epsilon', which is told already"),
-        ([{"mood": torch.ones(3)}], r"'mood' of \(3,\), not one a client"),
+        ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is reported already"),
+        ([{"weight": 1.0}], "'weight', which is reported already"),
+        ([{"epsilon": torch.zeros(4)}], "'epsilon', which is reported already"),
+        ([{"mood": torch.ones(3)}], r"'mood' of shape \(3,\), not one for each client"),
     ],
 )
 def test_what_cannot_be_told(told, words, make_loop):

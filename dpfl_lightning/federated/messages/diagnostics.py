@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-#: what `privacy.diagnostics` shows, as its `NonPrivateEvent` event says it
+#: what `privacy.diagnostics` shows, in the words of its `NonPrivateEvent`
 SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown without noise"
 
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What became of the gradients of one round, for everybody to see: then no guarantee holds.
+    """Statistics of the gradients of one round. A run that shows them has no privacy guarantee.
 
     Args:
-        clip_fraction: length N, of each client's gradients, in [0, 1]; None for a client that had none.
-        not_finite: length N.
+        clip_fraction: fraction of each client's gradients that were clipped, in [0, 1]; None without gradients.
+        not_finite: number of each client's gradients that were not finite.
     """
 
     clip_fraction: tuple[float | None, ...]
@@ -24,7 +24,7 @@ class Diagnostics:
 
     @classmethod
     def of(cls, counts: Tensor) -> Diagnostics:
-        """From the counts of one round `[N, 3]`.
+        """The statistics of one round, from its counts `[N, 3]`.
 
         >>> Diagnostics.of(torch.tensor([[4, 1, 2], [0, 0, 0]]))
         Diagnostics(clip_fraction=(0.25, None), not_finite=(2, 0))

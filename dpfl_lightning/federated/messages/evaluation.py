@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Score:
-    """On n records: accuracy in [0, 1] (None for regression, or without records) and mean loss."""
+    """Accuracy in [0, 1] (None for a regression, and without records) and mean loss of a model on some records."""
 
     accuracy: float | None
     loss: float
@@ -15,7 +15,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """`test`: mean over clients of the client's own model on the test set. `clients`: on its own held-out records."""
+    """`test`: mean over clients of their models' scores on the test set. `clients`: scores on held-out records."""
 
     test: Score
     clients: tuple[Score, ...]

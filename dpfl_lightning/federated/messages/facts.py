@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server may know of the clients: public by assumption; strategies see it, and releases.
+    """What the server knows about the clients. These facts are public by assumption.
 
     Args:
-        num_records: [N] training records of each client.
+        num_records: number of training records of each client, [N].
         num_classes: number of classes; 1 for a regression.
         input_shape: shape X of one record.
-        batch_size: [N] expected batch sizes.
-        reported_epsilon: [N] budgets as the clients report them: claims, which may be false.
-        truth: what only a simulation knows: `groups`, [N] true group of each client; None where there is nothing of
-            the kind. For reports, and for strategies whose `caveats` say that the run is a simulation.
+        batch_size: expected batch sizes, [N].
+        reported_epsilon: budgets as the clients report them, [N]. These are claims, which may be false.
+        truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
+            reports, and for strategies whose `caveats` say that the run is a simulation.
     """
 
     num_records: tuple[int, ...]

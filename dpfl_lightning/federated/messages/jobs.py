@@ -1,4 +1,4 @@
-"""What a client is asked to compute in a round: local training, or one gradient sum for each class."""
+"""What clients compute in a round: local training, or the sum of gradients of each class."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from dpfl_lightning.privacy.mechanism import Mechanism
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """The job of a usual round: `steps` DPSGD steps; the release is the change of the parameters, `[P]`."""
+    """Local DPSGD steps. The client sends the change of the parameters `[P]`."""
 
     def clip_norm(self, mechanism: Mechanism) -> float:
-        """Of one record's gradient."""
+        """The bound on the norm of one record's gradient."""
         return mechanism.clip_norm
 
     def expected_records(self, mechanism: Mechanism) -> float:
-        """Of one step."""
+        """The expected number of records in one step."""
         return mechanism.expected_batch_size
 
 
 @dataclass(frozen=True)
 class ClassGradients:
-    """One noised sum of clipped gradients for each class, divided by the expected batch size, `[num_classes, p]`.
+    """The noised sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
 
     Args:
-        num_classes: blocks of the release; a class that the client lacks has one, too.
-        parameters: names of those whose gradients are measured, clipped and sent, p numbers; None is all, p = P.
-        augmentation: what every record becomes before its gradient is taken: public, the same for all clients.
-        most_records: of each class, drawn without replacement in place of a Poisson draw.
-        counts: whether two columns follow: how many records of each class were drawn and how many there are, divided
-            as the sums are. They are exact, so only releases without noise may have them.
+        num_classes: number of rows; a class without records has a row, too.
+        parameters: names of the parameters whose gradients are clipped and sent, p numbers; None is all, p = P.
+        augmentation: public transformation of every record, the same for all clients.
+        most_records: number of records drawn of each class without replacement, instead of a Poisson draw.
+        counts: append two columns, the numbers of drawn and of existing records of each class, divided as the sums are.
+            They are exact, so they are allowed without noise only.
 
-    **Privacy** A record has one label, so the whole stack has the sensitivity of one clipped gradient. Of
-    `most_records` a record more may push another out: records are then clipped to half the mechanism's norm.
+    **Privacy** A record has one label, so all rows together have the sensitivity of one clipped gradient. With
+    `most_records`, an additional record may replace another one, so records are clipped to half the mechanism's norm.
     """
 
     num_classes: int
@@ -46,21 +46,21 @@ class ClassGradients:
     counts: bool = False
 
     def clip_norm(self, mechanism: Mechanism) -> float:
-        """Of one record's gradient, so that one record moves the stack by at most the mechanism's."""
+        """The bound on one record's gradient, so that all rows change by at most the mechanism's clip norm."""
         return mechanism.clip_norm if self.most_records is None else mechanism.clip_norm / 2
 
     def expected_records(self, mechanism: Mechanism) -> float:
-        """At most: which classes a client lacks is private."""
+        """An upper bound of the expected number: which classes a client lacks is private."""
         drawn = math.inf if self.most_records is None else self.num_classes * self.most_records
         return min(mechanism.expected_batch_size, drawn)
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """Numbers in a release, from those in each parameter."""
+        """How many numbers a release has, given the size of each parameter."""
         width = sum(size for name, size in sizes.items() if self.parameters is None or name in self.parameters)
         return self.num_classes * (width + (2 if self.counts else 0))
 
     def problem(self, mechanism: Mechanism) -> str:
-        """Why this job's releases would not be what the mechanism's event says; empty if they are."""
+        """Why the mechanism's event would not cover this job's releases; empty if it does."""
         if self.counts and mechanism.noise_multiplier > 0:
             return "exact counts beside noised sums are covered by no epsilon"
         if self.most_records is not None and mechanism.sample_rate < 1:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
 class ClientModels:
-    """What the run hands over: models `[K, P]` and the row of each of the N clients."""
+    """Models `[K, P]`, and for each of the N clients the row of its model."""
 
     models: Tensor
     model_of: tuple[int, ...]

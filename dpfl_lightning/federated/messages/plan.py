@@ -5,15 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.privacy.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    pass
 from dpfl_lightning.federated.messages.jobs import ClassGradients, Job, LocalTraining
+from dpfl_lightning.privacy.mechanism import Mechanism
 
 
 @dataclass(frozen=True)
@@ -21,10 +18,11 @@ class RoundPlan:
     """Who takes part in a round, from which model, with which mechanism and job. Parallel tuples of length C.
 
     Args:
-        purpose: the line of every client's schedule that pays for this round.
-        model_of: row of `ServerState.models` each client starts from (and, unless a `route` says otherwise, adds to).
-        anchors: `[A, P]` models that `anchor_of` points to; `pull` is the strength. Post-processing.
-        fewest: clients, >= 1: where fewer are left, in the end or because the others cannot pay, nobody is asked.
+        purpose: the line of each client's schedule that pays for this round.
+        model_of: row of the server's models that each client starts from, and that its update is added to unless a
+            strategy with role `route` decides otherwise.
+        anchors: models `[A, P]` to which `anchor_of` refers. Local steps are pulled to them with strength `pull`.
+        fewest: >= 1. If fewer clients are left, for example because others cannot pay, no client trains.
     """
 
     round: int
@@ -43,23 +41,23 @@ class RoundPlan:
     def __post_init__(self) -> None:
         columns = (self.model_of, self.mechanism_of, self.steps, self.learning_rate_of)
         if any(len(column) != len(self.clients) for column in columns) or len(set(self.clients)) < len(self.clients):
-            raise ValueError(f"a plan has one entry a client in every column, and each client once: {self}")
+            raise ValueError(f"a plan needs one entry for each client in every column, and each client once: {self}")
         if isinstance(self.job, ClassGradients):
             for problem in filter(None, map(self.job.problem, self.mechanism_of)):
                 raise ValueError(f"{problem}: {self.job}")
 
     @property
     def expected_records(self) -> tuple[float, ...]:
-        """Records each client's steps process in expectation, `[C]`: the observed number is private."""
+        """Expected number of records that each client processes, `[C]`. The observed number is private."""
         pairs = zip(self.mechanism_of, self.steps, strict=True)
         return tuple(self.job.expected_records(mechanism) * steps for mechanism, steps in pairs)
 
     def clip_norm(self, row: int) -> float:
-        """Of one record's gradient, at the client of a row."""
+        """The bound on one record's gradient at the client of a row."""
         return self.job.clip_norm(self.mechanism_of[row])
 
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:
-        """The plan of the clients for which `keep(client)` holds."""
+        """The same plan for those clients for which `keep(client)` is true."""
         rows = [row for row, client in enumerate(self.clients) if keep(client)]
         columns = ("clients", "model_of", "mechanism_of", "steps", "learning_rate_of", "anchor_of")
         kept: dict[str, Any] = {

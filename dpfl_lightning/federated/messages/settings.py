@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ClientSettings:
-    """One client's own settings; `epsilon` inf is "no budget", `noise_multiplier` None is "solve it"."""
+    """The settings of one client. `epsilon` inf is no budget; `noise_multiplier` None is solved from the budget."""
 
     num_records: int
     batch_size: int
@@ -21,7 +21,7 @@ class ClientSettings:
 
     @property
     def steps(self) -> int:
-        """Local steps a round: `local_epochs * ceil(num_records / batch_size)`."""
+        """Local steps of a round: `local_epochs * ceil(num_records / batch_size)`."""
         return self.local_epochs * math.ceil(self.num_records / self.batch_size)
 
     @property

@@ -5,34 +5,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
-
-from dpfl_lightning.privacy.mechanism import Mechanism
-
-if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
 
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
+from dpfl_lightning.privacy.mechanism import Mechanism
 
 
 @dataclass(frozen=True)
 class ClientUpdates:
-    """What arrived at the server: released, noised, free to post-process.
+    """The noised updates of a round. Everything that is computed from them is post-processing.
 
     Args:
-        clients: length C.
-        steps: local steps behind each release.
-        noise_std: per-coordinate standard deviation of the noise in each delta (public: mechanism and steps).
-        deltas: `[C, P]` parameter changes, or `[C, G, P]` for class gradients. None for callbacks that do not see
-            them in this round, and where updates were streamed.
-        total: their weighted sum instead, if nobody sees single updates.
-        lost: clients whose release was not finite; in none of the above.
-        model_of: row of the server's models each client started from.
-        mechanism_of: of each client's steps (public: planned).
+        clients: the C clients whose updates arrived.
+        steps: number of local steps of each update.
+        noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps.
+        deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if updates were only added up, and for
+            strategies whose `needs_updates` is false.
+        total: the weighted sum of the updates, if no strategy needs single ones.
+        lost: clients whose update was not finite. They are in none of the other fields.
+        model_of: row of the server's models that each client started from.
+        mechanism_of: planned mechanism of each client.
     """
 
     clients: tuple[int, ...]
@@ -46,25 +41,25 @@ class ClientUpdates:
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
-        """What is known of a plan's updates before they come."""
+        """The known fields of the updates of a plan, before they arrive."""
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
-        sums = isinstance(plan.job, ClassGradients)  # of one step, and no learning rate
+        sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
         return cls(plan.clients, plan.steps, noise_std, model_of=plan.model_of, mechanism_of=plan.mechanism_of)
 
     @property
     def released(self) -> Tensor:
-        """`deltas`, for who sees them."""
+        """`deltas`, for strategies that need single updates."""
         if self.deltas is None:
             raise RuntimeError("a strategy that reads single updates must return True from `needs_updates`")
         return self.deltas
 
 
 class UpdateBuffer:
-    """A round's releases as they come in: kept, or added up with known weights; those that are not finite are left out.
+    """Collects the updates of a round: keeps them, or adds them up. Updates that are not finite are dropped.
 
     Args:
-        weights: `[K, C]` if they are known beforehand; None keeps every update.
+        weights: `[K, C]` if they are known before training; None keeps every update.
     """
 
     def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
@@ -74,7 +69,7 @@ class UpdateBuffer:
         self.lost: list[int] = []
 
     def take(self, row: int, delta: Tensor) -> None:
-        """The release of the plan's client at `row`."""
+        """Add the update of the client at `row` of the plan."""
         if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
             self.lost.append(row)
         elif self.total is not None:
@@ -85,7 +80,7 @@ class UpdateBuffer:
             self.deltas[row] = delta
 
     def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
-        """What arrived elsewhere of other clients of the plan; a sum for all models, or for those at rows `models`."""
+        """Add what another process has collected; its sum is for all models, or for those at rows `models`."""
         row_of = {client: row for row, client in enumerate(self.plan.clients)}
         self.lost += [row_of[client] for client in part.lost]
         if part.total is not None and self.total is not None:
@@ -95,7 +90,7 @@ class UpdateBuffer:
                 self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
-        """What arrived."""
+        """All updates that have arrived."""
         lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas

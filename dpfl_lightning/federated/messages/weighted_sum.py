@@ -7,18 +7,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 1 << 16  # numbers that are added at once: the intermediate ones stay in the caches
+_BLOCK = 1 << 16  # numbers that are added at once, so that intermediate results stay in the cache
 
 
 class WeightedSum:
-    """`weights [K, C] @ deltas [C, ...]` as the clients come in: the same bits in whatever order they come.
+    """Computes `weights [K, C] @ deltas [C, ...]` client by client. The order of clients does not change the result.
 
-    Every entry is a pair of float64 numbers whose sum is never rounded to one (Knuth's two-sum): what the order
-    changes lies far below the last bit of the float32 that it is rounded to once. The memory is that of 2 K models in
-    float64, however many clients there are.
+    Every entry is kept as a pair of float64 numbers (Knuth's two-sum), so that the effect of the order lies far below
+    the last bit of the float32 to which the sum is rounded once. The memory is that of 2 K models in float64.
 
     Args:
-        weights: `[K, C]`, >= 0; a client with a zero in row k leaves model k alone.
+        weights: `[K, C]`, >= 0; a client with weight 0 in row k does not change model k.
 
     >>> total = WeightedSum(torch.tensor([[0.25, 0.75]]))
     >>> total.add(1, torch.tensor([4.0]))
@@ -33,7 +32,7 @@ class WeightedSum:
         self.dtype = torch.float32
 
     def add(self, column: int, delta: Tensor) -> None:
-        """The update of the client of `column`, with its weight in each model."""
+        """Add the update of the client at `column`, with its weight in each model."""
         self.dtype = delta.dtype
         here = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
         if self.pair is None:
@@ -42,7 +41,7 @@ class WeightedSum:
             self._add(row, here, float(self.weights[row, column]))
 
     def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
-        """Another part of the same sum: of other clients, and of all models or of those at `rows`."""
+        """Add a sum over other clients, for all models or for those at `rows`."""
         if other.pair is None:
             return
         if self.pair is None:
@@ -54,7 +53,7 @@ class WeightedSum:
                 self._add(row, part)
 
     def rounded(self, divisor: Tensor | None = None) -> Tensor:
-        """The sums `[K, ...]`, each divided by its `divisor` `[K]` (by nothing if that is 0), in the updates' dtype."""
+        """The sums `[K, ...]` in the dtype of the updates, each divided by its `divisor` `[K]` unless that is 0."""
         assert self.pair is not None, "a sum of no updates has no shape"
         total = self.pair.sum(dim=0)
         if divisor is not None:

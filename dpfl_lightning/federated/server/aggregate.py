@@ -1,4 +1,4 @@
-"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`: weights, their sum, the plain step."""
+"""Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: i
 
 
 def normalised(raw_weights: Tensor) -> Tensor:
-    """Weights `[K, C]`: each row of sum 1, or all zero for a model that nobody moves."""
+    """Weights `[K, C]` whose rows sum to 1; rows of models without clients are zero."""
     total = raw_weights.sum(dim=1, keepdim=True)
     return torch.where(total > 0, raw_weights / total.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
 

@@ -1,6 +1,6 @@
-"""How well groups of clients are served, and how well found clusters match them.
+"""Accuracy of the true groups of clients, and how well clusters match them.
 
-Groups are true ones, which only a simulation knows (`Facts.truth["groups"]`): for reports, never for a strategy.
+Only a simulation knows true groups (`Facts.truth["groups"]`). They are for reports, never for a strategy.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MATCHES = ("clustering_accuracy", "adjusted_rand_index", "minority_recall")
 
 
 def true_groups(facts: Facts) -> tuple[int, ...] | None:
-    """The true group of each client, `[N]`; None where nobody knows it."""
+    """The true group of each client, `[N]`; None if there are no groups."""
     groups = (facts.truth or {}).get("groups")
     return tuple(groups) if isinstance(groups, Sequence) else None
 

@@ -6,29 +6,26 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.diagnostics import Diagnostics
 
-if TYPE_CHECKING:
-    pass
-
 
 @dataclass(frozen=True)
 class ClientEmbedding:
-    """The clients as points of a plane, for a picture: where their updates lay, and where each was taken to belong.
+    """The clients as points of a plane, and the cluster of each, for a figure.
 
     Args:
-        title: what is drawn, such as "Updates of round 1, two principal components".
-        clients: [n], those that are drawn.
-        points: [n] pairs (x, y).
-        cluster: [n] found cluster of each, from 0.
-        membership: [n] how surely it belongs there, in [0, 1].
-        num_clusters: found or given; some may be nobody's.
-        separation: how far apart the two nearest clusters are, in units of the noise; None: not known.
-        confident: whether that is more than noise alone would show.
+        title: of the figure, such as "Updates of round 1, two principal components".
+        clients: the n clients that are drawn.
+        points: n pairs (x, y).
+        cluster: number of each client's cluster, from 0.
+        membership: probability that the client belongs to that cluster, in [0, 1].
+        num_clusters: number of clusters; some may be empty.
+        separation: distance of the two nearest clusters in units of the noise; None if it is not known.
+        confident: whether that distance is larger than noise alone would explain.
 
     **Privacy** Post-processing of released updates.
     """
@@ -45,21 +42,23 @@ class ClientEmbedding:
     def __post_init__(self) -> None:
         columns = (self.points, self.cluster, self.membership)
         if any(len(column) != len(self.clients) for column in columns) or any(len(one) != 2 for one in self.points):
-            raise ValueError(f"a sketch has one point (x, y), one cluster and one membership a client: {self}")
+            raise ValueError(
+                f"an embedding needs one point (x, y), one cluster and one membership for each client: {self}"
+            )
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a run is, for watchers: fixed before the first round.
+    """The description of a run, fixed before the first round.
 
     Args:
-        budgets: each client's own epsilon (inf: none), before strategies change it.
-        estimated_seconds: for all rounds, from a short measurement on random data.
         first_round: 1, or the next round of a resumed run.
+        budgets: epsilon of each client (inf: no budget), before strategies change it.
+        estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.
-        simulated: whether they follow from a given key: no epsilon of the run protects anybody.
-        options: the resolved configuration (empty when built in Python).
-        outline: what strategies say of the plan.
+        options: the resolved configuration; empty if the run was built in Python.
+        simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
+        strategy_notes: what the strategies' `describe` returns.
     """
 
     output_dir: Path
@@ -80,13 +79,13 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One finished round for the watchers. Accuracies are None in rounds that were not evaluated.
+    """One finished round, for callbacks. Accuracies are None in rounds without evaluation.
 
     Args:
-        records: records processed in the round (expected number: the observed one is private).
-        epsilon_spent: length N, live values from the schedule.
-        weights: `[K, C]` of `clients`.
-        diagnostics: with `privacy.diagnostics` only, which voids the guarantee.
+        records: expected number of records processed in the round; the observed number is private.
+        weights: `[K, C]`, of `clients`.
+        epsilon_spent: epsilon of each of the N clients so far, rounded up.
+        diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
         metrics: of the round, see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
     """
 
@@ -106,30 +105,31 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished (or interrupted) run; `as_dict` is `result.json`.
+    """The result of a finished or interrupted run; `as_dict` is the content of `result.json`.
 
     Args:
-        reason: why it ended, in words; `finished` is False after Ctrl-C or an error.
-        wall_seconds: from the first round's begin, with everything around training; interruptions not counted.
-        training_seconds: of these, in the rounds themselves: plans, the ledger, local training, aggregation.
-        client_seconds: of these, until all clients of a round had trained or answered; the rest is the server's work.
-        records_per_second: expected records / seconds until the last round was kept.
+        finished: False after Ctrl-C or an error.
+        wall_seconds: time since the first round, including evaluation and reports, without interruptions.
+        training_seconds: part of it that was spent in rounds: plans, ledger, local training, aggregation.
+        client_seconds: part of that in which clients trained or answered; the rest is the server's work.
+        records_per_second: expected records / seconds until the last checkpoint.
+        reason: why the run ended, in words.
         guarantee: what the run's epsilons mean and do not cover, in words.
-        ledger: how far the run's ledger goes (run, lines, chain): a ledger that ends otherwise is not this run's.
+        ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
         noise: where noise and sampling come from, in words.
-        simulated: whether they follow from a given key: no epsilon of the run protects anybody.
+        simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
         clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each number in its last update; None: it sent none), batch_size,
-            num_records, releases, steps, accuracy in [0, 1] and mean loss on its own held-out records, model (row of
-            what was delivered), true_group (of a simulation, else None).
-        accuracy_mean: over clients, each on its own held-out records; None if none was evaluated.
-        accuracy_std: over clients (population standard deviation): how unequally the model serves them.
-        accuracy_worst: of the client it serves worst.
-        accuracy_gap: of the client it serves best, minus that.
-        accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and each group by its number ->
-            mean over its clients.
-        metrics: what strategies metrics of the last round, ready for JSON: numbers, and lists of one value a client.
-        sketch: the clients as a strategy sees them, if one has a picture.
+            noise_multiplier, noise_std (of each number in its last update; None without updates), batch_size,
+            num_records, releases, steps, accuracy in [0, 1] and mean loss on its held-out records, model (row of its
+            final model), true_group (of a simulation, else None).
+        accuracy_mean: mean over clients, each on its held-out records; None without evaluation.
+        accuracy_std: population standard deviation over clients.
+        accuracy_worst: lowest accuracy of any client.
+        accuracy_gap: highest minus lowest accuracy.
+        accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and the number of each group ->
+            mean accuracy of its clients.
+        metrics: of the last round, ready for JSON: numbers, and lists with one value for each client.
+        client_embedding: the clients as points of a plane, if a strategy provides them.
     """
 
     output_dir: str

@@ -1,4 +1,4 @@
-"""From options to numbers: every client's own settings, and the releases that a plain run plans for it."""
+"""Settings of each client from the options, and the default schedule of releases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite a
 def client_settings(
     num_records: Sequence[int], clients: ClientOptions, privacy: PrivacyOptions | None, seed: int
 ) -> tuple[ClientSettings, ...]:
-    """Every client's settings; `privacy` None is a run without clipping, noise or guarantee.
+    """The settings of all clients; `privacy` None is a run without clipping, noise or guarantee.
 
     Raises:
         UserError: a value out of range, or a batch larger than the client's data.
@@ -65,14 +65,14 @@ def client_settings(
 
 
 def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings], seed: int) -> tuple[float, ...]:
-    """What each client claims its budget to be: the truth, unless `clients.reported_epsilon` says otherwise."""
+    """The budget that each client reports: the true one, unless `clients.reported_epsilon` is set."""
     if clients.reported_epsilon is None:
         return tuple(own.epsilon for own in settings)
     return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
 
 
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
-    """What `resolve` cannot see: values against the client's own number of records, and against the mechanism."""
+    """Check values against the client's number of records and against the mechanism."""
     private, laplace = privacy is not None, privacy is not None and privacy.mechanism == "laplace"
     for client, own in enumerate(settings):
         advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
@@ -98,7 +98,7 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
 
 
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
-    """Every client trains in every round, and in those that are set aside; noise that is not given is to be solved."""
+    """All clients train in all rounds, reserved ones included. Noise that is not given remains to be solved."""
     reserve = privacy.reserve_rounds if privacy is not None else 0
     count = rounds + reserve
     laplace = privacy is not None and privacy.mechanism == "laplace"
@@ -114,9 +114,9 @@ def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
-    """The schedule with every client's free noise solved, or remembered from an earlier command.
+    """The schedule with the free noise of all clients solved, or read from the cache.
 
-    Where noise is given and a budget, too, the budget decides how many rounds it pays.
+    If both noise and a budget are given, the budget limits the number of rounds.
 
     Raises:
         UserError: a budget that no noise fits.
@@ -128,5 +128,5 @@ def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
 
 
 def accountant_of(privacy: PrivacyOptions | None) -> Accountant:
-    """The run's accountant; RDP stands in for a run without privacy, where every epsilon is infinite."""
+    """The accountant of the run; RDP for a run without privacy, where every epsilon is infinite."""
     return get_accountant("rdp") if privacy is None else get_accountant(privacy.accountant, privacy.adjacency)

@@ -1,4 +1,4 @@
-"""What a run says of its clients and its strategies, after a round and at the end."""
+"""Metrics of a round, and the summary of a run."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
-# What the run itself has: curves of clients, and how well clusters match true groups.
+# names of metrics that the run itself reports
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
 
 
 def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
-    """`values` `[C]` of a round's `clients` `[C]` among all, `[N]` float64: NaN for absent clients.
+    """Spread `values` `[C]` of a round's `clients` `[C]` over all N clients, as float64 with NaN for absent clients.
 
     >>> of_all((2, 0), [7, 8], 3)
     tensor([8., nan, 7.], dtype=torch.float64)
@@ -44,19 +44,18 @@ def round_metrics(
     weights: Tensor,
     sent: Mapping[str, float],
 ) -> dict[str, float | Tensor]:
-    """What is charted of a round beside accuracy and epsilon: what strategies `metrics`, and how clients weighed.
+    """The metrics of a round beside accuracy and epsilon.
 
     Args:
         view: after the round.
         plan: of the C clients whose updates arrived.
         weights: `[K, C]`.
-        sent: what `Traffic` tells.
+        sent: `Traffic.metrics`.
 
     Returns:
-        Name -> number, or `[N]` float64 with NaN for absent clients. Of the round itself: `weight` (in the model that a
-        client moves most), `largest_weight`, `effective_clients` (`sum_k 1 / sum_i w_ki^2`: with equal weights all);
-        what was sent since the first round; in a simulation with true groups, where a strategy tells each client's
-        `group`, how well they match: see `clustering`.
+        Name -> number, or `[N]` float64 with NaN for absent clients. `weight` is a client's weight in the model that it
+        changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If a strategy reports each client's `group` in a
+        simulation with true groups, `clustering` compares them.
 
     **Privacy** Released and public values only.
     """
@@ -70,10 +69,10 @@ def round_metrics(
     for strategy in strategies:
         for name, value in answer_of(strategy, "metrics", view).items():
             if name in values or name in _TAKEN:
-                raise RuntimeError(f"{type(strategy).__name__} tells {name!r}, which is told already: rename it")
+                raise RuntimeError(f"{type(strategy).__name__} reports {name!r}, which is reported already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
                 raise RuntimeError(
-                    f"{type(strategy).__name__} tells {name!r} of {tuple(value.shape)}, not one a client"
+                    f"{type(strategy).__name__} reports {name!r} of shape {tuple(value.shape)}, not one for each client"
                 )
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
     groups, found = true_groups(view.facts), values.get("group")
@@ -81,7 +80,7 @@ def round_metrics(
 
 
 def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
-    """The same with lists, and None where there is no number: JSON has neither infinity nor NaN.
+    """Metrics as JSON has them: tensors become lists, infinity and NaN become None.
 
     >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
     {'converged': 1.0, 'weight': [0.5, None]}
@@ -93,7 +92,7 @@ def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[fl
 
 
 def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float]:
-    """How well and how equally clients are served: mean, population standard deviation, worst, and best - worst.
+    """Mean, population standard deviation, worst, and best - worst of the clients' accuracies.
 
     >>> accuracy_over_clients([0.5, None, 0.75])
     {'accuracy_mean': 0.625, 'accuracy_std': 0.125, 'accuracy_worst': 0.5, 'accuracy_gap': 0.25}
@@ -119,12 +118,12 @@ def client_rows(
     noise_std: Mapping[int, float],
     groups: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], ...]:
-    """The `clients` of `result.json`, ready for JSON: None where an epsilon is infinite or nothing was evaluated.
-
-    Args:
-        noise_std: of each client that has sent an update, in one number of its last one.
+    """The `clients` of `result.json`. Infinite epsilons and missing scores are None.
 
     Batch size and noise multiplier are those of the client's most frequent noised sum.
+
+    Args:
+        noise_std: client -> standard deviation of the noise in each number of its last update.
     """
     return tuple(
         {
@@ -148,12 +147,12 @@ def client_rows(
 
 
 def _noise_multiplier(schedule: ClientSchedule) -> float | None:
-    """Of a client's most frequent noised sum; None for one that is planned for none."""
+    """The noise multiplier of the client's most frequent noised sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> str:
-    """The run's guarantee in words: the weakest client's, and what holds for all."""
+    """The guarantee of the run in words: the weakest client's, and what holds for all."""
     weakest = max(guarantees, key=lambda one: one.epsilon)
     bare = sum(math.isinf(one.epsilon) for one in guarantees)
     whose = (

@@ -1,4 +1,4 @@
-"""What a run adds up from round to round."""
+"""Sums over the rounds of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import Tensor
 
 @dataclass
 class RunTotals:
-    """Kept by checkpoints, so that a resumed run goes on counting.
+    """Sums over rounds. Checkpoints contain them, so that a resumed run continues to count.
 
     Args:
-        seconds: that the run has taken before now; its clock runs from there.
-        records: expected of all releases so far.
-        training_seconds: of all rounds, evaluation aside.
-        client_seconds: of them the clients', on this machine.
+        seconds: time of the run before this process.
+        records: expected number of records of all releases.
+        training_seconds: time in rounds, without evaluation.
+        client_seconds: part of it that is the clients' work on this machine.
         metrics: what strategies had to say of the last round.
         noise_std: client -> noise in one number of its last update.
     """
@@ -39,7 +39,7 @@ class RunTotals:
         return time.perf_counter() - self._began
 
     def saved(self) -> dict[str, Any]:
-        """For a checkpoint; what is added later does not change it.
+        """The content for a checkpoint, independent of later changes.
 
         >>> Tally.of(Tally(records=3, noise_std={0: 0.5}).saved()).records
         3
@@ -49,6 +49,6 @@ class RunTotals:
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
-        """What a checkpoint kept."""
+        """The totals from a checkpoint."""
         own = {one.name: saved[one.name] for one in dataclasses.fields(cls)}
         return cls(**{**own, "metrics": dict(own["metrics"]), "noise_std": dict(own["noise_std"])})

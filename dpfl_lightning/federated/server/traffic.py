@@ -77,7 +77,7 @@ class Traffic:
         self._have_all: set[int] = set()  # clients to whom one of these brought all of the server's models
 
     def ask(self, query: ChargedQuery, models: Tensor) -> None:
-        """Count a query of the round; `models` `[K, P]` are the server's."""
+        """Count the numbers that a query of the round sends; `models` `[K, P]` are the server's."""
         sent = [one for one in vars(query.question).values() if isinstance(one, Tensor)]
         numbers = sum(one.numel() for one in sent)
         self._asked += len(query.clients) * numbers
@@ -87,15 +87,15 @@ class Traffic:
             self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers))
 
     def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """Numbers sent to all clients (`floats_down`) and back (`floats_up`) since the first round, models whole.
+        """How many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.
 
-        Each client of a round receives its start, unless a query has brought it, and its anchor, and sends its release.
-        With a network `network_seconds`, too: of every exchange until its slowest client is done, one after the other.
-        Neither the clients' work nor the server's is in it, and a query's answer counts as its latency alone.
+        Each client of a round receives its start, unless a query has sent it already, and its anchor, and sends its
+        release. With a network also `network_seconds`: the sum over all exchanges of the time until the slowest client
+        is done. It contains neither computation nor the size of answers to queries.
 
         Args:
             plan: of the clients whose updates arrived.
-            before: what was told of the round before.
+            before: the metrics of the round before.
         """
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         model = sum(sizes.values())

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.server.results import RunInfo
 
 @dataclass(frozen=True)
 class ServerState:
-    """The server's models `[K, P]`, which client starts from which `[N]`, and the number of finished rounds."""
+    """The server's models `[K, P]`, the row of each client's model `[N]`, and the number of finished rounds."""
 
     models: Tensor
     model_of: tuple[int, ...]
@@ -35,15 +35,16 @@ class ServerState:
 
 @dataclass(frozen=True)
 class View:
-    """What a callback may see: public facts and released values; never data, never the loop.
+    """What strategies and callbacks receive: public facts and released values, never data and never the loop.
 
     Args:
-        module: the server's own copy: architecture and loss for its work on public data. Its parameters mean nothing,
-            and whoever works may overwrite them.
-        ask: `ask(query)` charges the ledger first and returns noised answers.
-        new_model: `new_model(seed)` gives the parameters `[P]` that the net is initialised with from that public seed.
-        solve: `solve(schedule)` is the schedule with its free noise solved by the run's accountant: arithmetic on
-            public facts, for strategies that compare plans.
+        module: the server's copy of the model, for its architecture and loss. Its parameters may be overwritten.
+        clip_norm: bound on the norm of one record's gradient, of each client.
+        ask: `ask(query)` charges the clients, and returns their noised answers.
+        new_model: `new_model(seed)` returns the initial parameters `[P]` of the net for a public seed.
+        solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant. This is
+            arithmetic on public facts, for strategies that compare plans.
+        used: `used(client, purpose)` returns how many releases the client has paid for.
     """
 
     round: int
@@ -62,19 +63,19 @@ class View:
     used: Callable[[int, str], int] = field(repr=False)
 
     def expected_guarantee(self) -> Guarantee:
-        """The first client's guarantee, with an infinite epsilon if any client is planned `NonPrivateEvent` answers."""
+        """The first client's guarantee, with an infinite epsilon if a `NonPrivateEvent` is planned for any client."""
         now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
         planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
 
     def mechanism(self, client: int, purpose: str = "train") -> Mechanism:
-        """The client's calibrated mechanism for a purpose of its schedule."""
+        """The client's mechanism for a purpose of its schedule."""
         event = self.schedule.noised(client, purpose)
         return mechanism_of(event, self.clip_norm[client], self.facts.num_records[client])
 
     def plan(self, purpose: str = "train", clients: Sequence[int] | None = None, job: Job | None = None) -> RoundPlan:
-        """The plain plan of a round: `clients` (all), each from its model, paid by `purpose`."""
+        """The default plan of a round: `clients` (default: all), each from its model, paid by `purpose`."""
         cohort = tuple(range(self.facts.num_clients)) if clients is None else tuple(sorted(clients))
         return RoundPlan(
             round=self.round,
