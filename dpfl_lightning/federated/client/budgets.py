@@ -1,4 +1,4 @@
-"""Every client's budget in a running federation: what it affords, what is charged for a round, what it has spent."""
+"""The budgets of all clients in a run: what is planned, charged and spent."""
 
 from __future__ import annotations
 
@@ -32,19 +32,18 @@ _SHOWN = "shown"  # the purpose under which the ledger holds what is shown witho
 
 
 class Budgets:
-    """Planned releases against paid ones.
+    """Holds all charges to the planned schedule.
 
     Args:
-        schedule: calibrated.
-        simulated: whether noise follows from a given key, so that what a crash broke off is made again bit for bit and
-            is not charged twice.
-        caveats: travel into every guarantee.
-        unprotected: what is shown of every client without noise: charged at once, so that every epsilon is infinite.
+        schedule: its noise is solved.
+        simulated: whether noise follows from a given key. Then a release that was interrupted by a crash is repeated
+            bit for bit, and is not charged twice.
+        caveats: part of every guarantee.
+        unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
-    **Guarantees** What is charged is what was planned: another event than the schedule's is refused, and so is one more
-    than it plans. A copy of the run's folder is another run, of which this ledger knows nothing: its epsilons add up.
-    Counters are integers. Every release is charged, also one that a crash broke off and that is made anew, with fresh
-    noise.
+    **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
+    that is repeated with fresh noise after a crash. Counters are integers. A copy of the run's folder is another run,
+    of which this ledger knows nothing: the epsilons of both add up.
     """
 
     def __init__(
@@ -67,7 +66,7 @@ class Budgets:
         ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in told])
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
-        """The plan without the clients that cannot pay, charged and synced, and the number of each one's charge."""
+        """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
         kinds = {type(plan), type(plan.job), *map(type, plan.mechanism_of)}
         kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
         if not kinds <= _OURS:  # a subclass could state another event, or send another value
@@ -80,13 +79,13 @@ class Budgets:
         return plan, self._charge([charges[client] for client in plan.clients])
 
     def charge_query(self, query: Query, round: int) -> tuple[tuple[int, ...], list[int]]:
-        """The clients that can pay for their answer, charged and synced, and the number of each one's charge."""
+        """Charge the clients that can pay for their answer. Returns them, and the number of each client's charge."""
         charges = [self._next(client, round, query.purpose, event_of(query, client)) for client in query.clients]
         charges = [charge for charge in charges if self._payable(charge)]
         return tuple(charge.client for charge in charges), self._charge(charges)
 
     def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
-        """The client's next charge in a round: numbered by the ledger, or in a simulation by this process."""
+        """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
         counted = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
         return Charge(client, round, purpose, event, counted)
 
@@ -98,18 +97,18 @@ class Budgets:
         return [charge.number for charge in charges]
 
     def _holds_already(self, charge: Charge) -> bool:
-        """Whether a simulation makes again what it was charged for before it was interrupted."""
+        """Whether a simulation repeats a release that was charged before an interruption."""
         return charge.number < self.ledger.charges(charge.client, charge.round)
 
     def change(self, schedule: RunSchedule) -> None:
-        """Go on with another schedule, its noise solved, chosen from what was released so far.
+        """Continue with another solved schedule, which may depend on what was released so far.
 
-        **Guarantees** What was paid for is part of it, and the whole still fits the budget, which is then what
-        guarantees state: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic
-        2021, Koskela et al. 2023; Rogers et al. 2016).
+        **Guarantees** The new schedule contains what was paid for, and fits the budget. Guarantees then state the whole
+        budget: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic 2021, Koskela
+        et al. 2023; Rogers et al. 2016).
 
         Raises:
-            UserError: other releases, of which this is not known.
+            UserError: no privacy filter is known for these releases.
         """
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
             self._check_paid(client, after)
@@ -119,7 +118,7 @@ class Budgets:
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
 
     def _check_paid(self, client: int, own: ClientSchedule) -> None:
-        """Refuse a new schedule that is not what the client has paid for so far and something more."""
+        """Check that a new schedule contains everything that the client has paid for."""
         planned = {line.purpose: line for line in own.planned}
         for purpose, events in self.ledger.paid(client).items():
             line = planned.get(purpose)
@@ -139,7 +138,7 @@ class Budgets:
         )
 
     def spent(self) -> tuple[float, ...]:
-        """Live epsilon of each client, rounded up; of those who have paid since it was last asked for it is new."""
+        """The current epsilon of each client, rounded up. Only clients that have paid since then are recomputed."""
         live = self._live or [0.0] * len(self.schedule.clients)
         for client in self._paid:
             live[client] = self._spent_by(client)
@@ -152,16 +151,16 @@ class Budgets:
         return self._spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
 
     def noise_multiplier(self, client: int) -> float | None:
-        """Of the client's most frequent noised sum; None for one that is planned for none."""
+        """The noise multiplier of the client's most frequent noised sum; None if no release is planned."""
         own = self.schedule.clients[client]
         return (own.main.noise_multiplier or 0.0) if any(own.releases) else None
 
     def steps(self, client: int) -> int:
-        """Noised steps the client has paid for."""
+        """How many noised steps the client has paid for."""
         return sum(event.steps for event in self.ledger.events(client) if isinstance(event, NoisedEvent))
 
     def releases(self, client: int) -> int:
-        """Releases the client has paid for."""
+        """How many releases the client has paid for."""
         return len(self.ledger.events(client))
 
     def was_charged(self, round: int) -> bool:
@@ -169,7 +168,7 @@ class Budgets:
         return any(self.ledger.charges(client, round) for client in range(len(self.schedule.clients)))
 
     def releases_of_all(self) -> int:
-        """Releases that all clients have paid for."""
+        """How many releases all clients have paid for."""
         return sum(self.releases(client) for client in range(len(self.schedule.clients)))
 
     def guarantees(self) -> tuple[Guarantee, ...]:
@@ -184,7 +183,7 @@ class Budgets:
         )
 
     def _holds(self, own: ClientSchedule, composed: tuple[float, str]) -> tuple[float, str]:
-        """The composed bound, or the budget where later noise was chosen from earlier releases."""
+        """The composed bound, or the budget if later noise was chosen from earlier releases."""
         epsilon, how = composed
         if self._changed and 0 < epsilon <= own.target_epsilon < math.inf:
             return own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
@@ -201,7 +200,7 @@ class Budgets:
 
 
 def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
-    """Refuse a schedule that follows from releases, unless its composition is known to hold then."""
+    """Check that a privacy filter is known for a schedule that depends on releases."""
     events = [line.event for line in own.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
     gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
     pure = own.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)

@@ -1,4 +1,4 @@
-"""Random data of a population's public shape: for checks and timing before anything private is touched."""
+"""Random data of the public shape of a population, for checks and timing without private records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpfl_lightning.privacy.clipping.reference import evaluating
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random data of the population's public shape: for self-checks and timing, never private records."""
+    """Random records of the public shape of the population."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(records, *population.input_shape, generator=generator)
     if not population.x.is_floating_point():
@@ -35,7 +35,7 @@ def dummy_batch(population: Population, records: int, device: torch.device) -> t
 
 @torch.no_grad()
 def seconds_per_record(engine: Engine, module: ClientModule, population: Population, batch_size: int) -> float:
-    """Seconds of one record's share of a step, from three steps on random data: an estimate for progress."""
+    """An estimate of the time of one record in one step, from three steps on random data."""
     x, y = dummy_batch(population, records=batch_size, device=module.device)
     params, times = module.unflatten(module.flat), []
     for _ in range(3):

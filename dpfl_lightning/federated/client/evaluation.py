@@ -1,4 +1,4 @@
-"""Accuracy of delivered models on test and held-out records (torchmetrics), outside what the guarantee covers."""
+"""Accuracy and loss on test and held-out records, which the guarantee does not cover."""
 
 from __future__ import annotations
 

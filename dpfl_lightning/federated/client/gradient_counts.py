@@ -1,4 +1,4 @@
-"""What became of every client's gradients, in exact numbers: no mechanism protects them, they stay with the client."""
+"""Exact counts of each client's clipped and non-finite gradients. No mechanism protects them; clients keep them."""
 
 from __future__ import annotations
 

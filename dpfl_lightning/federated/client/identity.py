@@ -1,4 +1,4 @@
-"""What makes a run this run: sealed in its ledger's header, so that it goes on as it began or not at all."""
+"""The identity of a run, which its ledger's header contains, so that only the same run can be resumed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clients' side of a run in this process: agree to a plan, charge, then release."""
+"""The clients' side of a run in this process: accept a plan, charge it, then release."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def facts_of(population: Population, **extra: Any) -> Facts:
-    """What the server may know of a population; `extra` are further fields of `Facts`."""
+    """What the server may know about a population; `extra` are further fields of `Facts`."""
     truth = None if population.groups is None else {"groups": population.groups}
     return Facts(population.num_records, population.num_classes, population.input_shape, truth=truth, **extra)
 
@@ -127,7 +127,7 @@ class LocalClients:
         return configuration(plan.rounds, plan.seed, plan.settings, self.privacy, list(plan.strategies), plan.options)
 
     def streams(self, plan: RunPlan) -> Streams:
-        """Fresh noise for every release; that of a simulation, and of a run without noise, follows from its key."""
+        """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
         key = "" if self.privacy is None else self.privacy.noise_key
         configured = json.dumps(self._configuration(plan), sort_keys=True)
         return Streams() if key is None else Streams.simulated(key, plan.seed, configured)
@@ -160,7 +160,7 @@ class LocalClients:
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         accepted, self._accepted = self._accepted, None
         if accepted is None or accepted[0] is not plan:
-            raise RuntimeError("clients train by the plan that they have accepted last, once, and by no other")
+            raise RuntimeError("clients train by the last plan that they have accepted, and only once")
         return self.engine.train(plan, models, accepted[1], raw_weights)
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:

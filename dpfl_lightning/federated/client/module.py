@@ -1,4 +1,4 @@
-"""One client's DPSGD step as a LightningModule: the seam between a model owner and every engine."""
+"""The private training step of a client as a LightningModule."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 
 @dataclass(frozen=True)
 class LocalTask:
-    """What one client does in one round, as its module sees it.
+    """The task of a client in one round.
 
     Args:
-        clipped_sum: sums per-record gradients clipped in the mechanism's norm: a `ClippedSum`, which notes the norms.
-        mechanism: bounds, noises and divides the sum; its event is charged before the task exists.
-        noise: the generator of this (round, client)'s noise.
-        learning_rate: of plain SGD, unless `configure_optimizers` says otherwise.
-        norms: of the gradients so far, as `clipped_sum` notes them; private.
-        anchor: `[P]`, or None; the step is pulled to it by `pull * (parameters - anchor)`. Data-free: costs nothing.
+        clipped_sum: a `ClippedSum`, with the norm in which the mechanism clips.
+        mechanism: bounds, noises and divides the sum. Its event was charged before.
+        noise: generator of the noise of this client and round.
+        learning_rate: of plain SGD, unless `configure_optimizers` is overridden.
+        norms: of the gradients so far; private.
+        anchor: `[P]` or None; each step adds `pull * (parameters - anchor)`, which does not depend on data.
     """
 
     clipped_sum: Callable[..., Tensor]
@@ -38,20 +38,18 @@ class LocalTask:
 
 
 class ClientModule(Model, L.LightningModule):
-    """One client's local DPSGD step; one module serves all clients (parameters are swapped, not rebuilt).
+    """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
-    Wrap any `torch.nn.Module` whose outputs for one record depend on that record alone, or subclass it and override
-    `loss` or `sample_loss`, `configure_optimizers` for another optimiser (engines `serial` and `trainer`), or
-    `personal` for parameters that stay with each client.
+    Wrap any `torch.nn.Module` whose outputs for a record depend on that record alone. To change more, derive from this
+    class: override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (engines `serial` and
+    `trainer`), or set `personal` to the names of parameters that stay with each client.
 
     Args:
         net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
 
-    **Guarantees** `training_step` adds noise before anything of a record reaches the parameters, even for an empty
-    batch.
-
-    **Privacy** One `training_step` is one step of `task.mechanism`; the loop charges it beforehand. A bare
-    `lightning.Trainer` has no ledger, so fitting with one is refused.
+    **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
+    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger, so it is
+    refused.
 
     Raises:
         UserError: a layer mixes records (BatchNorm), nothing is trainable, or `personal` names no parameter.

@@ -19,42 +19,51 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Engine(Protocol):
-    """Runs clients. Everything it returns is noised and was charged by the caller beforehand."""
+    """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
+
+    Attributes:
+        workers: number of clients that are trained at the same time; known after `setup`.
+        clipped_sum: how clipped gradients are summed; known after `setup`.
+        seconds: client -> time of its last release in this process.
+        batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
+    """
 
     name: str
     description: str
-    workers: int | None  # clients at the same time, known after setup
-    clipped_sum: ClippedSum  # after setup
-    seconds: dict[int, float]  # client -> seconds of its last release here, for who spreads the work
-    batch_coupled: bool  # whether who else is in a plan decides bits of a release (groups of `one_step` aside)
+    workers: int | None
+    clipped_sum: ClippedSum
+    seconds: dict[int, float]
+    batch_coupled: bool
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
-        """Once a run, before the first round: module and population are on their device."""
+        """Prepare a run. Module and population are on the device of the run."""
         ...
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        """The releases of the plan's clients; `charge_numbers` `[C]` picks each one's noise stream.
+        """Train the clients of the plan from `models` `[K, P]` and return their noised releases.
 
-        With `raw_weights` `[K, C]` they are streamed into the sum `raw_weights @ deltas`, and none is kept.
+        Args:
+            charge_numbers: `[C]`, selects the noise stream of each client.
+            raw_weights: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
         """
         ...
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        """The noised answers of the query's clients."""
+        """The noised answers of the clients of the query."""
         ...
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        """The net's outputs `[n, ...]` with parameters `model` `[P]` for `rows` `[n]` of the population's storage."""
+        """Outputs `[n, ...]` of the net with parameters `model` `[P]` for `rows` `[n]` of the population's records."""
         ...
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
-        """`model` `[P]` with the client's own personal parameters in place."""
+        """`model` `[P]` with the client's personal parameters."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays with the clients: `personal` parameters, client -> `[p]`; `counts` of gradients, `[N, 3]`."""
+        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts` of gradients `[N, 3]`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...

@@ -31,23 +31,20 @@ T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
-    """`SerialEngine` without its costs, and clients side by side.
+    """Trains several clients at the same time, by plain SGD on one flat parameter vector.
 
-    No optimiser objects, no summed gradient, views into one vector `[P]`. Clients are trained by `workers` threads that
-    live as long as the run, each with a module of its own. Several small operators gain more from two clients at once
-    than from two threads in one operator, and a busy neighbour on the machine costs its share and no more.
-
-    Layer rules are used when they reproduce `vmap(grad)` for this very net on random data, else `vmap(grad)` itself;
-    `description` says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB more).
+    Each of `workers` threads has a copy of the module. Two clients at once use small operators better than two threads
+    within an operator. Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else
+    `vmap(grad)`; `description` says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
 
     Args:
-        workers: clients trained at the same time, >= 1; None is one for each core (one on a GPU).
+        workers: number of clients trained at the same time, >= 1; None is one for each core (one on a GPU).
 
-    **Guarantees** The same bits for any number of workers: a client's release depends on its own streams only, and
-    the threads within an operator are chosen from cores and clients alone.
+    **Guarantees** The number of workers does not change a bit: a client's release depends on its random streams only,
+    and the number of threads within an operator on cores and clients only.
 
     Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which this engine would not run.
+        UserError: the module overrides `training_step` or `configure_optimizers`, which this engine does not call.
     """
 
     name = "fast"
@@ -100,7 +97,7 @@ class FastEngine(SerialEngine):
         return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
 
     def _side_by_side(self, work: Callable[[SerialEngine, int], T], numbers: Sequence[int]) -> Iterator[tuple[int, T]]:
-        """`work(seat, number)` for all numbers, as they are done; only so many are begun that few results wait."""
+        """Yield `work(seat, number)` for all numbers as they finish; few are started ahead, so few results wait."""
 
         def seated(number: int) -> T:
             seat = self._seats.get()
@@ -126,7 +123,7 @@ class FastEngine(SerialEngine):
                 task.cancel()
 
     def _another_seat(self) -> SerialEngine:
-        """This engine with a module of its own: a forward swaps parameters in and hangs hooks on."""
+        """A copy of this engine with another module, since a forward pass swaps parameters and adds hooks."""
         seat = copy.copy(self)
         seat.module = copy.deepcopy(self.module)
         seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
@@ -146,10 +143,10 @@ class FastEngine(SerialEngine):
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
-    """What `clipped_sum_for` chooses for the engine's module, for engines that take plain SGD steps of their own.
+    """The clipped sum that `clipped_sum_for` chooses for the engine's module, and why.
 
     Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which they would not run.
+        UserError: the module overrides `training_step` or `configure_optimizers`, which the engine does not call.
     """
     module = engine.module
     for hook in ("training_step", "configure_optimizers"):

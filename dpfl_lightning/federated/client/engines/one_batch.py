@@ -1,4 +1,4 @@
-"""Clients that take one step from one model are one batch: a pass's fixed cost is paid once, not by each client."""
+"""Trains clients that take one step from the same model as one batch, which saves the fixed cost of a pass."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
 def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
-    """The rows of the plan, those together that make one batch: one step, one start, one clip norm, few records.
+    """Groups of rows of the plan that form one batch: one step, the same start and clip norm, few records.
 
-    Who is with whom follows from the clients' numbers, the module's size and the job: the bits of a release depend
-    neither on workers nor on memory, nor on the other groups of the plan.
+    Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
+    neither on workers and memory nor on other groups.
     """
     most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
     alike = defaultdict(list)
@@ -40,7 +40,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> list[Tensor]:
-    """What each client of one group sends: draws, noise and meaning of `engine.release`, row by row.
+    """The release of each client of a group, as `engine.release` draws and noises it.
 
     Args:
         rows: one of `groups(plan, engine.module)`.

@@ -1,4 +1,4 @@
-"""How a round's local work is executed. Engines change speed, never meaning: `SerialEngine` is the reference."""
+"""The reference engine: clients one after the other."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 
 
 class SerialEngine:
-    """One client after the other through `ClientModule.training_step`; per-record gradients by `vmap(grad)`.
+    """Trains clients one after the other by `ClientModule.training_step`, with per-record gradients by `vmap(grad)`.
 
-    Slow and obviously right: every other engine is held to it.
+    It is slow and simple. Tests hold every other engine to its results.
     """
 
     name = "serial"
@@ -57,7 +57,7 @@ class SerialEngine:
         return received.updates()
 
     def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        """What each client of the plan sends, with its row in the plan, in any order."""
+        """Yield the release of each client with its row in the plan, in any order."""
         for row, charge_number in enumerate(charge_numbers):
             yield row, self.release(plan, row, models, charge_number)
 
@@ -83,7 +83,7 @@ class SerialEngine:
         return torch.cat(parts)
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
-        """The client's parameters `[P]` after its steps from `start` `[P]`."""
+        """The client's parameters `[P]` after its local steps from `start` `[P]`."""
         self.module.begin(task, start)
         for index, batch in enumerate(batches):
             self.module.training_step(batch, index)
@@ -121,7 +121,7 @@ class SerialEngine:
     def local_task(
         self, plan: RoundPlan, row: int, models: Tensor, charge_number: int
     ) -> tuple[LocalTask, Tensor, DrawnBatches]:
-        """What one client does in the round, its start `[P]` and its batches: every draw of records happens here."""
+        """A client's task in the round, its start `[P]` and its batches. All records are drawn here."""
         client = plan.clients[row]
         start = self.personalised(models[plan.model_of[row]], client)
         mechanism = plan.mechanism_of[row]
@@ -144,7 +144,7 @@ class SerialEngine:
         return task, start, DrawnBatches(self.population, client, draws)
 
     def change(self, client: int, start: Tensor, end: Tensor) -> Tensor:
-        """`end - start` `[P]`, zero at the personal parameters, whose end stays here."""
+        """`end - start` `[P]`, with zeros for personal parameters, whose new values are kept here."""
         delta = end - start
         if self.module.personal:
             self._personal[client] = end[self._mask].clone()
@@ -152,13 +152,13 @@ class SerialEngine:
         return delta
 
     def held_labels(self, client: int) -> Tensor:
-        """Of all the client's training records, `[n]`."""
+        """Labels of all training records of the client, `[n]`."""
         return self.population.y[self.population.train_of[client]]
 
     def _class_gradients(
         self, client: int, job: ClassGradients, task: LocalTask, start: Tensor, batch: Batch
     ) -> Tensor:
-        """`[num_classes, p]`: noised, divided sums of one draw, a block for each class (also for absent ones)."""
+        """The noised and divided gradient sum of each class in one draw, `[num_classes, p]`, also of absent classes."""
         x, y = batch
         params, clip_norm = self.module.unflatten(start), job.clip_norm(task.mechanism)
         x = class_gradients.augmented(job, x, y)
@@ -175,7 +175,7 @@ class SerialEngine:
 
 
 class DrawnBatches:
-    """The batches of one client's round, drawn beforehand; an empty draw is an empty batch."""
+    """The batches of a client in one round, whose records were drawn before. A batch may be empty."""
 
     def __init__(self, population: Population, client: int, draws: Sequence[Any]) -> None:
         self.population, self.client, self.draws = population, client, draws

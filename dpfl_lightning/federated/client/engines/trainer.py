@@ -14,13 +14,13 @@ from dpfl_lightning.federated.client.module import LocalTask
 
 
 class TrainerEngine(SerialEngine):
-    """Every client's round is `lightning.Trainer(...).fit(module, batches)`: the same parameters, at a Trainer's price.
+    """Trains each client by `lightning.Trainer(...).fit(module, batches)`; same results as `SerialEngine`, but slower.
 
-    For who wants Trainer features around the local step; the loop stays the owner of privacy.
+    Use it for features of the Trainer around the local step.
     """
 
     name = "trainer"
-    description = "a lightning.Trainer a client and round"
+    description = "a lightning.Trainer for each client and round"
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         self.module.begin(task, start)
