@@ -135,7 +135,7 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int 
         if path.suffix != ".part":
             start, round = map(int, path.stem.split("_"))
             if path.suffix == ".told":
-                found.metrics.add((start, round))
+                found.told.add((start, round))
             else:
                 found.releases[start, round] = torch.load(path, weights_only=True)
     return found

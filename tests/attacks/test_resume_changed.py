@@ -73,7 +73,7 @@ def begun_by_command(tmp_path_factory) -> Path:
     argv = ["--config", str(Path(__file__).parents[2] / "conf" / "digits.yaml"), "--rounds", str(ROUNDS)]
     options, _ = load([*argv, "--tracking", "null", "--output_dir", str(folder)])
     with pytest.raises(PowerCut):
-        fit(options, watchers=[CutBetweenRounds(DONE)])
+        fit(options, more=[CutBetweenRounds(DONE)])
     return folder
 
 

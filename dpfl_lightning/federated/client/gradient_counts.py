@@ -25,7 +25,7 @@ def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 
     **Privacy** Private, as the norms are.
 
-    >>> fates(torch.tensor([0.5, 2.0, float("nan"), PADDING]), clip_norm=1.0).sum(dim=0)
+    >>> count_outcomes(torch.tensor([0.5, 2.0, float("nan"), PADDING]), clip_norm=1.0).sum(dim=0)
     tensor([3, 1, 1])
     """
     finite = torch.isfinite(norms)

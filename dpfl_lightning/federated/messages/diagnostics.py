@@ -26,6 +26,7 @@ class Diagnostics:
     def of(cls, counts: Tensor) -> Diagnostics:
         """The statistics of one round, from its counts `[N, 3]`.
 
+        >>> import torch
         >>> Diagnostics.of(torch.tensor([[4, 1, 2], [0, 0, 0]]))
         Diagnostics(clip_fraction=(0.25, None), not_finite=(2, 0))
         """

@@ -41,7 +41,7 @@ class RunTotals:
     def saved(self) -> dict[str, Any]:
         """The content for a checkpoint, independent of later changes.
 
-        >>> Tally.of(Tally(records=3, noise_std={0: 0.5}).saved()).records
+        >>> RunTotals.of(RunTotals(records=3, noise_std={0: 0.5}).saved()).records
         3
         """
         own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
