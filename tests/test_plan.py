@@ -253,7 +253,7 @@ def test_large_delta_warns():
     ("words", "message"),
     [
         ("", "`epsilon` must be a number, got None. Give epsilon to find the noise"),
-        ("--epsilon 1 --noise_multiplier 1", "`epsilon` must be left out beside noise_multiplier, got 1.0"),
+        ("--epsilon 1 --noise_multiplier 1", "`epsilon` must be left out if noise_multiplier is given, got 1.0"),
         ("--epsilon 0", "`epsilon` must be above 0 and finite, got 0.0"),
         ("--epsilon -1", "`epsilon` must be above 0 and finite, got -1.0"),
         ("--epsilon x", "`epsilon` must be a finite number, got 'x'"),
@@ -262,7 +262,7 @@ def test_large_delta_warns():
             "`epsilon` must be above 0.001251, the least that rdp can certify at delta 0.0001",
         ),
         ("--noise_multiplier -1", "`noise_multiplier` must be at least 0 and finite, got -1.0"),
-        ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0. Usual is below 1 / num_records"),
+        ("--epsilon 1 --delta 0", "`delta` must be in (0, 1), got 0.0. It is usually below 1 / num_records"),
         ("--epsilon 1 --delta 1", "`delta` must be in (0, 1), got 1.0"),
         (
             "--epsilon 1 --batch_size 2401",
@@ -275,13 +275,13 @@ def test_large_delta_warns():
         ("--epsilon 1 --local_epochs 0", "`local_epochs` must be at least 1, got 0"),
         ("--epsilon 1 --steps 0", "`steps` must be at least 1, got 0"),
         ("--epsilon 1 --steps 2.5", "`steps` must be a whole number, got '2.5'"),
-        ("--epsilon 1 --steps 5 --local_epochs 2", "`local_epochs` must be left out beside steps, unless"),
+        ("--epsilon 1 --steps 5 --local_epochs 2", "`local_epochs` must be left out if steps is given, unless"),
         ("--epsilon 1 --participations 0", "`participations` must be in 1..10 (rounds), got 0"),
         ("--epsilon 1 --participations 11", "`participations` must be in 1..10 (rounds), got 11"),
         ("--epsilon 1 --first_round half", "`first_round` must be full or left out, got 'half'"),
         (
             "--epsilon 1 --first_round_noise_multiplier 5",
-            "`first_round_noise_multiplier` must be left out without first_round, got 5.0. Add --first_round full.",
+            "`first_round_noise_multiplier` must be left out unless first_round is full, got 5.0. Add --first_round",
         ),
         (
             "--epsilon 1 --first_round full --first_round_noise_multiplier -1",
@@ -293,19 +293,19 @@ def test_large_delta_warns():
         ),
         (
             "--epsilon 1 --first_round full --first_round_noise_multiplier 5 --participations 1",
-            "`first_round_noise_multiplier` must be left out for a client of one participation and a budget, got 5.0",
+            "`first_round_noise_multiplier` must be left out for a client with one participation and a budget, got 5.0",
         ),
         (
             "--epsilon 1 --first_round full --first_round_noise_multiplier 1",
-            "`epsilon` must be above 4.17587, what first_round costs with the given noise",
+            "`epsilon` must be above 4.17587, the cost of first_round with the given noise",
         ),
         (
             "--epsilon 1 --first_round full --first_round_noise_multiplier 0",
-            "`epsilon` must be above what first_round costs with the given noise, which nothing bounds,",
+            "`epsilon` must be above the cost of first_round with the given noise, which is unbounded,",
         ),
         ("--epsilon 1 --selections -1", "`selections` must be at least 0, got -1"),
-        ("--epsilon 1 --selections 2", "`selection_epsilon` must be a number beside selections, got None"),
-        ("--epsilon 1 --selection_epsilon 0.1", "`selections` must be at least 1 beside selection_epsilon, got 0"),
+        ("--epsilon 1 --selections 2", "`selection_epsilon` must be a number if selections is above 0, got None"),
+        ("--epsilon 1 --selection_epsilon 0.1", "`selections` must be at least 1 if selection_epsilon is given, got 0"),
         (
             "--epsilon 1 --selections 2 --selection_epsilon 0",
             "`selection_epsilon` must be above 0 and at most 1e6, got 0.0",
@@ -316,7 +316,7 @@ def test_large_delta_warns():
         ),
         (
             "--epsilon 1 --selections 2 --selection_epsilon 9",
-            "`epsilon` must be above 45.9373, what select costs with the given noise",
+            "`epsilon` must be above 45.9373, the cost of select with the given noise",
         ),
         (
             "--epsilon 1 --batch_size 2400 --accountant gdp --selections 1 --selection_epsilon 0.1",

@@ -1,4 +1,4 @@
-"""The mechanism of one client's step: what bounds a record, how much noise, which divisor."""
+"""The mechanism of one client's step: the bound on a record's contribution, the noise, and the divisor."""
 
 from __future__ import annotations
 
@@ -15,42 +15,42 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
 from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
 
-#: what the noise covers beside `clip_norm`, relative to it: twice the rounding of the sum, and the grid (at most 1/400)
+#: the noise covers `clip_norm` times this: it adds twice the rounding of the sum, and the grid (at most 1/400)
 ENLARGED = 1 + 2 * SUM_ROUNDING + 1 / 400
 _FINEST, _COARSEST = 2.0**-18, 2.0**-40  # grid steps, relative to the scale of the noise
-_MOST = 2.0**61  # grid steps in a sum: what is added to it as an integer stays one
+_MOST = 2.0**61  # largest sum in grid steps, so that adding integer noise does not overflow
 
 
 @dataclass(frozen=True)
 class Mechanism:
-    """Noise on every coordinate of a sum of clipped gradients, on a grid: what `Gaussian` and `Laplace` share.
+    """Noise on every coordinate of a sum of clipped gradients, on a grid. `Gaussian` and `Laplace` are subclasses.
 
     Args:
         clip_norm: bound on one record's contribution, in the norm `clip_order`, > 0; infinity only without noise.
-        noise_multiplier: scale of the noise over the sensitivity of the SUM, >= 0.
+        noise_multiplier: scale of the noise / sensitivity of the SUM, >= 0.
         sample_rate: Poisson probability of one record per step, in (0, 1]; 1.0 is the full batch.
-        expected_batch_size: the divisor, > 0; never the observed batch size, which would be a release of its own.
+        expected_batch_size: the divisor, > 0; never the observed batch size, which would be another release.
 
-    **Guarantees** What leaves the client are integers: `round(sum / g) + round(noise / g)`, with a public grid step g
-    that is a power of two. All that follows (times g, the divisor, learning rate, momentum, float32) is
-    post-processing, so no trailing bit tells where the exact sum was zero. Proof that this is the mechanism that the
-    accountant composes, with noise of scale `noise_multiplier * sensitivity`:
+    **Guarantees** The client releases integers: `round(sum / g) + round(noise / g)`, with a public grid step g that is
+    a power of two. Everything after that (times g, the divisor, learning rate, momentum, float32) is post-processing,
+    so no trailing bit reveals where the exact sum was zero. Proof that this is the mechanism that the accountant
+    composes, with noise of scale `noise_multiplier * sensitivity`:
 
     1. For an integer n, `n + round(y) = round(n + y)`: the release is a function of `n + y`, that is of the mechanism
        with continuous noise y on the integer vector `n = round(sum / g)`.
     2. The computed sums of two neighbouring data sets differ by at most `clip_norm (1 + 2 SUM_ROUNDING)` in the norm
        `clip_order`: a record adds at most `clip_norm`, and each sum is computed to within `SUM_ROUNDING * clip_norm`
-       (see `ClippedSum`). This assumes that a record's own gradient has the same bits whatever is computed with it.
-       Kernels may round it otherwise in batches of another size, and a net may magnify that at a kink: no part of the
-       noise covers it.
-    3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, the
-       above and `g sqrt(P)` (L2), or `g P` (L1).
+       (see `ClippedSum`). This assumes that a record's gradient has the same bits whatever is computed with it. Kernels
+       may round it differently in batches of another size, and a net may magnify that at a kink: the noise does not
+       cover this.
+    3. Rounding moves each of the P coordinates by at most g / 2, so `g n` differs by at most `sensitivity(P)`, which is
+       the bound above plus `g sqrt(P)` (L2) or `g P` (L1).
     4. The integers are added without rounding, as int64.
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
 
     Attributes:
-        clip_order: of the norm that bounds a record, 1 or 2.
+        clip_order: order of the norm that bounds a record, 1 or 2.
         unit_std: standard deviation of noise of scale 1.
     """
 
@@ -65,47 +65,48 @@ class Mechanism:
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be above 0", self.clip_norm)
         require(0 <= self.noise_multiplier < float("inf"), "noise_multiplier", "be >= 0", self.noise_multiplier)
-        advice = "A batch size? Divide by the number of records."
+        advice = "Divide a batch size by the number of records."
         require(0 < self.sample_rate <= 1, "sample_rate", "be in (0, 1]", self.sample_rate, advice)
         require(self.expected_batch_size > 0, "expected_batch_size", "be above 0", self.expected_batch_size)
         bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
         require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
 
     def grid(self, numbers: int) -> float:
-        """The grid step g for a sum of so many numbers: a power of two, at most 2^-18 of the noise's scale.
+        """Return the grid step g for a sum of P numbers: a power of two, at most 2^-18 of the noise's scale.
 
-        It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of so many ones is above
-        2.7 * 10^9: then the grid is coarser, so that 64 bits hold the noise, and the noise covers what that adds.
+        It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of P ones is above
+        2.7 * 10^9. Then the grid is coarser, so that 64 bits hold the noise, and the noise covers the added
+        sensitivity.
         """
         scale = self.noise_multiplier * self.clip_norm
         finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))
         return 2.0 ** math.floor(math.log2(max(finest, scale * _COARSEST)))
 
     def sensitivity(self, numbers: int) -> float:
-        """The most that one record moves a sum of so many numbers on the grid, in the norm `clip_order`."""
+        """Return how far one record can move a sum of P numbers on the grid, in the norm `clip_order`."""
         return self.clip_norm * (1 + 2 * SUM_ROUNDING) + self.grid(numbers) * self._spread(numbers)
 
     def noise_scale(self, numbers: int = 1) -> float:
-        """Scale of the noise on a sum of so many numbers: usually `noise_multiplier * ENLARGED * clip_norm`."""
-        if self.noise_multiplier == 0:  # also where the clip norm is infinite
+        """Return the scale of the noise on a sum of P numbers: usually `noise_multiplier * ENLARGED * clip_norm`."""
+        if self.noise_multiplier == 0:  # the clip norm may be infinite
             return 0.0
         return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
 
     def noised_integers(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
-        """The release itself: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum.
+        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum.
 
         Args:
-            clipped_sum: any shape, float64 (float32 where there is no other).
+            clipped_sum: any shape, float64 (float32 on devices without float64).
         """
         numbers = clipped_sum.numel()
         step = self.grid(numbers)
-        placed = on_grid(clipped_sum, step)
-        return placed.add_(integer_noise(generator, self.clip_order == 1, self.noise_scale(numbers) / step, placed))
+        integers = on_grid(clipped_sum, step)
+        return integers.add_(integer_noise(generator, self.clip_order == 1, self.noise_scale(numbers) / step, integers))
 
     def privatise(self, clipped_sum: Tensor, generator: RandomGenerator, dtype: torch.dtype = torch.float32) -> Tensor:
-        """`(clipped_sum + noise) / expected_batch_size` in `dtype`, shape kept, `[G, P]`; see `noised_integers`.
+        """Return `(clipped_sum + noise) / expected_batch_size` in `dtype`, shape `[G, P]` kept; see `noised_integers`.
 
-        An empty batch is a zero sum and gets the same noise. Without noise the sum is divided as it is.
+        An empty batch is a zero sum and gets the same noise. Without noise the sum is only divided.
         """
         if self.noise_multiplier == 0:
             return (clipped_sum / self.expected_batch_size).to(dtype)
@@ -113,23 +114,23 @@ class Mechanism:
         return integers.mul_(self.grid(clipped_sum.numel()) / self.expected_batch_size).to(clipped_sum.device, dtype)
 
     def event(self, steps: int) -> NoisedEvent:
-        """What `steps` calls of `privatise` release."""
+        """Return the accounting event of `steps` calls of `privatise`."""
         raise NotImplementedError
 
     def noise_std(self, steps: int, learning_rate: float) -> float:
-        """Per-coordinate standard deviation of the noise in `steps` plain SGD steps (their feedback neglected)."""
+        """Return the per-coordinate standard deviation of the noise in `steps` plain SGD steps, without feedback."""
         return learning_rate * self.noise_scale() / self.expected_batch_size * self.unit_std * steps**0.5
 
     def _spread(self, numbers: int) -> float:
-        """The norm of a vector of so many ones."""
+        """Return the norm of a vector of P ones."""
         return float(numbers) if self.clip_order == 1 else math.sqrt(numbers)
 
 
 def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
-    """`round(clipped_sum / step)`, int64, on a device that has float64."""
-    here = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
-    step = step.to(here.device) if isinstance(step, Tensor) else step
-    return (here.double() / step).round_().clamp_(-_MOST, _MOST).long()
+    """Return `round(clipped_sum / step)`, int64, on a device that has float64."""
+    values = clipped_sum.cpu() if clipped_sum.device.type == "mps" else clipped_sum
+    step = step.to(values.device) if isinstance(step, Tensor) else step
+    return (values.double() / step).round_().clamp_(-_MOST, _MOST).long()
 
 
 @dataclass(frozen=True)
@@ -155,11 +156,11 @@ class Gaussian(Mechanism):
 class Laplace(Mechanism):
     """The Laplace mechanism on a sum of gradients clipped in L1: pure differential privacy, delta 0.
 
-    When to use it: to compare with. An L1 bound is far tighter than an L2 bound of the same size, and the noise's
-    variance grows with the square of the releases that share a budget.
+    Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
+    with the square of the number of releases that share a budget.
 
     Args: those of `Mechanism`; `noise_multiplier` is the scale b / sensitivity of noise with the
-        density exp(-|x| / b) / (2 b); `sample_rate` is usually 1, for the event counts no sampling.
+        density exp(-|x| / b) / (2 b); `sample_rate` is usually 1, because the event ignores sampling.
 
     **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L1.
 
@@ -177,7 +178,7 @@ class Laplace(Mechanism):
 
 
 def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mechanism:
-    """The mechanism whose steps a planned event is, for a client with so many records; its noise is solved.
+    """Return the mechanism of a planned event with solved noise, for a client with this number of records.
 
     >>> mechanism_of(GaussianEvent(0.5, 2.0, steps=4), clip_norm=1.0, num_records=10)
     Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=5.0)
@@ -192,10 +193,10 @@ class MechanismRows:
     """`Mechanism.privatise` of many clients in a few operations, row by row.
 
     Args:
-        mechanisms: length S >= 1, one a client, all of one kind.
-        generators: length S, each client's; on a GPU the first one seeds the device's generator for all rows.
-        like: any tensor of the dtype and device of the releases.
-        numbers: in the sum of one client.
+        mechanisms: length S >= 1, one for each client, all of one class.
+        generators: length S, one for each client; on a GPU the first one seeds the device's generator for all rows.
+        like: any tensor with the dtype and device of the releases.
+        numbers: number of values in the sum of one client.
 
     **Privacy** One call of `privatise` is one step of each client whose row it is given.
 
@@ -211,30 +212,30 @@ class MechanismRows:
     ) -> None:
         self._like, self._mechanisms, self._generators = like, mechanisms, generators
         self._laplace = mechanisms[0].clip_order == 1
-        self._silent = any(one.noise_multiplier == 0 for one in mechanisms)
+        self._silent = any(mechanism.noise_multiplier == 0 for mechanism in mechanisms)
         if self._silent:
             return
-        wide = like.dtype if like.device.type == "mps" else torch.float64
-        steps = [one.grid(numbers) for one in mechanisms]
+        dtype = like.dtype if like.device.type == "mps" else torch.float64
+        steps = [mechanism.grid(numbers) for mechanism in mechanisms]
         pairs = list(zip(mechanisms, steps, strict=True))
-        self._scales = [one.noise_scale(numbers) / step for one, step in pairs]
-        # on their device once, not in every step
+        self._scales = [mechanism.noise_scale(numbers) / step for mechanism, step in pairs]
+        # moved to the device once, not in every step
         self._step, self._scale, self._unit = (
-            torch.tensor(column, dtype=wide, device=like.device)[:, None, None]
-            for column in (steps, self._scales, [step / one.expected_batch_size for one, step in pairs])
+            torch.tensor(column, dtype=dtype, device=like.device)[:, None, None]
+            for column in (steps, self._scales, [step / mechanism.expected_batch_size for mechanism, step in pairs])
         )
         self._on_device = generators[0].on(like.device) if like.device.type == "cuda" else None
 
     def privatise(self, clipped_sums: Tensor) -> Tensor:
-        """`[k, G, P]` sums of the first k <= S clients to what they release, shape kept; the others draw no noise."""
+        """Release the `[k, G, P]` sums of the first k <= S clients, shape kept; the other clients draw no noise."""
         active = len(clipped_sums)
         if self._silent:
             rows = zip(clipped_sums, self._mechanisms, self._generators, strict=False)
-            return torch.stack([one.privatise(own, generator, self._like.dtype) for own, one, generator in rows])
-        placed = on_grid(clipped_sums, self._step[:active])
+            return torch.stack([noise.privatise(sums, generator, self._like.dtype) for sums, noise, generator in rows])
+        integers = on_grid(clipped_sums, self._step[:active])
         if self._on_device is None:
-            for row, generator, scale in zip(placed, self._generators, self._scales, strict=False):
+            for row, generator, scale in zip(integers, self._generators, self._scales, strict=False):
                 row.add_(integer_noise(generator, self._laplace, scale, row))
         else:
-            placed.add_(device_noise(self._on_device, self._laplace, self._scale[:active], placed))
-        return placed.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)
+            integers.add_(device_noise(self._on_device, self._laplace, self._scale[:active], integers))
+        return integers.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)

@@ -1,4 +1,4 @@
-"""Which records take part in a step: Poisson draws (what the accountants assume), or shuffled batches (they do not)."""
+"""Sampling of the records of a step: Poisson sampling, which the accountants assume, or shuffled batches."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:  # it loads torch, which a ledger's report does without
+if TYPE_CHECKING:  # it loads torch, which reports of a ledger do not need
     from dpfl_lightning.privacy.noise import RandomGenerator
 
-#: sampling mode -> what a guarantee says of it
+#: sampling mode -> its description in a guarantee
 SAMPLINGS = {
     "poisson": "Poisson sampling",
     "shuffle": "shuffled batches accounted as if they were Poisson samples: this epsilon is NOT proven",
@@ -18,7 +18,7 @@ SAMPLINGS = {
 
 
 def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerator) -> np.ndarray:
-    """Every record independently with probability `sample_rate`: row numbers `[B]`, ascending, B possibly 0.
+    """Draw every record independently with probability `sample_rate`: row numbers `[B]`, ascending, B may be 0.
 
     >>> from dpfl_lightning.privacy.noise import RandomGenerator
     >>> poisson_rows(3, 1.0, RandomGenerator(bytes(32)))
@@ -30,22 +30,22 @@ def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerato
 
 
 def rows_of_each_class(labels: np.ndarray, most: int, generator: RandomGenerator) -> np.ndarray:
-    """At most `most` records of each class, drawn without replacement: row numbers `[B]`, ascending.
+    """Draw at most `most` records of each class without replacement: row numbers `[B]`, ascending.
 
-    A record more can push another out, so it moves a sum over the draw by two records, whatever is drawn: no draw of
-    this kind makes noise count for more.
+    An added record can push another one out, so it moves a sum over the draw by up to two records. This sampling
+    therefore never amplifies privacy.
 
     >>> from dpfl_lightning.privacy.noise import RandomGenerator
     >>> rows_of_each_class(np.array([0, 1, 1, 1]), 2, RandomGenerator(bytes(32)))
     array([0, 1, 3])
     """
     order = generator.permutation(len(labels))
-    kept = [own[:most] for label in np.unique(labels) if len(own := order[labels[order] == label])]
-    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *kept]))
+    chosen_rows = [class_rows[:most] for label in np.unique(labels) if len(class_rows := order[labels[order] == label])]
+    return np.sort(np.concatenate([np.zeros(0, dtype=np.int64), *chosen_rows]))
 
 
 def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator) -> Iterator[np.ndarray]:
-    """Endless epochs of shuffled batches of `batch_size` (the last of an epoch may be smaller)."""
+    """Yield shuffled batches of `batch_size` over endless epochs (the last batch of an epoch may be smaller)."""
     while True:
         order = generator.permutation(num_records)
         for start in range(0, num_records, batch_size):
@@ -55,11 +55,11 @@ def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator)
 def draw_steps(
     sampling: str, num_records: int, sample_rate: float, steps: int, generator: RandomGenerator
 ) -> Iterator[np.ndarray]:
-    """The rows of each of `steps` steps, each `[B]`.
+    """Yield the rows `[B]` of each of `steps` steps.
 
     Args:
         sampling: "poisson" or "shuffle".
-        sample_rate: in (0, 1]; "shuffle" takes batches of `round(sample_rate * num_records)`.
+        sample_rate: in (0, 1]; "shuffle" uses batches of `round(sample_rate * num_records)`.
     """
     if sampling == "poisson":
         for _ in range(steps):

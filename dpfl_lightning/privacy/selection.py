@@ -1,4 +1,4 @@
-"""The exponential mechanism: which of several candidates the records of a client favour."""
+"""The exponential mechanism: a private choice of the best of several candidates."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 
 @dataclass(frozen=True)
 class ExponentialMechanism:
-    """Chooses one of M candidates by the sums of scores that each record gives them.
+    """Chooses one of M candidates by the sums of the scores that the records give them.
 
     Args:
         epsilon: bounded range of one choice, > 0 and finite.
 
-    **Guarantees** A record gives each candidate a score in [0, 1], so one record more moves all sums in the same
-    direction by at most 1, and the range of the choice is bounded by `epsilon`. Where one record replaces another the
-    sums move both ways, and the accountant charges twice the range.
+    **Guarantees** A record gives each candidate a score in [0, 1], so adding a record moves all sums in the same
+    direction by at most 1, and the range of the choice is bounded by `epsilon`. Replacing a record moves the sums in
+    both directions, and the accountant charges twice the range.
 
     **Privacy** One call of `choose` is `event(1)`.
 
@@ -36,10 +36,10 @@ class ExponentialMechanism:
         require(0 < self.epsilon < math.inf, "epsilon", "be above 0 and finite for a selection", self.epsilon)
 
     def choose(self, scores: Tensor, generator: RandomGenerator) -> int:
-        """The index of the largest of `scores` `[M]` (sums over records) after Gumbel noise of scale 1 / epsilon."""
+        """Return the index of the largest score of `[M]` (sums over records) plus Gumbel noise of scale 1 / epsilon."""
         noise = generator.gumbel(0.0, 1.0 / self.epsilon, len(scores))
         return int((scores.cpu().double() + torch.from_numpy(noise)).argmax())
 
     def event(self, count: int) -> SelectionEvent:
-        """What `count` calls of `choose` release."""
+        """Return the accounting event of `count` calls of `choose`."""
         return SelectionEvent(self.epsilon, count)

@@ -149,4 +149,4 @@ def test_a_backward_that_mixes_is_left_to_the_reference():
     net = Leaky()
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 4), torch.empty(0, dtype=torch.long))
     assert isinstance(clipped_sum, VmapClippedSum)
-    assert reason == "vmap: what `first` is given changes with the other records of a batch"
+    assert reason == "vmap: the inputs or gradients of `first` depend on the other records of a batch"

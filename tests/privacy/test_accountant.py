@@ -298,7 +298,7 @@ class TestEvery:
     @pytest.mark.parametrize(
         ("events", "delta", "words"),
         [
-            ([GaussianEvent(1.8, 1.0)], 1e-5, "`sample_rate` must be in .0, 1., got 1.8. A batch size?"),
+            ([GaussianEvent(1.8, 1.0)], 1e-5, "`sample_rate` must be in .0, 1., got 1.8. Divide a batch size"),
             ([GaussianEvent(0.0, 1.0)], 1e-5, "`sample_rate`"),
             ([GaussianEvent(1.0, -1.0)], 1e-5, "`noise_multiplier` must be at least 0, got -1"),
             ([GaussianEvent(1.0, math.nan)], 1e-5, "`noise_multiplier`"),

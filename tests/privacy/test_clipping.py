@@ -347,11 +347,11 @@ class Attending(nn.Module):
 @pytest.mark.parametrize(
     ("net", "words"),
     [
-        (Twice(), "`layer` is used twice in one forward"),
-        (Tied(), "`second.weight` is another module's parameter, too"),
-        (Borrowing(), "the gradient of `first.weight` is not what the layers' rules give"),
-        (Centred(), "the gradient of `layer.weight` is not what the layers' rules give"),
-        (Attending(), "`attend` does not go from tensors to one tensor"),
+        (Twice(), "`layer` is used twice in one forward pass"),
+        (Tied(), "`second.weight` is also a parameter of another module"),
+        (Borrowing(), "the gradient of `first.weight` differs from what the layers' rules give"),
+        (Centred(), "the gradient of `layer.weight` differs from what the layers' rules give"),
+        (Attending(), "`attend` does not map tensors to one tensor"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -405,7 +405,7 @@ def test_loss_that_reads_parameters_is_left_to_the_reference():
         return plain(params, x, y) + params["0.weight"].square().sum()
 
     _, reason = clipped_sum_for(net, with_decay, torch.randn(1, 3), LABELS)
-    assert reason == "vmap: the gradient of `0.weight` is not what the layers' rules give"
+    assert reason == "vmap: the gradient of `0.weight` differs from what the layers' rules give"
 
 
 # --- what a clipped sum promises, of both engines
@@ -569,7 +569,7 @@ def test_user_errors(net):
         VmapClippedSum(cross_entropy_of(net))(params, IMAGES, LABELS, -1)
     with pytest.raises(UserError, match="`chunk` must be at least 1 record, got 0"):
         FastClippedSum(net, chunk=0)
-    with pytest.raises(UserError, match="`sample_loss` must return one loss a record"):
+    with pytest.raises(UserError, match="`sample_loss` must return one loss for each record"):
         clipped_sum_for(net, lambda params, x, y: cross_entropy_of(net)(params, x, y).mean(), IMAGES, LABELS)
 
 

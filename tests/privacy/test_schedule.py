@@ -271,7 +271,7 @@ def test_given_noise_is_cut_to_what_the_budget_pays_beside_other_releases():
         assert RDP.epsilon(own.events(), 1e-5) <= 2.0
         one_more = [*own.events(), train.event]
         assert RDP.epsilon(one_more, 1e-5) > 2.0
-    with pytest.raises(UserError, match=r"above \d.* what select costs"):
+    with pytest.raises(UserError, match=r"above \d.* the cost of select"):
         cut_to_budgets([ClientSchedule(0.1, 1e-5, (train, select))], RDP)
 
 
@@ -338,7 +338,7 @@ def test_schedule_reads_back():
         (one_phase(1.0, 0.1, 10, delta=0.0), "`delta` must be in .0, 1., got 0.0"),
         (one_phase(1.0, 0.1, 10, delta=1.0), "`delta`"),
         (one_phase(1.0, 0.1, 10, count=-1), "`count` must be at least 0 for train, got -1"),
-        (one_phase(1.0, 32, 10), "`sample_rate` must be in .0, 1., got 32. A batch size"),
+        (one_phase(1.0, 32, 10), "`sample_rate` must be in .0, 1., got 32. Divide a batch size"),
         (
             one_phase(0.001, 0.1, 10),
             "above 0.001251, the least that rdp can certify at delta 0.0001, got 0.001. Raise it",
@@ -352,7 +352,7 @@ def test_schedule_reads_back():
                     Planned("train", GaussianEvent(0.1, None), 1),
                 ),
             ),
-            "what first_round costs with the given noise at delta 0.0001, got 1. Raise it, or",
+            "the cost of first_round with the given noise at delta 0.0001, got 1. Raise it, or",
         ),
     ],
 )
@@ -365,7 +365,7 @@ def test_bad_input(schedule, words):
 def test_no_step_needs_no_noise_and_saves_no_budget_that_is_spent(steps, count):
     train = Planned("train", GaussianEvent(0.1, None, steps), count)
     assert solve(ClientSchedule(1.0, 1e-4, (train, Planned("select", SelectionEvent(0.1), 5)))) == 0.0
-    bounded, unbounded = r"above \d.* what select costs", "what select costs .*, which nothing bounds,"
+    bounded, unbounded = r"above \d.* the cost of select", "the cost of select .*, which is unbounded,"
     for epsilon, words in ((1.0, bounded), (math.inf, unbounded)):
         spent = ClientSchedule(1.0, 1e-4, (train, Planned("select", SelectionEvent(epsilon), 5)))
         with pytest.raises(UserError, match=words):

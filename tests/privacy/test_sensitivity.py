@@ -239,7 +239,7 @@ class Asked(nn.Module):
 def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
     empty = torch.empty(0, width), torch.empty(0, dtype=torch.long)
     clipped_sum, reason = clipped_sum_for(net, None, *empty)
-    assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` does not take and give one row" in reason
+    assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` do not have one row" in reason
     params = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(Unsupported, match=layer):
         FastClippedSum(net)(params, torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
@@ -307,7 +307,7 @@ def test_batches_whose_sum_is_not_proved_are_refused():
     require_proved(records=100_000, chunk=128, terms=64)
     require_proved(records=10_000_000, chunk=128)
     with pytest.raises(
-        UserError, match="`batch` must have fewer records, for the sum to be exact enough, got 10000000"
+        UserError, match="`batch` must have fewer records, so that the sum is exact enough, got 10000000"
     ):
         require_proved(records=10_000_000, chunk=128, terms=64)
 

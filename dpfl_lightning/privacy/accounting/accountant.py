@@ -1,10 +1,8 @@
-"""Epsilon of composed releases: `rdp` (Renyi), `prv` (numerical composition), `gdp` (exact, full batches), `paper_ma`.
+"""Accountants that turn composed releases into an epsilon: `rdp` (Renyi), `prv`, `gdp` (full batches) and `paper_ma`.
 
-Every accountant takes the same events, composes different ones together under one relation between neighbouring data
-sets, and errs on one side only: an epsilon is rounded up to 1e-6. Opacus is the authority for RDP and PRV; what
-calibration needs thousands of times comes from `rdp.py`, and the number reported is then Opacus' own.
-
-Opacus imports torch, so it is imported where it is called: `dpfl_lightning.plan --help` stays quick.
+All accountants take the same events and return upper bounds, rounded up to 1e-6. Opacus is the authority for RDP and
+PRV: calibration uses the vectorised formulas in `rdp.py`, and the reported number is computed by Opacus. Opacus is
+imported inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
 """
 
 from __future__ import annotations
@@ -29,50 +27,50 @@ from dpfl_lightning.privacy.accounting.rdp import (
     sampled_gaussian_rdp,
 )
 
-#: how an epsilon without a delta was found, in words
+#: description of an epsilon that was found without a delta
 PURE = "addition of pure epsilons"
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 
-#: relation between neighbouring data sets -> in words
+#: relation between neighbouring data sets -> description
 ADJACENCIES = {"add_remove": "add or remove one record", "replace_one": "replace one record"}
 
 
 class Accountant(Protocol):
-    """What composes events into an epsilon. All values are upper bounds.
+    """Composes events into an epsilon. All values are upper bounds.
 
-    Under replace_one a record's contribution moves by up to twice its bound: everything without sampling costs what
-    half of its noise costs under add_remove.
+    Under replace_one a record's contribution moves by up to twice its bound. Without sampling, a release therefore
+    costs as much as a release with half of its noise under add_remove.
     """
 
     name: str
     adjacency: str  # a key of ADJACENCIES
-    description: str  # what a report says of it
-    together: int  # how many clients `search` likes to be asked about at once
+    description: str  # text for reports
+    together: int  # preferred number of clients in one call of `search`
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Epsilon, rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was found."""
+        """Return epsilon, rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was computed."""
         ...
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
-        """The first half of `bound`."""
+        """Return only the epsilon of `bound`."""
         ...
 
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        """`bound` of many clients, in one go where the arithmetic allows it."""
+        """Return `bound` of many clients, vectorised where the arithmetic allows it."""
         ...
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
-        """Epsilon of many clients at once, [clients], quick; `bound` certifies the one that is kept."""
+        """Return epsilon of many clients, [clients]. This is fast; `bound` certifies the value that is kept."""
         ...
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """Epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: live values, cheap."""
+        """Return epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: fast, for live display."""
         ...
 
 
 def rounded_up(value: float, decimals: int) -> float:
-    """The smallest number of so many decimals that is not below `value`: how every epsilon is rounded.
+    """Round up to this number of decimals. Every epsilon is rounded this way.
 
     >>> rounded_up(1.00000001, 6), rounded_up(2.0, 6), rounded_up(math.inf, 6)
     (1.000001, 2.0, inf)
@@ -83,7 +81,7 @@ def rounded_up(value: float, decimals: int) -> float:
 
 
 def epsilon_text(value: float, decimals: int = 4) -> str:
-    """How an epsilon is written: so many decimals, below 0.001 three digits, rounded up.
+    """Format an epsilon, rounded up: with this number of decimals, or with three digits if it is below 0.001.
 
     >>> epsilon_text(1.00001), epsilon_text(1e-6), epsilon_text(math.inf)
     ('1.0001', '0.000001', 'inf')
@@ -95,7 +93,7 @@ def epsilon_text(value: float, decimals: int = 4) -> str:
 
 
 def delta_text(value: float) -> str:
-    """How a delta is written: three digits, rounded up.
+    """Format a delta with three digits, rounded up.
 
     >>> delta_text(2.4644e-05), delta_text(1e-05), delta_text(0.0)
     ('2.47e-05', '1e-05', '0')
@@ -107,17 +105,17 @@ def delta_text(value: float) -> str:
 
 
 def finite_or_none(value: float) -> float | None:
-    """For JSON, which has no infinity: None is "no bound"."""
+    """Return None for an infinite value, because JSON has no infinity."""
     return value if math.isfinite(value) else None
 
 
 class Rdp:
-    """Renyi accountant: epsilon = min over orders of the converted sum of RDP; composes every kind of event.
+    """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
-    The value is Opacus' own at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up, wherever
-    Opacus knows the release (no replaced records in sampled batches, no Laplace noise). It is a few per cent above the
-    tight value; a target at or below its floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases,
-    whose epsilons add up at any delta.
+    The value is that of Opacus at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up, for all
+    releases that Opacus supports (it supports neither replace_one with sampled batches nor Laplace noise). It is a few
+    per cent above the tight value. A target at or below the floor (0.0013 at delta 1e-4) cannot be certified, except
+    for pure releases, whose epsilons add up at any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Rdp().epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
@@ -146,7 +144,7 @@ class Rdp:
         ours = self.convert(self._rdp([releases])[0], self.orders, delta)
         best = int(np.argmin(ours))
         rdp = self._opacus_rdp(releases, self.orders[best])
-        # The larger, because Opacus' rounding can fall below the truth where a step costs next to nothing.
+        # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
         if pure <= certified:
@@ -160,49 +158,55 @@ class Rdp:
         releases = [composed(events, delta) for events, delta in queries]
         deltas = np.array([delta for _, delta in queries])
         best = self.convert(self._rdp(releases), self.orders, deltas).min(axis=1)
-        best = np.minimum(best, [one.pure(self.sensitivity) for one in releases])
+        best = np.minimum(best, [composition.pure(self.sensitivity) for composition in releases])
         return np.array([0.0 if r.free else rounded_up(e, 6) for r, e in zip(releases, best, strict=True)])
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         earlier, single = composed(before, delta), composed([event], delta)
-        paid, each = self._rdp([earlier, single])
+        paid, per_event = self._rdp([earlier, single])
         count = np.asarray(counts, dtype=float)[:, None]
-        with np.errstate(invalid="ignore"):  # no repeat of a noiseless release costs nothing: 0 * inf
-            rdp = paid + np.where(count > 0, count * each, 0.0)
+        with np.errstate(invalid="ignore"):  # zero repeats of a noiseless release cost nothing: 0 * inf
+            rdp = paid + np.where(count > 0, count * per_event, 0.0)
             pure = (
                 earlier.pure(self.sensitivity) + np.where(count > 0, count * single.pure(self.sensitivity), 0.0)[:, 0]
             )
         best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
-    def _rdp(self, many: Sequence[Composed]) -> np.ndarray:
-        """RDP of each composition, [len(many), orders]; each distinct mechanism is computed once."""
-        pairs = sorted({(rate, noise) for one in many for rate, noise, _ in one.gaussian if noise > 0})
+    def _rdp(self, compositions: Sequence[Composed]) -> np.ndarray:
+        """Return the RDP of each composition, [len(compositions), orders]; each distinct mechanism is computed once."""
+        pairs = sorted(
+            {(rate, noise) for composition in compositions for rate, noise, _ in composition.gaussian if noise > 0}
+        )
         rates, noises = np.array(pairs).reshape(-1, 2).T
-        found = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
-        table = dict(zip(pairs, found, strict=True))
-        total = np.array([self._unsampled_rdp(one) for one in many]).reshape(len(many), len(self.orders))
-        for row, one in zip(total, many, strict=True):
-            for rate, noise, steps in one.gaussian:
+        divergences = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
+        table = dict(zip(pairs, divergences, strict=True))
+        total = np.array([self._unsampled_rdp(composition) for composition in compositions]).reshape(
+            len(compositions), len(self.orders)
+        )
+        for row, composition in zip(total, compositions, strict=True):
+            for rate, noise, steps in composition.gaussian:
                 row += steps * table[rate, noise] if noise > 0 else math.inf
         return total
 
-    def _unsampled_rdp(self, one: Composed) -> np.ndarray:
-        """RDP of its selections and Laplace releases, [orders]; infinite where something is unprotected."""
+    def _unsampled_rdp(self, composition: Composed) -> np.ndarray:
+        """Return the RDP of selections and Laplace releases, [orders]; infinite if some release is unprotected."""
         order = np.array(self.orders)
-        if one.noiseless:
+        if composition.noiseless:
             return np.full(len(order), math.inf)
-        ranges = [(epsilon * self.sensitivity, count) for epsilon, count in one.selection]
-        zcdp = sum(count * own * own / 8 for own, count in ranges)  # a float's square may be infinite, `**` raises
-        laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in one.laplace]
+        ranges = [(epsilon * self.sensitivity, count) for epsilon, count in composition.selection]
+        zcdp = sum(
+            count * selection_epsilon * selection_epsilon / 8 for selection_epsilon, count in ranges
+        )  # a float's square may be infinite, `**` raises
+        laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in composition.laplace]
         return sum(laplace, order * zcdp)
 
-    def _opacus_rdp(self, one: Composed, order: float) -> float:
-        """The same at one order, sampled Gaussians by Opacus where it knows the relation."""
+    def _opacus_rdp(self, composition: Composed, order: float) -> float:
+        """Return the RDP at one order. Opacus computes the sampled Gaussians if it supports the adjacency."""
         from opacus.accountants.analysis.rdp import compute_rdp
 
-        total = self._unsampled_rdp(one)[self.orders.index(order)]
-        for rate, noise, steps in one.gaussian:
+        total = self._unsampled_rdp(composition)[self.orders.index(order)]
+        for rate, noise, steps in composition.gaussian:
             if self.sensitivity == 1 or rate == 1:
                 total += compute_rdp(q=rate, noise_multiplier=noise / self.sensitivity, steps=steps, orders=[order])[0]
             else:
@@ -213,8 +217,8 @@ class Rdp:
 class PaperMa(Rdp):
     """The "moments accountant" of the noise-aware paper's code: RDP with orders up to 64 and the older conversion.
 
-    Its epsilons are true, but above those of `rdp`, without bound near its floor (0.1462 at delta 1e-4): for comparison
-    with the paper's tables only.
+    Its epsilons are valid but larger than those of `rdp`, by an unbounded factor near its floor (0.1462 at delta 1e-4).
+    Use it only to compare with the paper's tables.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> PaperMa().epsilon([GaussianEvent(16 / 2400, 6.0, 30000)], 1e-4)
@@ -232,12 +236,12 @@ class PaperMa(Rdp):
 class Prv:
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
-    The smaller of two valid upper bounds, PRV and RDP, is given, and the words say which. RDP alone is used,
-    and the words say why, below delta 1e-9, where the grid would not fit, its numerics fail, or time is over.
+    Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is. It returns RDP, and says why,
+    below delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if the time limit is exceeded.
 
     Args:
-        time_limit_s: for one epsilon. Looked at between distinct events, each of which the grid's size bounds
-            to a second or two; given up as soon as the first ones show that the rest cannot be done in time.
+        time_limit_s: limit for one epsilon, in seconds. It is checked between distinct events, each of which takes a
+            second or two (bounded by the grid's size). PRV stops as soon as it predicts that the limit will not hold.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -256,17 +260,17 @@ class Prv:
         return self.bound(events, delta)[0]
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        loose, loose_words = self._rdp.bound(events, delta)
+        rdp_bound, rdp_text = self._rdp.bound(events, delta)
         releases = composed(events, delta)
         if releases.free or releases.noiseless:
-            return loose, self.description
+            return rdp_bound, self.description
         try:
-            tight, error = prv_epsilon(releases, delta, self.adjacency, self.time_limit_s)
+            prv_bound, error = prv_epsilon(releases, delta, self.adjacency, self.time_limit_s)
         except NoPrv as reason:
-            return loose, f"{loose_words}, because {reason}"
-        if tight < loose:
-            return rounded_up(tight, 6), f"PRV (Opacus, upper bound within {error:g})"
-        return loose, f"{loose_words}, the smaller bound here: PRV gives {tight:g}"
+            return rdp_bound, f"{rdp_text}, because {reason}"
+        if prv_bound < rdp_bound:
+            return rounded_up(prv_bound, 6), f"PRV (Opacus, upper bound within {error:g})"
+        return rdp_bound, f"{rdp_text}, the smaller bound here: PRV gives {prv_bound:g}"
 
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         return [self.bound(events, delta) for events, delta in queries]
@@ -275,17 +279,16 @@ class Prv:
         return np.array([self.epsilon(events, delta) for events, delta in queries])
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """As RDP's, for a live value must be quick."""
+        """Return the values of RDP, because live values must be fast."""
         return self._rdp.curve(event, counts, delta, before)
 
 
 class Gdp:
-    """Exact Gaussian differential privacy, for full batches only, of unequal noise: mu^2 = sum steps / z^2.
+    """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
 
-    With replaced records mu is twice that.
-
-    Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which is tight. Opacus'
-    accountant of this name is a central-limit value for sampled batches, below the truth, hence not offered.
+    Under replace_one mu is twice that. Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which
+    is tight. Opacus' accountant of the same name is not offered: it uses a central-limit approximation for sampled
+    batches, which lies below the true value.
 
     Reference: Balle and Wang (2018), theorem 8; Dong, Roth, Su (2022).
 
@@ -315,9 +318,9 @@ class Gdp:
         return gaussian_epsilon(np.array(mu), np.array([delta for _, delta in queries]))
 
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        paid, each, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
+        paid, per_event, count = self._mu(before, delta), self._mu([event], delta), np.asarray(counts, dtype=float)
         with np.errstate(invalid="ignore"):  # as in Rdp
-            mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * each, 0.0))
+            mu = np.hypot(paid, np.where(count > 0, np.sqrt(count) * per_event, 0.0))
         return gaussian_epsilon(mu, np.full(len(count), delta))
 
     def _mu(self, events: Sequence[Event], delta: float) -> float:
@@ -325,18 +328,18 @@ class Gdp:
         sampled = [rate for rate, _, _ in releases.gaussian if rate < 1]
         way_out = "Exact Gaussian privacy is for full batches; its usual value for sampled ones is below the truth."
         only_full = not (sampled or releases.selection or releases.laplace)
-        found = f"a sample rate of {sampled[0]:g}" if sampled else "selections and Laplace noise"
-        require(only_full, "accountant", f"be rdp or prv for {found}", self.name, way_out)
+        unsupported = f"a sample rate of {sampled[0]:g}" if sampled else "selections and Laplace noise"
+        require(only_full, "accountant", f"be rdp or prv for {unsupported}", self.name, way_out)
         if releases.noiseless:
             return math.inf
         return self.sensitivity * math.sqrt(sum(steps / noise**2 for _, noise, steps in releases.gaussian))
 
 
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Smallest epsilon with delta(epsilon; mu) <= delta of mu-Gaussian privacy, by bisection, rounded up, [n].
+    """Return the smallest epsilon with delta(epsilon; mu) <= delta, by bisection, rounded up, [n].
 
     Args:
-        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf has no noise.
+        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf means no noise.
         delta: in (0, 1), [n].
 
     >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5])).tolist()
@@ -359,12 +362,14 @@ def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
 
 def gaussian_delta(epsilon: np.ndarray, mu: np.ndarray) -> np.ndarray:
     """delta(epsilon; mu) = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), [n]; epsilon >= 0, 0 < mu < inf."""
-    minus = np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))  # this form holds at any epsilon
+    minus = np.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu))  # this form does not overflow
     return np.exp(log_ndtr(mu / 2 - epsilon / mu)) - minus
 
 
 def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Largest mu with delta(epsilon; mu) <= delta, by bisection, never rounded up, [n]: `gaussian_epsilon` inverted.
+    """Return the largest mu with delta(epsilon; mu) <= delta, by bisection, never rounded up, [n].
+
+    This is the inverse of `gaussian_epsilon`.
 
     Args:
         epsilon: >= 0, [n]; inf allows any mu.
@@ -388,7 +393,7 @@ def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
 
 
 def _sensitivity(adjacency: str) -> int:
-    """How often its bound a record's contribution can move."""
+    """Return the factor of its bound by which a record's contribution can move."""
     require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
     return 2 if adjacency == "replace_one" else 1
 
@@ -398,12 +403,12 @@ _ACCOUNTANTS = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
 
 @functools.cache
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
-    """The accountant of that name: "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
+    """Return an accountant: "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
 
     Args:
-        adjacency: in what neighbouring data sets differ, "add_remove" or "replace_one"; one for a whole run.
+        adjacency: relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     Raises:
-        UserError: another name; the message has the nearest one.
+        UserError: the name or the adjacency is unknown.
 
     >>> get_accountant("rdp").description
     'RDP (Opacus, orders 1.1 to 1024)'

@@ -1,4 +1,4 @@
-"""What one client will release, what noise that takes, and what it guarantees: arithmetic before anyone trains."""
+"""Plans of one client, computed before training: its releases, the noise they need, and the guarantee."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ from dpfl_lightning.runtime.notice import slow_notice
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """What one client will release, and what that guarantees.
+    """All releases of one client, and their guarantee.
 
-    Args:
-        schedule: every release, its noise solved.
-        guarantee: of the whole schedule.
-        accountant: name of the accountant.
-        num_records: training records.
-        batch_size: expected records of a step.
-        epsilon_alone: what each line of the schedule would cost without the others.
+    schedule: all releases, with solved noise.
+    guarantee: guarantee of the whole schedule.
+    accountant: name of the accountant.
+    num_records: number of training records.
+    batch_size: expected number of records in a step.
+    epsilon_alone: epsilon of each line of the schedule without the others.
     """
 
     schedule: ClientSchedule
@@ -49,7 +48,7 @@ class ClientPlan:
 
     @property
     def noise_multiplier(self) -> float:
-        """Noise std (of Laplace noise: scale) / clip norm of the most frequent release."""
+        """Noise std (or Laplace scale) / clip norm of the most frequent release."""
         return self.schedule.main.noise_multiplier or 0.0
 
     @property
@@ -63,17 +62,17 @@ class ClientPlan:
         return sum(event.steps for event in self.schedule.events() if isinstance(event, NoisedEvent))
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON; an infinite epsilon is None."""
-        promise = self.guarantee.as_dict()
+        """Return a dictionary for JSON; an infinite epsilon is None."""
+        statement = self.guarantee.as_dict()
         lines = zip(self.schedule.planned, self.epsilon_alone, strict=True)
         return {
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": self.sample_rate,
             "steps": self.steps,
-            "epsilon": promise["epsilon"],
+            "epsilon": statement["epsilon"],
             "accountant": self.accountant,
             "delta": self.guarantee.delta,
-            "guarantee": promise["words"],
+            "guarantee": statement["words"],
             "planned": [
                 {
                     "purpose": line.purpose,
@@ -94,25 +93,28 @@ def client_plans(
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
 ) -> list[ClientPlan]:
-    """The plans of solved schedules.
+    """Return the plans of solved schedules.
 
     Args:
-        schedules: one a client, every noise set.
-        accountant: that solved them.
+        schedules: one for each client, with all noise set.
+        accountant: accountant that solved them.
         sizes: (num_records, batch_size) of each client.
-        sampling: in words, where the sample rates do not say it.
-        caveats: what no guarantee covers, in words.
-        unprotected: what the run will show without noise, in words.
+        sampling: description of the sampling, if it does not follow from the sample rates.
+        caveats: descriptions of what no guarantee covers.
+        unprotected: descriptions of what the run releases without noise.
     """
-    besides: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
-    promises = [
-        guarantee([*own.events(), *besides], own.delta, accountant, sampling, own.releases) for own in schedules
+    extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
+    guarantees = [
+        guarantee([*schedule.events(), *extra_events], schedule.delta, accountant, sampling, schedule.releases)
+        for schedule in schedules
     ]
-    lines = [(line.events(), own.delta) for own in schedules for line in own.planned]
-    alone = iter(accountant.search(lines).tolist())
+    lines = [(line.events(), schedule.delta) for schedule in schedules for line in schedule.planned]
+    line_epsilons = iter(accountant.search(lines).tolist())
     return [
-        ClientPlan(own, promise, accountant.name, *size, tuple(next(alone) for _ in own.planned))
-        for own, promise, size in zip(schedules, promises, sizes, strict=True)
+        ClientPlan(
+            schedule, client_guarantee, accountant.name, *size, tuple(next(line_epsilons) for _ in schedule.planned)
+        )
+        for schedule, client_guarantee, size in zip(schedules, guarantees, sizes, strict=True)
     ]
 
 
@@ -134,36 +136,37 @@ def plan(
     selections: int = 0,
     selection_epsilon: float | None = None,
 ) -> ClientPlan:
-    """Epsilon to noise, or noise to epsilon, of a client that trains by DPSGD.
+    """Find the noise for an epsilon, or the epsilon for a noise, of a client that trains with DP-SGD.
 
-    A round takes local_epochs * ceil(num_records / batch_size) steps at sample rate batch_size / num_records, as the
-    Poisson sampler of a run really takes them. A batch of all records is a full batch, without amplification.
+    A round takes local_epochs * ceil(num_records / batch_size) steps at sample rate batch_size / num_records, exactly
+    as the Poisson sampler of a run. A batch of all records is a full batch, without amplification by sampling.
 
     Args:
         num_records: training records of the client, >= 1.
-        batch_size: expected records of a step, in 1..num_records.
+        batch_size: expected number of records in a step, in 1..num_records.
         rounds: rounds of the run, >= 1.
-        delta: slack of the guarantee, in (0, 1); usually below 1 / num_records; 0 is possible with Laplace noise.
-        epsilon: budget to find the noise for, > 0; give this or noise_multiplier.
-        noise_multiplier: noise std / clip norm on the sum, to find epsilon for, >= 0; give this or epsilon.
-        local_epochs: passes over the own records in a round, >= 1.
+        delta: delta of the guarantee, in (0, 1); usually below 1 / num_records; 0 is allowed with Laplace noise.
+        epsilon: privacy budget for which the noise is solved, > 0; give either this or noise_multiplier.
+        noise_multiplier: noise std / clip norm on the sum, >= 0, for which epsilon is computed.
+        local_epochs: passes over the client's records in a round, >= 1.
         mechanism: gaussian, or laplace (gradients clipped in L1, full batches).
-        accountant: rdp, prv (tighter, slower), gdp (exact, full batches only) or paper_ma (the noise-aware paper's).
-        adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
-            record is another).
-        steps: noised steps of a round, >= 1, in place of local_epochs * ceil(num_records / batch_size).
-        participations: rounds that the client takes part in, in 1..rounds; null is all of them.
-        first_round: full is a first round of local_epochs steps with all records; null is a round like the others.
-        first_round_noise_multiplier: noise of a full first round, >= 0; null is that of the other rounds.
-        selections: choices by the exponential mechanism beside training, >= 0.
+        accountant: rdp, prv (tighter, slower), gdp (exact, full batches only) or paper_ma (noise-aware paper).
+        adjacency: relation between neighbouring data sets: add_remove (add or remove one record) or replace_one
+            (replace one record).
+        steps: noised steps in a round, >= 1; replaces local_epochs * ceil(num_records / batch_size).
+        participations: number of rounds in which the client takes part, in 1..rounds; null means all rounds.
+        first_round: full means that the first round takes local_epochs steps with all records; null means that it is
+            like the other rounds.
+        first_round_noise_multiplier: noise of a full first round, >= 0; null means the noise of the other rounds.
+        selections: number of choices by the exponential mechanism in addition to training, >= 0.
         selection_epsilon: bounded range of one selection, in (0, 1e6].
     Returns:
-        The plan, its noise and its epsilon rounded up.
+        The plan with its noise, and its epsilon rounded up.
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: a value out of range, values that contradict each other, or an epsilon below what the accountant can
+        UserError: a value is out of range, values contradict each other, or epsilon is below what the accountant can
             certify.
 
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
@@ -181,7 +184,7 @@ def plan(
     solvable = takes_part > 1 or first_round_noise_multiplier is None or epsilon is None
     _check_first_round(first_round, first_round_noise_multiplier, solvable, steps, local_epochs)
     _check_selections(selections, selection_epsilon)
-    judge = get_accountant(accountant, adjacency)
+    chosen_accountant = get_accountant(accountant, adjacency)
     lines, full = [], first_round is not None
     if full:
         first_noise = noise_multiplier if first_round_noise_multiplier is None else first_round_noise_multiplier
@@ -195,8 +198,8 @@ def plan(
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
         cache = CalibrationCache(cache_folder("calibration"))
-        schedule = calibrate([schedule], judge, slow_notice("solving the noise multiplier"), cache)[0]
-    return client_plans([schedule], judge, [(num_records, batch_size)])[0]
+        schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"), cache)[0]
+    return client_plans([schedule], chosen_accountant, [(num_records, batch_size)])[0]
 
 
 def _event(mechanism: str, sample_rate: float, noise_multiplier: float | None, steps: int) -> NoisedEvent:
@@ -228,7 +231,7 @@ def _check_privacy(
     known = ("gaussian", "laplace")
     require(mechanism in known, "mechanism", f"be {' or '.join(known)}", mechanism, nearest(mechanism, known))
     if (epsilon is None) == (noise_multiplier is None):
-        must = "must be a number" if epsilon is None else "must be left out beside noise_multiplier"
+        must = "must be a number" if epsilon is None else "must be left out if noise_multiplier is given"
         raise UserError(
             f"`epsilon` {must}, got {epsilon}. Give epsilon to find the noise, or noise_multiplier to find epsilon."
         )
@@ -236,7 +239,7 @@ def _check_privacy(
         require(0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private.")
     if noise_multiplier is not None:
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
-    usual = f"Usual is below 1 / num_records = {1 / num_records:.2g}."
+    usual = f"It is usually below 1 / num_records = {1 / num_records:.2g}."
     in_range = 0 < delta < 1 or (delta == 0 and mechanism == "laplace")
     require(in_range, "delta", "be in (0, 1)", delta, usual)
     if delta > 1 / num_records:
@@ -254,20 +257,22 @@ def _check_first_round(
     require(first_round in (None, "full"), "first_round", "be full or left out", first_round)
     key = "first_round_noise_multiplier"
     if noise is not None:
-        require(first_round is not None, key, "be left out without first_round", noise, "Add --first_round full.")
+        require(
+            first_round is not None, key, "be left out unless first_round is full", noise, "Add --first_round full."
+        )
         require(0 <= noise < math.inf, key, "be at least 0 and finite", noise)
-    must = "be left out for a client of one participation and a budget"
-    require(solvable, key, must, noise, "Its noise is what the budget solves.")
-    must = "be left out beside steps, unless the first round is full"
-    alone = steps is None or local_epochs == 1 or first_round is not None
-    require(alone, "local_epochs", must, local_epochs, "Steps are those of a whole round.")
+    must = "be left out for a client with one participation and a budget"
+    require(solvable, key, must, noise, "The budget determines its noise.")
+    must = "be left out if steps is given, unless the first round is full"
+    counts_epochs = steps is None or local_epochs == 1 or first_round is not None
+    require(counts_epochs, "local_epochs", must, local_epochs, "`steps` counts the steps of a whole round.")
 
 
 def _check_selections(selections: int, selection_epsilon: float | None) -> None:
     require(selections >= 0, "selections", "be at least 0", selections)
     if selection_epsilon is None:
         way_out = "For example 0.03 times the budget."
-        require(selections == 0, "selection_epsilon", "be a number beside selections", None, way_out)
+        require(selections == 0, "selection_epsilon", "be a number if selections is above 0", None, way_out)
     else:
-        require(selections >= 1, "selections", "be at least 1 beside selection_epsilon", selections)
+        require(selections >= 1, "selections", "be at least 1 if selection_epsilon is given", selections)
         require(0 < selection_epsilon <= 1e6, "selection_epsilon", "be above 0 and at most 1e6", selection_epsilon)

@@ -1,4 +1,4 @@
-"""Events, checked and merged: what accountants compose."""
+"""Validation and merging of events before an accountant composes them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from dpfl_lightning.privacy.accounting.events import (
 
 @dataclass(frozen=True)
 class Composed:
-    """Events after merging equal ones, and without those that cost nothing.
+    """Merged events, without those that cost nothing.
 
     Args:
         gaussian: (sample_rate, noise_multiplier, steps) of each distinct Gaussian event.
         laplace: (noise_multiplier, steps) of each distinct Laplace event.
         selection: (epsilon, count) of each distinct selection.
-        unprotected: something was shown without noise.
+        unprotected: whether something is released without noise.
     """
 
     gaussian: tuple[tuple[float, float, int], ...] = ()
@@ -36,33 +36,33 @@ class Composed:
 
     @property
     def noiseless(self) -> bool:
-        """Epsilon is infinite."""
-        silent = any(noise == 0 for _, noise, _ in self.gaussian) or any(noise == 0 for noise, _ in self.laplace)
-        return self.unprotected or silent or any(math.isinf(epsilon) for epsilon, _ in self.selection)
+        """Whether epsilon is infinite."""
+        without_noise = any(noise == 0 for _, noise, _ in self.gaussian) or any(noise == 0 for noise, _ in self.laplace)
+        return self.unprotected or without_noise or any(math.isinf(epsilon) for epsilon, _ in self.selection)
 
     @property
     def free(self) -> bool:
-        """Epsilon is 0."""
+        """Whether epsilon is 0."""
         return not (self.gaussian or self.laplace or self.selection or self.unprotected)
 
     def pure(self, sensitivity: int) -> float:
-        """The epsilon that holds at delta 0, by addition; infinite with Gaussian noise or none.
+        """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise.
 
         Args:
-            sensitivity: 1 where neighbours have one record more or less, 2 where one record is another.
+            sensitivity: 1 for add_remove, 2 for replace_one.
         """
         if self.gaussian or self.noiseless:
             return math.inf
-        each = [count * epsilon for epsilon, count in self.selection]
-        return sensitivity * sum(each + [steps / noise for noise, steps in self.laplace])
+        epsilons = [count * epsilon for epsilon, count in self.selection]
+        return sensitivity * sum(epsilons + [steps / noise for noise, steps in self.laplace])
 
 
 def composed(events: Sequence[Event], delta: float) -> Composed:
-    """Check events and delta, and merge equal events (a ledger has one line a round).
+    """Check events and delta, and merge equal events.
 
     Raises:
-        UserError: a sampling rate outside (0, 1], negative or unsolved noise, negative counts, delta outside (0, 1) (or
-            negative, where no release has Gaussian noise).
+        UserError: a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta is
+            outside (0, 1) (or negative, if no release has Gaussian noise).
 
     >>> composed([GaussianEvent(0.1, 1.0, 3), GaussianEvent(0.1, 1.0, 4)], 1e-5).gaussian
     ((0.1, 1.0, 7),)
@@ -89,15 +89,15 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
         tuple((epsilon, count) for epsilon, count in selection.items() if count and epsilon > 0),
         unprotected,
     )
-    if not (releases.free or releases.noiseless):  # nothing spent, and nothing protected, are so at any delta
-        lowest = delta > 0 if releases.gaussian else delta >= 0
-        require(lowest and delta < 1, "delta", "be in (0, 1)", delta, "Usual is at most 1 / number of records.")
+    if not (releases.free or releases.noiseless):  # epsilon 0 and infinity hold at any delta
+        in_range = delta > 0 if releases.gaussian else delta >= 0
+        require(in_range and delta < 1, "delta", "be in (0, 1)", delta, "It is usually at most 1 / number of records.")
     return releases
 
 
 def _rate(event: GaussianEvent) -> float:
     rate = event.sample_rate
-    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "A batch size? Divide by the number of records.")
+    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "Divide a batch size by the number of records.")
     return float(rate)
 
 
@@ -105,10 +105,10 @@ def _noise(event: GaussianEvent | LaplaceEvent) -> float:
     noise = event.noise_multiplier
     if noise is None:
         raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
-    require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 is no privacy.")
-    if 1e100 < noise < math.inf:  # its square leaves a double's range: the safe bound of less noise
+    require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 means no privacy.")
+    if 1e100 < noise < math.inf:  # its square would overflow; less noise gives a valid upper bound
         noise = 1e100
-    return float(noise) if noise >= 1e-6 else 0.0  # less is lost in the rounding of float32 sums: none
+    return float(noise) if noise >= 1e-6 else 0.0  # the rounding of float32 sums would hide smaller noise
 
 
 def _count(key: str, value: int) -> int:

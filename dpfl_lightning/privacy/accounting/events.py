@@ -1,7 +1,7 @@
-"""What a client releases, as immutable accounting facts: events, composed by an accountant.
+"""Accounting events: immutable descriptions of what a client releases.
 
-An event states what was released in the units an accountant needs, and nothing about data. Which data sets are
-neighbours is the accountant's business, never hidden in a noise multiplier.
+An event holds what an accountant needs and nothing about data. The accountant defines which data sets are neighbours; a
+noise multiplier never includes that relation.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ class GaussianEvent:
     """`steps` adaptive releases of a clipped sum with Gaussian noise, over Poisson-sampled records.
 
     Args:
-        sample_rate: Poisson probability of one record in one step, in (0, 1]; 1.0 is the full batch.
-        noise_multiplier: noise standard deviation / clip norm, on the sum, >= 0; 0.0 is no privacy; None is
-            "to be solved by `calibrate`".
+        sample_rate: Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
+        noise_multiplier: noise standard deviation / clip norm, on the sum, >= 0; 0.0 means no privacy; None means that
+            `calibrate` has to solve it.
         steps: number of releases, >= 0.
     """
 
@@ -29,11 +29,11 @@ class GaussianEvent:
 
 @dataclass(frozen=True)
 class LaplaceEvent:
-    """`steps` adaptive releases of full-batch sums, clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
+    """`steps` adaptive releases of full-batch sums clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
 
     Args:
-        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 is no privacy; None is
-            "to be solved by `calibrate`".
+        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 means no privacy; None means
+            that `calibrate` has to solve it.
         steps: number of releases, >= 0.
     """
 
@@ -47,9 +47,9 @@ class LaplaceEvent:
 class SelectionEvent:
     """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
 
-    Adding or removing one record moves all utilities in one direction by at most 1: the range is bounded by `epsilon`,
-    RDP alpha * epsilon^2 / 8 each. Replacing one moves them both ways: the range is bounded by 2 * epsilon.
-
+    Adding or removing one record moves all utilities in the same direction by at most 1. The range is then bounded by
+    `epsilon`, and the RDP of each choice is alpha * epsilon^2 / 8. Replacing one record moves utilities in both
+    directions, and the range is bounded by 2 * epsilon.
     Reference: Cesar and Rogers (2021), bounded range.
     """
 
@@ -59,26 +59,26 @@ class SelectionEvent:
 
 @dataclass(frozen=True)
 class Caveat:
-    """Costs nothing and protects nothing: `words` travel into every guarantee that composes it."""
+    """A limitation that costs nothing and protects nothing. Every guarantee that composes it includes `words`."""
 
     words: str
 
 
 @dataclass(frozen=True)
 class NonPrivateEvent:
-    """Something private was shown without noise: epsilon is infinite; `words` say what."""
+    """A release of private information without noise: epsilon is infinite. `words` describe what is released."""
 
     words: str
 
 
-#: sums of clipped gradients with noise: what training releases
+#: releases of training: sums of clipped gradients with noise
 NoisedEvent = GaussianEvent | LaplaceEvent
 
 Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | NonPrivateEvent
 
 
 def repeated(event: Event, times: int) -> Event:
-    """The event of `times` such releases, one after the other.
+    """Return the event of `times` such releases, one after the other.
 
     >>> repeated(GaussianEvent(0.1, 1.0, steps=3), 4).steps
     12

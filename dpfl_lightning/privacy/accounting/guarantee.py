@@ -1,4 +1,4 @@
-"""What a client is promised: an epsilon is shown with this, never alone."""
+"""The guarantee of a client: its epsilon together with everything that the epsilon depends on."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 
-#: what every guarantee of a simulation says
+#: caveat of every guarantee of a simulation
 SIMULATED = (
     "a simulation: its noise follows from privacy.noise_key, so nobody is protected, and epsilon is that of the "
     "simulated mechanism"
 )
 
-#: what no epsilon of this program covers, whatever a run does
+#: what no epsilon of this package covers, whatever a run does
 NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
     "numbers of records, batch sizes, budgets and all other options, which are treated as public",
@@ -43,19 +43,19 @@ NOT_COVERED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Guarantee:
-    """What a client is promised: an epsilon is shown with this, never alone.
+    """The guarantee of a client. An epsilon is always shown together with it.
 
     Args:
-        epsilon: upper bound, >= 0, rounded up to 1e-6; inf is no guarantee.
+        epsilon: upper bound, >= 0, rounded up to 1e-6; inf means no guarantee.
         delta: in (0, 1).
-        sampling: how batches were drawn, in words.
-        accountant: how epsilon was found, in words.
-        unit: whose contribution is hidden.
-        adjacency: in what neighbouring data sets differ.
-        covers: what the client releases within epsilon, in words; nothing where epsilon is infinite.
-        not_covered: what epsilon says nothing about, in words; holds `unprotected` and the caveats, too.
-        caveats: what epsilon does not cover in this very run, in words.
-        unprotected: what was shown without noise, in words: epsilon is infinite.
+        sampling: how batches are drawn.
+        accountant: how epsilon was computed.
+        unit: the unit whose contribution is protected.
+        adjacency: relation between neighbouring data sets.
+        covers: releases that epsilon covers; empty if epsilon is infinite.
+        not_covered: what epsilon does not cover; includes `unprotected` and the caveats.
+        caveats: what epsilon does not cover in this run.
+        unprotected: what is released without noise, so that epsilon is infinite.
     """
 
     epsilon: float
@@ -71,29 +71,29 @@ class Guarantee:
 
     @property
     def simulated(self) -> bool:
-        """Whether the epsilon is that of a simulation, which protects nobody."""
+        """Whether the guarantee is that of a simulation, which protects nobody."""
         return SIMULATED in self.caveats
 
     def words(self) -> str:
-        """One sentence, and the caveats after it.
+        """Return the guarantee as one sentence, followed by the caveats.
 
         >>> Guarantee(epsilon=1.9999991, delta=0.1, sampling="full batch", accountant="RDP").words()
         '(2, 0.1)-differential privacy per record (add or remove one record), full batch, accounted by RDP.'
         """
         if math.isinf(self.epsilon):
-            shown = "; ".join(self.unprotected) or "something is released without noise"
-            sentence = f"No differential privacy per {self.unit}: {shown.rstrip('.')}."
+            leaks = "; ".join(self.unprotected) or "something is released without noise"
+            sentence = f"No differential privacy per {self.unit}: {leaks.rstrip('.')}."
         else:
-            shown = epsilon_text(self.epsilon).rstrip("0").rstrip(".")
+            epsilon_shown = epsilon_text(self.epsilon).rstrip("0").rstrip(".")
             sentence = (
-                f"({shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
+                f"({epsilon_shown}, {self.delta:g})-differential privacy per {self.unit} ({self.adjacency}), "
                 f"{self.sampling}, accounted by {self.accountant}."
             )
             sentence = f"Simulated, nobody is protected: {sentence}" if self.simulated else sentence
         return " ".join([sentence, *(f"Caveat: {caveat.rstrip('.')}." for caveat in self.caveats)])
 
     def as_dict(self) -> dict[str, Any]:
-        """All fields and `words`, ready for JSON: an infinite epsilon is None, for JSON has no infinity."""
+        """Return all fields and `words` for JSON; an infinite epsilon is None."""
         fields = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
         return {**fields, "epsilon": finite_or_none(self.epsilon), "words": self.words()}
 
@@ -106,17 +106,18 @@ def guarantee(
     releases: Sequence[int] = (),
     found: tuple[float, str] | None = None,
 ) -> Guarantee:
-    """The guarantee of composed events; the words of their `Caveat`s and `NonPrivateEvent`s travel in, each once.
+    """Return the guarantee of composed events. It lists the words of each `Caveat` and `NonPrivateEvent` once.
 
     Args:
         events: everything that one client releases.
         delta: in (0, 1).
-        accountant: from `get_accountant`.
-        sampling: how batches were drawn, in words (shuffled ones: with a `Caveat`); of full batches nothing is drawn,
-            and the sample rates say so.
-        releases: how many releases each of the first events stands for; a ledger's events are one each.
-        found: what `accountant.bound` answers, where it is known already.
-    Privacy: arithmetic on public facts.
+        accountant: accountant from `get_accountant`.
+        sampling: how batches are drawn (add a `Caveat` for shuffled batches). It is ignored if all batches are full,
+            which follows from the sample rates.
+        releases: number of releases of each of the first events; 1 for the others, as in a ledger.
+        found: the result of `accountant.bound`, if it is already known.
+
+    **Privacy** Arithmetic on public facts.
 
     >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
     >>> events = [GaussianEvent(1.0, 2.0), SelectionEvent(0.1, 5), Caveat("data sizes are public")]
@@ -124,8 +125,8 @@ def guarantee(
     >>> promise.covers, promise.caveats
     (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
     """
-    epsilon, how = accountant.bound(events, delta) if found is None else found
-    caveats, shown, released = (
+    epsilon, method = accountant.bound(events, delta) if found is None else found
+    caveats, unprotected, releases_text = (
         _words_of(events, Caveat),
         _words_of(events, NonPrivateEvent),
         _released(events, releases),
@@ -135,25 +136,25 @@ def guarantee(
         epsilon=epsilon,
         delta=delta,
         sampling=sampling_words(events, sampling),
-        accountant=how,
+        accountant=method,
         adjacency=ADJACENCIES[accountant.adjacency],
-        covers=released if bounded else (),
-        not_covered=(*shown, *(() if bounded else released), *NOT_COVERED, *caveats),
+        covers=releases_text if bounded else (),
+        not_covered=(*unprotected, *(() if bounded else releases_text), *NOT_COVERED, *caveats),
         caveats=caveats,
-        unprotected=shown,
+        unprotected=unprotected,
     )
 
 
 def shown_epsilon(epsilon: float, budget: float = math.inf) -> float:
-    """Four digits, rounded up, but not above a budget that was kept, lest it look broken.
+    """Round epsilon up to four digits, but not above a budget that was kept, so that the budget does not look exceeded.
 
     >>> shown_epsilon(2.345678), shown_epsilon(0.05137, budget=0.05137), shown_epsilon(math.inf)
     (2.346, 0.05137, inf)
     """
     if epsilon == 0 or not math.isfinite(epsilon):
         return epsilon
-    shown = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
-    return min(shown, budget) if epsilon <= budget else shown
+    rounded = rounded_up(epsilon, 3 - math.floor(math.log10(epsilon)))
+    return min(rounded, budget) if epsilon <= budget else rounded
 
 
 def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent]) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent
 
 
 def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
-    """What the events are, counted by kind.
+    """Describe the events, counted by kind.
 
     >>> _released([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
     ('1 noised full-batch step in 1 release', '38 noised gradient steps in 2 releases')
@@ -193,7 +194,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
-    """How batches were drawn; `drawn` says it of those that are not full.
+    """Describe how batches are drawn; `drawn` describes batches that are not full.
 
     >>> sampling_words([GaussianEvent(1.0, 2.0)], "Poisson sampling"), sampling_words([GaussianEvent(0.1, 2.0)])
     ('full batches', 'Poisson-sampled batches')

@@ -1,4 +1,4 @@
-"""The releases that are planned for one client."""
+"""Planned releases of one client."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Planned:
     """`count` releases of one purpose.
 
     Args:
-        purpose: what the ledger calls them ("train", "first_round", ...); unique in a schedule.
-        event: ONE release, for example a round of 38 steps; its noise_multiplier None is "to be solved". What nothing
-            protects is `NonPrivateEvent`.
-        count: how many, >= 0.
+        purpose: name of the releases in the ledger ("train", "first_round", ...); unique in a schedule.
+        event: ONE release, for example a round of 38 steps. Its noise_multiplier is None if it has to be solved. A
+            release without protection is a `NonPrivateEvent`.
+        count: number of releases, >= 0.
 
     Raises:
-        TypeError: the event is a `Caveat`, which is no release and pays for none.
+        TypeError: the event is a `Caveat`, which is not a release.
     """
 
     purpose: str
@@ -36,16 +36,16 @@ class Planned:
             raise TypeError(f"a release of {self.purpose!r} must have noise or be `NonPrivateEvent`, got {self.event}")
 
     def events(self) -> list[Event]:
-        """What all of them release; nothing if there are none."""
+        """Return what all releases together release; empty if count is 0."""
         return [repeated(self.event, self.count)] if self.count else []
 
     @property
     def unsolved(self) -> bool:
-        """Whether its noise is still to be solved."""
+        """Whether the noise still has to be solved."""
         return isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None
 
     def with_noise(self, noise_multiplier: float) -> Planned:
-        """The same with this noise, if its own is still to be solved."""
+        """Return a copy with this noise if the noise is unsolved, otherwise self."""
         if isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None:
             return replace(self, event=replace(self.event, noise_multiplier=noise_multiplier))
         return self
@@ -56,10 +56,11 @@ class ClientSchedule:
     """All releases of one client, and the budget they must fit.
 
     Args:
-        target_epsilon: > 0; inf is "no budget": nothing is solved for, epsilon is only reported.
+        target_epsilon: privacy budget, > 0; inf means no budget: epsilon is only reported.
         delta: in (0, 1); 0 where no release is Gaussian.
         planned: every release of the run.
 
+    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
     >>> run.with_noise(1.5).events()
     [GaussianEvent(sample_rate=0.02, noise_multiplier=1.5, steps=1500)]
@@ -70,23 +71,23 @@ class ClientSchedule:
     planned: tuple[Planned, ...]
 
     def events(self) -> list[Event]:
-        """What the whole run releases."""
+        """Return what the whole run releases."""
         return [event for line in self.planned for event in line.events()]
 
     @property
     def releases(self) -> tuple[int, ...]:
-        """How many releases each of `events` stands for."""
+        """Number of releases of each of `events`."""
         return tuple(line.count for line in self.planned if line.count)
 
     @property
     def protected(self) -> ClientSchedule:
-        """The schedule without `NonPrivateEvent` releases: what noise is solved for, since none could pay for those."""
+        """The schedule without `NonPrivateEvent` releases. Calibration uses it, because no noise can pay for those."""
         lines = tuple(line for line in self.planned if not isinstance(line.event, NonPrivateEvent))
         return replace(self, planned=lines)
 
     @property
     def main(self) -> NoisedEvent:
-        """One of the most frequent noised sums: what "the" noise and rate of a client are.
+        """One of the most frequent noised sums. It defines the noise and the sample rate of the client.
 
         Raises:
             KeyError: no noised sum is planned.
@@ -96,8 +97,9 @@ class ClientSchedule:
         return event
 
     def batch_size(self, num_records: int) -> int:
-        """Records that a step of `main` expects of so many.
+        """Return the expected batch size of a step of `main` for this number of records.
 
+        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
         >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
         48
         """
@@ -112,11 +114,11 @@ class ClientSchedule:
         return max(noised, key=lambda line: line.count)
 
     def count_of(self, purpose: str) -> int:
-        """Planned releases of that purpose; 0 for one that is not planned."""
+        """Return the number of planned releases of a purpose; 0 if the purpose is not planned."""
         return sum(line.count for line in self.planned if line.purpose == purpose)
 
     def noise_multiplier(self, purpose: str) -> float:
-        """Noise std (of Laplace noise: scale) / clip norm of that purpose's releases.
+        """Return noise std (or Laplace scale) / clip norm of the releases of a purpose.
 
         Raises:
             KeyError: no noised sum of that purpose is planned, or its noise is not solved yet.
@@ -128,5 +130,5 @@ class ClientSchedule:
         return noises[0]
 
     def with_noise(self, noise_multiplier: float) -> ClientSchedule:
-        """The schedule with every unsolved noise set to this one."""
+        """Return the schedule with every unsolved noise set to this value."""
         return replace(self, planned=tuple(line.with_noise(noise_multiplier) for line in self.planned))

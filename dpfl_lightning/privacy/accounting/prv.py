@@ -1,4 +1,4 @@
-"""Numerical composition of privacy losses (Opacus' PRV) in bounded time and memory, for every event and relation."""
+"""Numerical composition of privacy losses (Opacus' PRV) in bounded time and memory."""
 
 from __future__ import annotations
 
@@ -19,53 +19,52 @@ from dpfl_lightning.privacy.accounting.composition import Composed
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted, laplace_rdp, sampled_gaussian_rdp
 
 EPS_ERROR, _MAX_EPS_ERROR = 0.01, 0.1
-# Points of the discretised privacy loss: a second or two, and some 300 MB, for each distinct event.
+# Points of the discretised privacy loss: each distinct event takes a second or two and about 300 MB.
 _MAX_GRID = 2**21
 
 
 class NoPrv(Exception):
-    """Why there is no value, in words."""
+    """PRV gives no value; the message says why."""
 
 
 @functools.lru_cache(maxsize=4096)
 def prv_epsilon(releases: Composed, delta: float, adjacency: str, time_limit_s: float) -> tuple[float, float]:
-    """Upper bound of epsilon, and the error it includes.
+    """Return an upper bound of epsilon, and the error that it includes.
 
-    For add_remove both directions are composed, and the larger one counts. Selections enter as the randomised response
-    of an epsilon-private choice, which is valid but costs up to four times their RDP.
+    For add_remove both directions are composed, and the larger epsilon is returned. A selection is composed as the
+    randomised response of an epsilon-private choice, which is valid but costs up to four times its RDP.
 
     Args:
-        releases: neither free nor noiseless.
-        time_limit_s: looked at after each distinct event, whose time the grid's size bounds.
+        releases: composition that is neither free nor noiseless.
+        time_limit_s: limit in seconds, checked after each distinct event; the grid's size bounds the time of an event.
     Raises:
-        NoPrv: there is none; the message says why.
+        NoPrv: there is no value; the message says why.
     Reference: Gopi, Lee, Wutschitz (2021).
     """
-    # The tail of the composed loss is a sum of rounding errors of 1e-16: measured against exact values,
-    # Opacus' result is below the truth (by 0.1) at delta 1e-10 after 60,000 steps. Keep two orders of
-    # magnitude away.
+    # The tail of the composed loss is a sum of rounding errors of 1e-16. Compared with exact values, Opacus' result is
+    # 0.1 too low at delta 1e-10 after 60,000 steps. This condition keeps a distance of two orders of magnitude.
     steps = [steps for _, _, steps in releases.gaussian] + [n for _, n in (*releases.laplace, *releases.selection)]
     if delta < max(1e-9, 1e-12 * sum(steps)):
         raise NoPrv(f"PRV's rounding errors matter at delta {delta:g}")
     delta_error = delta / 1000  # Opacus' default
     eps_error, reach, mesh = _grid(releases, steps, adjacency, delta_error)
-    both = adjacency == "add_remove" and any(rate < 1 for rate, _, _ in releases.gaussian)
-    directions = [_losses(releases, adjacency, added) for added in ((False, True) if both else (False,))]
+    both_directions = adjacency == "add_remove" and any(rate < 1 for rate, _, _ in releases.gaussian)
+    directions = [_losses(releases, adjacency, added) for added in ((False, True) if both_directions else (False,))]
     tick = _clock(time_limit_s, len(directions) * len(steps))
     try:
         with np.errstate(all="ignore"):
             sums = [_composed(losses, reach, mesh, tick) for losses in directions]
-            epsilon = max(one.compute_epsilon(delta, delta_error, eps_error)[2] for one in sums)
-    except (RuntimeError, ValueError, IntegrationWarning, MemoryError) as error:  # Opacus' refusals
-        why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise NoPrv(f"PRV failed ({why})") from error
+            epsilon = max(total.compute_epsilon(delta, delta_error, eps_error)[2] for total in sums)
+    except (RuntimeError, ValueError, IntegrationWarning, MemoryError) as error:  # errors of Opacus
+        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+        raise NoPrv(f"PRV failed ({reason})") from error
     if not math.isfinite(epsilon):
         raise NoPrv("PRV gave no finite value")
     return max(float(epsilon), 0.0), eps_error
 
 
 def _clock(time_limit_s: float, total: int) -> Callable[[], None]:
-    """A function to call after each of `total` parts: raises NoPrv when time is over, or foreseeably will be."""
+    """Return a function to call after each of `total` parts. It raises NoPrv if the time is over or predicted to be."""
     start, done = time.monotonic(), 0
 
     def tick() -> None:
@@ -78,41 +77,41 @@ def _clock(time_limit_s: float, total: int) -> Callable[[], None]:
 
 
 def _composed(losses: list[tuple[Loss, int]], reach: float, mesh: float, tick: Callable[[], None]) -> Any:
-    """Opacus' discrete distribution of the sum of the losses, each as often as its number says."""
+    """Return Opacus' discrete distribution of the sum of the losses, each repeated by its count."""
     from opacus.accountants.analysis import prv
 
     half = next_fast_len(math.ceil(reach / mesh) + 1, real=True) - 1  # of a grid of 2 * half + 2 points
     grid = prv.Domain.create_aligned((0.5 - half) * mesh, (half - 0.5) * mesh, mesh)
     total: Any = None
     with warnings.catch_warnings():
-        warnings.simplefilter("error", IntegrationWarning)  # a mean that cannot be trusted
+        warnings.simplefilter("error", IntegrationWarning)  # the mean would be unreliable
         for loss, steps in losses:
             bounded = loss if loss.mean else prv.TruncatedPrivacyRandomVariable(loss, grid.t_min, grid.t_max)
-            one = prv.discretize(bounded, grid)
-            if abs(one.pmf.sum() - 1) > 1e-9:  # a jump fell between two cells
+            density = prv.discretize(bounded, grid)
+            if abs(density.pmf.sum() - 1) > 1e-9:  # a jump fell between two cells
                 raise ValueError("the discretised loss has lost mass")
-            one = prv.compose_heterogeneous([one], [steps])
-            total = one if total is None else prv.compose_heterogeneous([total, one], [1, 1])
+            density = prv.compose_heterogeneous([density], [steps])
+            total = density if total is None else prv.compose_heterogeneous([total, density], [1, 1])
             tick()
         return total
 
 
 def _grid(releases: Composed, steps: list[int], adjacency: str, delta_error: float) -> tuple[float, float, float]:
-    """(error of epsilon, reach, mesh) of Opacus' grid; the error grows where the grid would not fit."""
+    """Return (error of epsilon, reach, mesh) of Opacus' grid; the error grows if the grid would not fit."""
     sensitivity = 2 if adjacency == "replace_one" else 1
     rates, noises = [rate for rate, _, _ in releases.gaussian], [noise for _, noise, _ in releases.gaussian]
     pure = [epsilon * sensitivity for epsilon, _ in releases.selection]
-    each = np.concatenate(
+    rdp_per_step = np.concatenate(
         [
             sampled_gaussian_rdp(rates, noises, adjacency=adjacency).reshape(-1, len(ORDERS)),
             *(laplace_rdp(noise / sensitivity)[None] for noise, _ in releases.laplace),
             *(np.minimum(np.array(ORDERS) * epsilon**2 / 2, epsilon)[None] for epsilon in pure),
         ]
     )
-    whole_run = converted(np.array(steps) @ each, ORDERS, delta_error / 4).min()
-    one_step = converted(each, ORDERS, delta_error / (8 * sum(steps))).min(axis=1).max()
-    most = max([*pure, *(sensitivity / noise for noise, _ in releases.laplace)], default=0.0)
-    reach = max(whole_run, one_step, most, EPS_ERROR) + 3  # Gopi et al. (2021), remark 5.6, as Opacus
+    whole_run = converted(np.array(steps) @ rdp_per_step, ORDERS, delta_error / 4).min()
+    one_step = converted(rdp_per_step, ORDERS, delta_error / (8 * sum(steps))).min(axis=1).max()
+    largest_loss = max([*pure, *(sensitivity / noise for noise, _ in releases.laplace)], default=0.0)
+    reach = max(whole_run, one_step, largest_loss, EPS_ERROR) + 3  # Gopi et al. (2021), remark 5.6, as in Opacus
     relative_mesh = 1 / math.sqrt(sum(steps) * math.log(12 / delta_error) / 2)
     eps_error = max(EPS_ERROR, math.ceil(100 * 2 * reach / relative_mesh / _MAX_GRID) / 100)
     if eps_error > _MAX_EPS_ERROR:
@@ -125,14 +124,14 @@ def _grid(releases: Composed, steps: list[int], adjacency: str, delta_error: flo
 
 @dataclass(frozen=True)
 class Loss:
-    """A privacy loss by its distribution function; `mean` of those with bounded support (Opacus integrates others)."""
+    """Distribution function of a privacy loss; `mean` is set if its support is bounded (Opacus integrates others)."""
 
     cdf: Callable[[np.ndarray], np.ndarray]
     mean: Callable[[], float] | None = None
 
 
 def _losses(releases: Composed, adjacency: str, added: bool) -> list[tuple[Loss, int]]:
-    """Each distinct loss and how often; `added`: the record is in Q instead of P."""
+    """Return each distinct loss and its count; `added` means that the record is in Q instead of P."""
     sensitivity = 2 if adjacency == "replace_one" else 1
     losses = [
         (_replaced(rate, noise) if sensitivity == 2 else _added(rate, noise) if added else _removed(rate, noise), n)
@@ -143,7 +142,7 @@ def _losses(releases: Composed, adjacency: str, added: bool) -> list[tuple[Loss,
 
 
 def _removed(q: float, z: float) -> Loss:
-    """P = (1-q) N(0) + q N(1), Q = N(0): Opacus' own."""
+    """P = (1-q) N(0) + q N(1), Q = N(0), computed by Opacus."""
     from opacus.accountants.analysis import prv
 
     return Loss(prv.PoissonSubsampledGaussianPRV(q, z).cdf)
@@ -173,7 +172,7 @@ def _replaced(q: float, z: float) -> Loss:
 
 
 def _laplace(epsilon: float) -> Loss:
-    """Laplace noise, 1 / epsilon of the sensitivity: half of the mass at epsilon, exp(-epsilon) / 2 at -epsilon."""
+    """Laplace noise of scale sensitivity / epsilon: half of the mass at epsilon, exp(-epsilon) / 2 at -epsilon."""
 
     def cdf(t: np.ndarray) -> np.ndarray:
         return np.where(t < -epsilon, 0.0, np.where(t < epsilon, np.exp((np.minimum(t, epsilon) - epsilon) / 2) / 2, 1))
@@ -182,7 +181,7 @@ def _laplace(epsilon: float) -> Loss:
 
 
 def _randomised_response(epsilon: float) -> Loss:
-    """The worst pair of any epsilon-private choice: epsilon or -epsilon."""
+    """The worst pair of any epsilon-private choice: the loss is epsilon or -epsilon."""
     low = 1 / (1 + math.exp(epsilon))
     return Loss(
         lambda t: np.where(t < -epsilon, 0.0, np.where(t < epsilon, low, 1.0)), lambda: epsilon * math.tanh(epsilon / 2)

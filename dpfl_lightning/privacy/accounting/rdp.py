@@ -1,6 +1,6 @@
 """RDP of the mechanisms, vectorised over clients and orders, and its conversion to epsilon.
 
-Pure arithmetic: what calibration needs thousands of times. `accountant.Rdp` certifies the result with Opacus.
+Calibration calls these functions thousands of times; `accountant.Rdp` certifies the result with Opacus.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import gammaln, logsumexp
 
-# Opacus' default orders (1.1 ... 10.9, 12 ... 63), 11, and a sparse tail, without which no epsilon below
-# 0.066 can be certified at delta 1e-4. 1024 is the last round order whose binomials still fit a double, as
-# Opacus computes them.
+# Opacus' default orders (1.1 ... 10.9, 12 ... 63), 11, and a sparse tail, without which no epsilon below 0.066 can be
+# certified at delta 1e-4. 1024 is the last round order whose binomials fit a double in Opacus' computation.
 _TAIL = (64, 72, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 ORDERS: tuple[float, ...] = (*(1 + x / 10 for x in range(1, 100)), *range(11, 64), *_TAIL)
 
@@ -25,20 +24,20 @@ def sampled_gaussian_rdp(
     orders: tuple[float, ...] = ORDERS,
     adjacency: str = "add_remove",
 ) -> np.ndarray:
-    """RDP of one step of the Poisson-sampled Gaussian, log(A_alpha) / (alpha - 1), of many mechanisms.
+    """Return the RDP of one step of Poisson-sampled Gaussians, log(A_alpha) / (alpha - 1).
 
-    With N(m) a Gaussian of mean m and standard deviation z, the worst neighbours release one of
+    With N(m) a Gaussian of mean m and standard deviation z, the worst neighbours release
 
     - add_remove: (1-q) N(0) + q N(1) and N(0), in the order that costs more;
     - replace_one: (1-q) N(0) + q N(1) and (1-q) N(0) + q N(-1).
 
     The second pair dominates every other replacement: for contributions v and v' in the unit ball the hockey-stick
-    divergence grows when v' moves along the sphere away from v, or outwards, because the set on which the one density
-    exceeds a multiple of the other contains every ray against these directions; likewise for v.
+    divergence grows when v' moves along the sphere away from v, or outwards, because the set on which one density
+    exceeds a multiple of the other contains every ray against these directions. The same holds for v.
 
-    A_alpha - 1 is summed directly, so that tiny costs keep their digits: by the binomial form at integer orders of
-    add_remove, by quadrature else. Where a quadrature would take too long, the value of the full batch, which is above,
-    is given: only for orders that no smallest epsilon comes from.
+    A_alpha - 1 is summed directly, so that small costs keep their digits: by the binomial form at integer orders of
+    add_remove, otherwise by quadrature. If a quadrature would take too long, the result is the value of the full batch,
+    which is an upper bound. This happens only at orders that never give the smallest epsilon.
 
     Args:
         sample_rate: [n], in (0, 1].
@@ -47,8 +46,8 @@ def sampled_gaussian_rdp(
         adjacency: add_remove or replace_one.
     Returns:
         [n, k], Renyi divergence in nats.
-    Reference: Mironov, Talwar, Zhang (2019), section 3.3, as Opacus' `compute_rdp`: both agree to 1e-9, or to
-        1e-12 in log(A_alpha), which is where Opacus cuts its series. Replacement: Lebeda et al. (2024).
+    Reference: Mironov, Talwar, Zhang (2019), section 3.3, like Opacus' `compute_rdp`. Both agree to 1e-9, or to 1e-12
+        in log(A_alpha), where Opacus cuts its series. Replacement: Lebeda et al. (2024).
 
     >>> sampled_gaussian_rdp([1.0, 0.01], [2.0, 2.5], (2.5, 5)).round(8).tolist()
     [[0.3125, 0.625], [2.171e-05, 4.362e-05]]
@@ -59,17 +58,17 @@ def sampled_gaussian_rdp(
     noise = np.asarray(noise_multiplier, dtype=float)
     order = np.asarray(orders, dtype=float)
     replaced = adjacency == "replace_one"
-    rdp = order * (4 if replaced else 1) / (2 * noise[:, None] ** 2)  # full batches; an upper bound for all others
-    whole = (order == np.floor(order)) & (not replaced)
+    rdp = order * (4 if replaced else 1) / (2 * noise[:, None] ** 2)  # full batches; an upper bound for sampled ones
+    integer_orders = (order == np.floor(order)) & (not replaced)
     sampled = np.flatnonzero(rate < 1)
-    sampled = sampled[np.argsort(noise[sampled])]  # rows of similar noise need a like number of nodes
-    for start in range(0, len(sampled), 16):  # few enough that the work arrays stay in the cache
+    sampled = sampled[np.argsort(noise[sampled])]  # rows of similar noise need similar numbers of nodes
+    for start in range(0, len(sampled), 16):  # small enough for the work arrays to stay in the cache
         rows = sampled[start : start + 16]
         q, z = rate[rows], noise[rows]
         log_excess = np.full((len(rows), len(order)), np.nan)
-        log_excess[:, whole] = _log_excess_whole(q, z, tuple(order[whole].astype(int).tolist()))
+        log_excess[:, integer_orders] = _log_excess_whole(q, z, tuple(order[integer_orders].astype(int).tolist()))
         for low, high in ((1, 11), (11, 64), (64, math.inf)):  # higher orders need wider grids
-            block = ~whole & (low < order) & (order <= high)
+            block = ~integer_orders & (low < order) & (order <= high)
             log_excess[:, block] = _log_excess_quadrature(q, z, order[block], replaced)
         with np.errstate(invalid="ignore"):
             exact = np.logaddexp(0.0, log_excess) / (order - 1)  # log(1 + excess) / (alpha - 1)
@@ -79,7 +78,7 @@ def sampled_gaussian_rdp(
 
 @functools.lru_cache(maxsize=16)
 def _binomial_terms(orders: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Terms k = 2..alpha of all orders, end to end: k, alpha - k, log binom(alpha, k); each order's start."""
+    """Return the terms k = 2..alpha of all orders, concatenated: k, alpha - k, log binom(alpha, k), and the starts."""
     order = np.concatenate([np.full(alpha - 1, float(alpha)) for alpha in orders])
     k = np.concatenate([np.arange(2.0, alpha + 1) for alpha in orders])
     log_binomial = gammaln(order + 1) - gammaln(k + 1) - gammaln(order - k + 1)
@@ -93,7 +92,7 @@ def _log_excess_whole(q: np.ndarray, z: np.ndarray, orders: tuple[int, ...]) -> 
         return np.empty((len(q), 0))
     k, rest, log_binomial, starts = _binomial_terms(orders)
     exponent = k * (k - 1) / (2 * z[:, None] ** 2)
-    with np.errstate(divide="ignore"):  # expm1 may underflow to 0, whose log is -inf
+    with np.errstate(divide="ignore"):  # expm1 may underflow to 0
         log_expm1 = exponent + np.log(-np.expm1(-exponent))
     terms = log_binomial + k * np.log(q)[:, None] + rest * np.log1p(-q)[:, None] + log_expm1
     top = np.maximum(np.maximum.reduceat(terms, starts, axis=1), -1e300)
@@ -108,12 +107,13 @@ _MOST_NODES = 6000  # of a quadrature
 def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, replaced: bool) -> np.ndarray:
     """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v] where 1 + v is the ratio of the pair's densities, [n, orders].
 
-    E[v] = 0 under the second density, so the subtracted terms change nothing but keep the digits. The integrand is
-    analytic with Gaussian tails: the trapezium rule converges exponentially (the nearest singularity is pi*z off the
-    real axis). nan below z = 0.03, where a step costs an epsilon of hundreds, and where it would take too many nodes.
+    E[v] = 0 under the second density, so the subtracted terms do not change the value but keep the digits. The
+    integrand is analytic with Gaussian tails, so the trapezium rule converges exponentially (the nearest singularity is
+    pi*z off the real axis). The result is nan below z = 0.03, where a step costs an epsilon of hundreds, and where the
+    quadrature would take too many nodes.
     """
     log_excess = np.full((len(q), len(order)), np.nan)
-    # u runs 9 beyond the lowest bump, at 0 or -1/z, and the highest, at alpha/z or (2 alpha - 1)/z
+    # u extends 9 beyond the lowest bump, at 0 or -1/z, and the highest, at alpha/z or (2 alpha - 1)/z
     reach = (2 * order.max() - 1 if replaced else max(order.max(), 2.0)) if len(order) else 0.0
     width = 18 + (reach + replaced) / z
     nodes = np.ceil(width / np.minimum(0.4, 0.6 * z))
@@ -123,7 +123,7 @@ def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, repl
     q, z, alpha, count = q[rows, None], z[rows, None], order[:, None], int(nodes[rows].max())
     u = np.linspace(0, 1, count + 1) * width[rows, None] - 9 - replaced / z
     v, w, log_base = (x[:, None, :] for x in _ratio(q, z, u, replaced))
-    with np.errstate(all="ignore"):  # each branch is evaluated where the other holds, too
+    with np.errstate(all="ignore"):  # both branches are evaluated everywhere
         small = np.log(np.maximum(np.expm1(np.minimum(alpha * w, 99)) - alpha * v, 0))
         large = alpha * w + np.log1p((alpha - 1) * np.exp(-alpha * w) - alpha * np.exp((1 - alpha) * w))
     log_terms = np.where((w > 1) | (alpha * w > 30), large, small) - (u**2 / 2)[:, None, :] + log_base
@@ -133,25 +133,25 @@ def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, repl
 
 
 def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """v, log(1 + v) and the log of the second density over that of N(0, z^2), at z * u, each [n, nodes]."""
+    """Return v, log(1 + v) and the log of the second density over that of N(0, z^2), at z * u, each [n, nodes]."""
     log_rest, log_q = np.log1p(-q), np.log(q)
-    log_one = np.logaddexp(log_rest, log_q + u / z - 0.5 / z**2)
-    log_other = np.logaddexp(log_rest, log_q - u / z - 0.5 / z**2) if replaced else np.zeros_like(u)
-    log_ratio = log_one - log_other
+    log_first = np.logaddexp(log_rest, log_q + u / z - 0.5 / z**2)
+    log_second = np.logaddexp(log_rest, log_q - u / z - 0.5 / z**2) if replaced else np.zeros_like(u)
+    log_ratio = log_first - log_second
     with np.errstate(over="ignore"):
         near = np.expm1(np.clip(u / z - 0.5 / z**2, -700, 30)) * q  # the difference of the densities, over N(0, z^2)
         if replaced:
-            near = 2 * q * np.exp(-0.5 / z**2) * np.sinh(np.clip(u / z, -30, 30)) / np.exp(np.minimum(log_other, 99))
+            near = 2 * q * np.exp(-0.5 / z**2) * np.sinh(np.clip(u / z, -30, 30)) / np.exp(np.minimum(log_second, 99))
     far = np.abs(log_ratio) > 0.5
     v = np.where(far, np.expm1(np.minimum(log_ratio, 99)), near)
-    return v, np.where(far, log_ratio, np.log1p(np.where(far, 0.0, near))), log_other
+    return v, np.where(far, log_ratio, np.log1p(np.where(far, 0.0, near))), log_second
 
 
 def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
-    """RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
+    """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
 
     log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1). A shift spread over several coordinates costs less than
-    one in a single coordinate, because the divergence is convex in the shift.
+    a shift in one coordinate, because the divergence is convex in the shift.
 
     Reference: Mironov (2017), table II.
 
@@ -164,15 +164,15 @@ def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> 
 
 
 def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
-    """Epsilon at each order: rdp + log((alpha-1)/alpha) - (log(delta) + log(alpha)) / (alpha-1), at least 0.
+    """Return epsilon at each order: rdp + log((alpha-1)/alpha) - (log(delta) + log(alpha)) / (alpha-1), at least 0.
 
     Args:
-        rdp: [..., k], composed.
+        rdp: composed RDP, [..., k].
         orders: [k].
-        delta: one, or [...], broadcast against rdp's leading axes.
+        delta: scalar or [...], broadcast against rdp's leading axes.
     Returns:
-        [..., k]; each is valid, so the smallest is.
-    Reference: Balle et al. (2020), theorem 21, as Opacus' `get_privacy_spent`.
+        [..., k]; each value is a valid epsilon, so the smallest is valid.
+    Reference: Balle et al. (2020), theorem 21, like Opacus' `get_privacy_spent`.
 
     >>> round(float(converted(np.array([0.1]), (10.0,), 1e-5)[0]), 6)
     1.018011
@@ -184,9 +184,9 @@ def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndar
 
 
 def classically_converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
-    """Epsilon at each order by the older, looser rule rdp + log(1/delta) / (alpha-1); arguments as of `converted`.
+    """Return epsilon at each order by the older, looser rule rdp + log(1/delta) / (alpha-1), for `converted`'s Args.
 
-    Reference: Mironov (2017), proposition 3, as the noise-aware paper's code.
+    Reference: Mironov (2017), proposition 3, like the noise-aware paper's code.
 
     >>> round(float(classically_converted(np.array([0.1]), (10.0,), 1e-5)[0]), 6)
     1.379214

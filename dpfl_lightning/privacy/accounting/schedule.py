@@ -1,6 +1,6 @@
-"""What a client will release in the whole run, and the noise that its budget then asks for.
+"""Calibration: the noise that a client's budget requires for all releases of a run.
 
-Noise can only be solved from the full future: a plan lists every release with its count before the first one.
+The noise depends on the whole run, so a plan lists every release with its count before the first one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dpfl_lightning.privacy.accounting.events import (
 )
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
-_TOLERANCE = 1e-6  # relative, of the solved noise
-_DIGITS = 7  # of the solved noise
-_MOST_NOISE = 1e9  # what does not fit with this noise fits with none
-_NO_LIMIT = 2**50  # releases
+_TOLERANCE = 1e-6  # relative tolerance of the solved noise
+_DIGITS = 7  # digits of the solved noise
+_MOST_NOISE = 1e9  # a schedule that does not fit with this noise never fits
+_NO_LIMIT = 2**50  # number of releases that counts as unlimited
 
-Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, and what is released anyway
+Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, other events of the client
 
 
 def calibrate(
@@ -42,31 +42,31 @@ def calibrate(
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
     Args:
-        schedules: one for each client; releases with noise_multiplier None share the client's one free noise.
-            Schedules without any come back as they are; with an infinite target the noise is 0 (a run without
+        schedules: one for each client; releases with noise_multiplier None share the client's one free noise. Schedules
+            without such releases are returned unchanged; with an infinite target the noise is 0 (a run without
             privacy).
-        accountant: the one that will report, too.
-        on_progress: called with (solved, all) different schedules, and often while one is solved; equal ones are
-            solved once.
-        cache: noises that were solved before; new ones are kept in it.
+        accountant: the accountant that also reports the result.
+        on_progress: called with (solved, all) distinct schedules, also while one is solved; equal ones are solved once.
+        cache: noises solved earlier; new ones are added to it.
     Returns:
-        The schedules in order, with every noise set.
+        The schedules in order, with all noise set.
 
-    **Guarantees** On the safe side: the noise is rounded up, and so is the epsilon that it is held to,
-    composed again by `accountant.epsilon`. Within 0.1 % of the smallest noise that fits. What comes from the
-    cache is composed again, too, and solved anew if it does not fit; that it is the smallest rests on its entry.
+    **Guarantees** The result is on the safe side: the noise is rounded up, and so is the epsilon that it is checked
+    against, composed again by `accountant.epsilon`. The noise is within 0.1 % of the smallest that fits. Cached noise
+    is composed again, too, and solved anew if it does not fit; that it is the smallest rests on the cache entry.
 
-    `NonPrivateEvent` releases are left out: no noise makes the epsilon of such a schedule finite. The other releases
-    get the noise with which they alone fit the target, so that methods which release something without noise can be
-    reproduced. What the whole schedule costs is `accountant.epsilon(schedule.events(), delta)`: infinite.
+    `NonPrivateEvent` releases are left out, because no noise makes the epsilon of such a schedule finite. The other
+    releases get the noise with which they alone fit the target, so that methods which release something without noise
+    can be reproduced. The whole schedule costs `accountant.epsilon(schedule.events(), delta)`, which is infinite.
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: epsilon <= 0, delta outside (0, 1), or a target at or below what the accountant can certify
-            beside the releases whose noise is given; the message names that floor.
+        UserError: epsilon <= 0, delta is outside (0, 1), or the target is at or below what the accountant can certify
+            together with the releases whose noise is given; the message names that floor.
 
     >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> from dpfl_lightning.privacy.accounting.planned import Planned
     >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
     >>> round(calibrate([run], get_accountant("gdp"))[0].noise_multiplier("train"), 3)
     7.461
@@ -74,26 +74,29 @@ def calibrate(
     for schedule in schedules:
         _check(schedule)
     protected = [schedule.protected for schedule in schedules]
-    different = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
+    distinct = [s for s in dict.fromkeys(protected) if any(line.unsolved for line in s.planned)]
     solved: dict[ClientSchedule, float] = {}
-    for start in range(0, len(different), accountant.together):
-        chunk = different[start : start + accountant.together]
+    for start in range(0, len(distinct), accountant.together):
+        chunk = distinct[start : start + accountant.together]
 
-        def tell(done: int = len(solved)) -> None:
+        def report(done: int = len(solved)) -> None:
             if on_progress is not None:
-                on_progress(done, len(different))
+                on_progress(done, len(distinct))
 
         known = {} if cache is None else _still_fitting(chunk, accountant, cache)
-        left = [schedule for schedule in chunk if schedule not in known]
-        found = _certified(left, _smallest_noise(left, accountant, tell), accountant)
-        new = dict(zip(left, found, strict=True))
-        if cache is not None and any(new.values()):
-            cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
-        for schedule, noise in (known | new).items():
+        missing = [schedule for schedule in chunk if schedule not in known]
+        noises = _certified(missing, _smallest_noise(missing, accountant, report), accountant)
+        solved_noises = dict(zip(missing, noises, strict=True))
+        if cache is not None and any(solved_noises.values()):
+            cache.keep({schedule: noise for schedule, noise in solved_noises.items() if noise > 0}, accountant)
+        for schedule, noise in (known | solved_noises).items():
             solved[schedule] = noise
-            tell(len(solved))
+            report(len(solved))
     pairs = zip(schedules, protected, strict=True)
-    return [schedule.with_noise(solved[own]) if own in solved else schedule for schedule, own in pairs]
+    return [
+        schedule.with_noise(solved[protected_schedule]) if protected_schedule in solved else schedule
+        for schedule, protected_schedule in pairs
+    ]
 
 
 def cut_to_budgets(
@@ -101,42 +104,44 @@ def cut_to_budgets(
     accountant: Accountant,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[ClientSchedule]:
-    """The schedules with no more of the most frequent noised sum than the budget pays beside all others.
+    """Reduce the count of the most frequent noised sum to what the budget allows beside all other releases.
 
-    For noises that are given; where one is free, `calibrate` makes the whole schedule fit. As there, `NonPrivateEvent`
-    releases are left out.
+    This applies to schedules whose noise is given; if noise is free, `calibrate` makes the whole schedule fit.
+    `NonPrivateEvent` releases are left out, as in `calibrate`.
 
     Args:
-        schedules: one for each client; those with a free noise or an infinite target come back as they are.
-        accountant: the one that will report, too.
+        schedules: one for each client; those with free noise or an infinite target are returned unchanged.
+        accountant: the accountant that also reports the result.
         on_progress: called with (counted, all) clients.
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: the other releases alone exceed a budget.
+        UserError: the other releases alone exceed the budget.
 
     >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
+    >>> from dpfl_lightning.privacy.accounting.planned import Planned
     >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
     >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
     4
     """
     fixed = [
         i
-        for i, own in enumerate(schedules)
-        if math.isfinite(own.target_epsilon) and not any(line.unsolved for line in own.planned)
+        for i, schedule in enumerate(schedules)
+        if math.isfinite(schedule.target_epsilon) and not any(line.unsolved for line in schedule.planned)
     ]
     mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
-    beside = [
+    remaining_schedules = [
         replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main)).protected
         for i, main in zip(fixed, mains, strict=True)
     ]
     offers = [
-        (main.event, own.target_epsilon, own.delta, own.events()) for main, own in zip(mains, beside, strict=True)
+        (main.event, remaining.target_epsilon, remaining.delta, remaining.events())
+        for main, remaining in zip(mains, remaining_schedules, strict=True)
     ]
     most = max((main.count for main in mains), default=0)
     counts = affordable_counts(offers, accountant, most, on_progress)
-    for i, main, others, count in zip(fixed, mains, beside, counts, strict=True):
+    for i, main, others, count in zip(fixed, mains, remaining_schedules, counts, strict=True):
         if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
             raise _below_floor(others, floor, accountant)
         shorter = replace(main, count=min(count, main.count))
@@ -147,16 +152,16 @@ def cut_to_budgets(
 def affordable_count(
     event: Event, target_epsilon: float, delta: float, accountant: Accountant, before: Sequence[Event] = ()
 ) -> int:
-    """How many releases of a fixed noise fit: the largest n with epsilon(before + n * event) <= target.
+    """Return how many releases with fixed noise fit: the largest n with epsilon(before + n * event) <= target.
 
     Args:
-        event: one release, its noise given.
-        target_epsilon: >= 0; inf is no budget.
+        event: one release with given noise.
+        target_epsilon: >= 0; inf means no budget.
         delta: in (0, 1).
-        accountant: the one that will report, too.
-        before: what is released in any case.
+        accountant: the accountant that also reports the result.
+        before: releases that the client makes in any case.
     Returns:
-        The count; `sys.maxsize` where there is no limit.
+        The count; `sys.maxsize` if it is unlimited.
 
     **Privacy** Arithmetic on public facts.
 
@@ -177,21 +182,21 @@ def affordable_counts(
     most: int,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[int]:
-    """`affordable_count` of many clients, each at most `most`, a batch of them at a time.
+    """Return `affordable_count` of many clients, limited to `most`, in vectorised batches.
 
     Args:
-        offers: each client's (event, target_epsilon, delta, what it releases in any case).
-        accountant: the one that will report, too.
-        most: nobody is offered more, >= 0.
+        offers: (event, target_epsilon, delta, other releases) of each client.
+        accountant: the accountant that also reports the result.
+        most: largest count to consider, >= 0.
         on_progress: called with (counted, all) clients.
     """
     counts: list[int] = []
     for start in range(0, len(offers), accountant.together):
         chunk = offers[start : start + accountant.together]
-        found = _largest_counts(chunk, accountant, most)
-        for (event, target, delta, before), count in zip(chunk, found, strict=True):
+        largest_counts = _largest_counts(chunk, accountant, most)
+        for (event, target, delta, before), count in zip(chunk, largest_counts, strict=True):
             while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
-                count -= 1  # `search` is not the last word
+                count -= 1  # `search` is approximate, `epsilon` is authoritative
             counts.append(count)
         if on_progress is not None:
             on_progress(len(counts), len(offers))
@@ -199,7 +204,7 @@ def affordable_counts(
 
 
 def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) -> list[int]:
-    """Bisection of all clients together; most of them afford everything, so that is asked first."""
+    """Bisect for all clients together. Most clients can afford everything, so the first query asks for `most`."""
     fitting = [most if math.isinf(target) else 0 for _, target, _, _ in offers]
     too_many, asked = [most + 1] * len(offers), [most] * len(offers)
     while undecided := [i for i in range(len(offers)) if too_many[i] - fitting[i] > 1]:
@@ -220,11 +225,12 @@ def _check(schedule: ClientSchedule) -> None:
             "epsilon",
             "be above 0",
             schedule.target_epsilon,
-            "null is no budget.",
+            "null means no budget.",
         )
         pure = schedule.delta == 0 and not any(isinstance(line.event, GaussianEvent) for line in schedule.planned)
         if math.isfinite(schedule.target_epsilon) and not pure:
-            require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, "Usual is below 1 / records.")
+            advice = "It is usually below 1 / number of records."
+            require(0 < schedule.delta < 1, "delta", "be in (0, 1)", schedule.delta, advice)
     for line in schedule.planned:
         require(line.count >= 0, "count", f"be at least 0 for {line.purpose}", line.count)
 
@@ -232,28 +238,30 @@ def _check(schedule: ClientSchedule) -> None:
 def _still_fitting(
     schedules: Sequence[ClientSchedule], accountant: Accountant, cache: CalibrationCache
 ) -> dict[ClientSchedule, float]:
-    """The cached noises that fit, whoever wrote them."""
-    held = {s: noise for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise}
-    if not held:
+    """Return the cached noises that fit."""
+    cached = {s: noise for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise}
+    if not cached:
         return {}
-    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in held.items()])
-    return {s: noise for (s, noise), epsilon in zip(held.items(), epsilons, strict=True) if epsilon <= s.target_epsilon}
+    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in cached.items()])
+    return {
+        s: noise for (s, noise), epsilon in zip(cached.items(), epsilons, strict=True) if epsilon <= s.target_epsilon
+    }
 
 
 def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], accountant: Accountant) -> list[float]:
-    """The noises rounded up, and on until the accountant's own epsilon is within the target."""
-    found, step, left = list(map(float, noises)), _TOLERANCE, list(range(len(schedules)))
-    while left:
-        found = [_rounded_noise(noise) for noise in found]
-        queries = [(schedules[i].with_noise(found[i]).events(), schedules[i].delta) for i in left]
-        bounds = zip(left, accountant.bounds(queries), strict=True)
-        left = [i for i, (epsilon, _) in bounds if not epsilon <= schedules[i].target_epsilon]
-        for i in left:
-            if not 0 < found[i] < _MOST_NOISE:
+    """Round the noises up, and increase them until the accountant's epsilon is within the target."""
+    certified, step, pending = list(map(float, noises)), _TOLERANCE, list(range(len(schedules)))
+    while pending:
+        certified = [_rounded_noise(noise) for noise in certified]
+        queries = [(schedules[i].with_noise(certified[i]).events(), schedules[i].delta) for i in pending]
+        bounds = zip(pending, accountant.bounds(queries), strict=True)
+        pending = [i for i, (epsilon, _) in bounds if not epsilon <= schedules[i].target_epsilon]
+        for i in pending:
+            if not 0 < certified[i] < _MOST_NOISE:
                 raise RuntimeError(f"no noise could be certified for {schedules[i]}")
-            found[i] *= 1 + step
+            certified[i] *= 1 + step
         step *= 2
-    return found
+    return certified
 
 
 def _rounded_noise(noise: float) -> float:
@@ -261,47 +269,47 @@ def _rounded_noise(noise: float) -> float:
 
 
 def _smallest_noise(
-    schedules: Sequence[ClientSchedule], accountant: Accountant, tell: Callable[[], None]
+    schedules: Sequence[ClientSchedule], accountant: Accountant, report: Callable[[], None]
 ) -> np.ndarray:
-    """Noise multipliers just above the smallest that fit, [clients]; 0 where any fits."""
+    """Return noise multipliers just above the smallest that fit, [clients]; 0 if any noise fits."""
     target = np.array([schedule.target_epsilon for schedule in schedules])
 
     def excess(log_noise: np.ndarray, client: np.ndarray) -> np.ndarray:
         """log(epsilon / target): decreasing, nearly linear in the logarithm of the noise."""
         noised = [schedules[i].with_noise(math.exp(x)) for i, x in zip(client, log_noise, strict=True)]
         epsilon = accountant.search([(schedule.events(), schedule.delta) for schedule in noised])
-        tell()
+        report()
         return np.log(np.clip(epsilon, 1e-9, 1e300) / target[client])
 
     noise = np.zeros(len(schedules))
-    bounded = [i for i, own in enumerate(schedules) if math.isfinite(own.target_epsilon)]
+    bounded = [i for i, schedule in enumerate(schedules) if math.isfinite(schedule.target_epsilon)]
     least = excess(np.full(len(bounded), math.log(_MOST_NOISE)), np.array(bounded, dtype=int))
     for i, too_much in zip(bounded, least, strict=True):
         if too_much > 0:
             raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
-    solve = [i for i in bounded if _unsolved_steps(schedules[i])]
-    if not solve:
+    unsolved = [i for i in bounded if _unsolved_steps(schedules[i])]
+    if not unsolved:
         return noise
-    client = np.array(solve)
-    guess = np.array([_guess(schedules[i]) for i in solve])
-    bracket = elementwise.bracket_root(excess, guess - 0.2, guess + 0.2, args=(client,)).bracket
+    clients = np.array(unsolved)
+    guess = np.array([_guess(schedules[i]) for i in unsolved])
+    bracket = elementwise.bracket_root(excess, guess - 0.2, guess + 0.2, args=(clients,)).bracket
     tolerances = {"xatol": _TOLERANCE, "xrtol": 0.0, "fatol": 0.0, "frtol": 0.0}
-    root = elementwise.find_root(excess, bracket, args=(client,), tolerances=tolerances)
+    root = elementwise.find_root(excess, bracket, args=(clients,), tolerances=tolerances)
     if not root.success.all():
-        raise RuntimeError(f"calibration found no root for {schedules[client[int(np.argmin(root.success))]]}")
+        raise RuntimeError(f"calibration found no root for {schedules[clients[int(np.argmin(root.success))]]}")
     above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
-    noise[client] = np.exp(np.where(root.f_x <= 0, root.x, above))
+    noise[clients] = np.exp(np.where(root.f_x <= 0, root.x, above))
     return noise
 
 
 def _unsolved_steps(schedule: ClientSchedule) -> int:
-    """Noised steps whose noise is to be solved."""
+    """Number of noised steps whose noise has to be solved."""
     lines = [line for line in schedule.planned if line.unsolved]
     return sum(line.count * line.event.steps for line in lines if isinstance(line.event, NoisedEvent))
 
 
 def _guess(schedule: ClientSchedule) -> float:
-    """Log of the noise that the central limit asks for: good to a third where it matters."""
+    """Return the log of the noise by the central limit theorem; it is accurate to about a third."""
     events = [event for event in schedule.events() if isinstance(event, GaussianEvent)]
     if not events:  # pure epsilons add up
         steps = sum(event.steps for event in schedule.events() if isinstance(event, LaplaceEvent))
@@ -313,8 +321,8 @@ def _guess(schedule: ClientSchedule) -> float:
 
 def _below_floor(schedule: ClientSchedule, floor: float, accountant: Accountant) -> UserError:
     given = ", ".join(line.purpose for line in schedule.planned if not line.unsolved and line.count)
-    cause = f"what {given} costs with the given noise" if given else f"the least that {accountant.name} can certify"
-    above = f"{floor:g}, {cause}" if floor < 1e299 else f"{cause}, which nothing bounds,"
+    cause = f"the cost of {given} with the given noise" if given else f"the least that {accountant.name} can certify"
+    above = f"{floor:g}, {cause}" if floor < 1e299 else f"{cause}, which is unbounded,"
     return UserError(
         f"`epsilon` must be above {above} at delta {schedule.delta:g}, "
         f"got {schedule.target_epsilon:g}. Raise it{', or the given noise' if given else ', or delta'}."

@@ -1,4 +1,4 @@
-"""Epsilons of a running federation, read off the schedule: each curve is computed once, then looked up."""
+"""Epsilons of a running federation: each curve is computed once from the schedule and then looked up."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 
 class SpentEpsilon:
-    """What a client has spent after so many releases of each purpose.
+    """Computes what a client has spent after a number of releases of each purpose.
 
-    Live values for progress and curves, nowhere above what the whole schedule costs, and infinite from the first
-    `NonPrivateEvent` release on; the ledger is composed again for the final ones.
+    The values are for progress and curves. They never exceed the epsilon of the whole schedule and are infinite from
+    the first `NonPrivateEvent` release on. The final values come from composing the ledger again.
     """
 
     def __init__(self, accountant: Accountant) -> None:
@@ -25,11 +25,11 @@ class SpentEpsilon:
         self._whole: dict[ClientSchedule, float] = {}
 
     def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
-        """Epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
+        """Return epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
         counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
         if any(isinstance(line.event, NonPrivateEvent) and counts[line.purpose] for line in schedule.planned):
             return math.inf
-        schedule = schedule.protected  # what is not protected has not been released yet
+        schedule = schedule.protected  # no unprotected release has been made yet
         if not any(counts[line.purpose] for line in schedule.planned):
             return 0.0
         main = max(schedule.planned, key=lambda line: line.count)

@@ -1,10 +1,9 @@
-"""Exact clipped sums of per-record gradients, without the work that only a summed gradient needs.
+"""Exact clipped sums of per-record gradients, without computing summed weight gradients.
 
-One forward with weights that require no gradient, one backward to the outputs of the layers with parameters;
-each record's gradients then follow layer by layer (`layer_rules.py`). Hooks on an ordinary backward compute
-summed weight gradients besides, which nobody reads. A convolution on a CPU has a backward pass of its own, which
-skips the zeros that max-pooling leaves (`sparse_conv.py`). `clipped_sum_for` holds the result to `VmapClippedSum` on
-random data before it trusts it.
+One forward pass runs with weights that require no gradient, and one backward pass to the outputs of the layers with
+parameters. Each record's gradients then follow layer by layer (`layer_rules.py`). A convolution on a CPU has a special
+backward pass that skips the zeros of max-pooling (`sparse_conv.py`). `clipped_sum_for` compares the result with
+`VmapClippedSum` on random data before it is used.
 """
 
 from __future__ import annotations
@@ -49,40 +48,40 @@ from dpfl_lightning.privacy.clipping.reference import (
     wanted_of,
 )
 
-CPU_CHUNK = 128  # records a pass: fewer pay its fixed costs too often, more leave the caches
-CPU_NUMBERS = 4 << 20  # in the widest layer's inputs of a pass: more leave the caches
-ACCELERATOR_CHUNK = 512  # records: few, large kernels; lower it if memory runs out
-CROWD_NUMBERS = 1 << 20  # in the widest layer's inputs of the batch that a check looks at: more take seconds
+CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
+CPU_NUMBERS = 4 << 20  # numbers in the widest layer's inputs of a pass: more do not fit the caches
+ACCELERATOR_CHUNK = 512  # records: few, large kernels; reduce it if memory runs out
+CROWD_NUMBERS = 1 << 20  # numbers in the widest layer's inputs of the batch of a check: more take seconds
 FEWEST_IN_A_CROWD = 24
 
 Calls = dict[str, Inputs]  # unit -> its inputs
-Edges = dict[str, GradientEdge]  # unit -> its output's place in the graph
+Edges = dict[str, GradientEdge]  # unit -> the edge of its output in the graph
 LayerBackward = Callable[[Tensor, tuple[bool, ...]], tuple[Tensor | None, ...]]  # dy, which inputs need one -> their dx
 
 
 @dataclass(frozen=True)
 class Unit:
-    """A module that owns trainable parameters itself, with all below it: what one rule explains."""
+    """A module that directly holds trainable parameters, with its submodules; one rule computes its gradients."""
 
     module: nn.Module
-    names: dict[str, str]  # of its trainable parameters: local -> in the net
+    names: dict[str, str]  # trainable parameters: name in the module -> name in the net
 
     @property
     def rule(self) -> Rule:
         return RULES.get(type(self.module), any_module_rule)
 
     def gradients(self, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-        """Each record's gradients by the rule, under the parameters' names in the net."""
-        own = {local: params[full] for local, full in self.names.items() if full in params}
-        return self.in_net(self.rule(self.module, own, inputs, dy), params) if own else {}
+        """Return each record's gradients by the rule, under the parameters' names in the net."""
+        unit_params = {local: params[full] for local, full in self.names.items() if full in params}
+        return self.in_net(self.rule(self.module, unit_params, inputs, dy), params) if unit_params else {}
 
     def in_net(self, by_name: ByName, params: Params) -> ByName:
-        """Of gradients under local names those of `params`, under their names in the net."""
+        """Select the gradients of `params` by local name, and return them under their names in the net."""
         return {full: by_name[local] for local, full in self.names.items() if full in params}
 
 
 def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
-    """The highest modules of `net` that own trainable parameters, by name."""
+    """Yield the topmost modules of `net` that directly hold trainable parameters, by name."""
     if any(p.requires_grad for p in net.parameters(recurse=False)):
         yield prefix[:-1], Unit(net, {n: prefix + n for n, p in net.named_parameters() if p.requires_grad})
     else:
@@ -91,9 +90,10 @@ def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
 
 
 class _Seam(torch.autograd.Function):
-    """The identity on a layer's output at which a graph begins anew; behind it lies the layer's own backward pass.
+    """The identity on a layer's output, where a new graph begins; behind it lies a special backward pass of the layer.
 
-    No copy, and what follows may change the output in place. `anchor` requires a gradient, so every seam is passed.
+    It makes no copy, and later operations may change the output in place. `anchor` requires a gradient, so that the
+    backward pass reaches every seam.
     """
 
     @staticmethod
@@ -109,25 +109,26 @@ class _Seam(torch.autograd.Function):
 
 
 class FastClippedSum:
-    """The same `ClippedSum` as `VmapClippedSum` by one exact rule a layer; `vmap` for modules without one.
+    """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
 
-    When to use it: through `clipped_sum_for`, which checks that it is right for the model at hand.
+    Use it through `clipped_sum_for`, which checks that it is correct for the model.
 
     Args:
-        net: the module that `sample_loss` runs with `params` in place of its own; watched during a call only.
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; None is cross entropy.
-        chunk: records a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum by rounding only.
-        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a
-            CPU: pooling is ten times faster, but a net that calls `.view` on a feature map cannot have it.
-        sparse: names of convolutions whose output gradients hold few numbers other than zero, as `sparse_layers` finds
-            them on random data. No private record has a say in how a pass is computed.
+        net: the module that `sample_loss` runs with `params` in place of its parameters; hooked during a call only.
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; None is cross entropy.
+        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum only by
+            rounding.
+        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU.
+            Pooling is then ten times faster, but a net that calls `.view` on a feature map does not support it.
+        sparse: names of convolutions whose output gradients are mostly zeros, as `sparse_layers` finds them on random
+            data. Private records never influence how a pass is computed.
 
     Guarantees:
-        Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in
-        the module that owns it, and each such module once in a forward.
+        Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in the module
+        that holds it, and each such module once in a forward pass.
 
     Raises:
-        Unsupported: the model's structure defeats the rules.
+        Unsupported: the rules do not support the model's structure.
         UserError: `chunk` or `clip_norm` is not positive.
 
     Reference:
@@ -154,7 +155,7 @@ class FastClippedSum:
         names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
         shared = set(names) - {name for name, _ in net.named_parameters()}
         if shared:
-            raise Unsupported(f"`{min(shared)}` is another module's parameter, too")
+            raise Unsupported(f"`{min(shared)}` is also a parameter of another module")
         self.chunk = chunk
         self._sample_loss = sample_loss or cross_entropy_of(net)
         self._units = dict(_units(net))
@@ -163,11 +164,11 @@ class FastClippedSum:
         self.channels_last, self.sparse = bool(self._pools), frozenset(sparse)
 
     def under_vmap(self) -> list[str]:
-        """The modules without a rule of their own, in words."""
+        """Describe the modules without a rule."""
         others = {name: unit for name, unit in self._units.items() if unit.rule is any_module_rule}
         return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
 
-    @torch.no_grad()  # but for the forward in `_gradients`
+    @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(
         self,
         params: Params,
@@ -200,30 +201,30 @@ class FastClippedSum:
         return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
 
     def enter(self, x: Tensor) -> Tensor:
-        """`x` in the memory format that suits the net, for any forward of it."""
+        """Return `x` in the memory format that suits every forward pass of the net."""
         return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
 
     def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
-        """What the rules read, by unit: the inputs `[B, ...]` and the gradient of the output `[B, ...]`, if any."""
+        """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
         dys: dict[str, Tensor] = {}
         with torch.no_grad():
             calls = self._pass(params, x, y, {}, {}, dys)
         return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
 
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
-        """The convolutions whose output gradients are mostly zeros on these records, which must not be private."""
+        """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         signals = self.signals(params, x, y)
         convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
         return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
-        """How many numbers at most enter a unit for one record."""
+        """Return the largest number of values that enter a unit for one record."""
         with self._watched({}, {}, {}) as (calls, _, _):
             self._sample_loss(params, x[:1], y[:1])
         return max(a[0].numel() for inputs in calls.values() for a in inputs)
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
-        """Each record's gradients by wanted parameters' names; parameters that no loss depends on are left out."""
+        """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
         grads: ByName = {}
         dys: dict[str, Tensor] = {}
         calls = self._pass(params, x, y, wanted, grads, dys)
@@ -236,28 +237,29 @@ class FastClippedSum:
     def _pass(
         self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
     ) -> Calls:
-        """One forward and backward: the units' inputs. Output gradients fill `dys`, or what follows from them `grads`.
+        """Run one forward and backward pass, and return the units' inputs.
 
-        Without wanted parameters, all of them fill `dys`.
+        Output gradients are stored in `dys`, or the gradients computed from them in `grads`. Without wanted parameters,
+        all output gradients are stored in `dys`.
         """
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
             raise Unsupported(f"sample_loss returns shape {tuple(losses.shape)} for {len(x)} records")
-        begins: list[Any] = [*edges.values(), anchor]
-        *arrived, _ = torch.autograd.grad(losses, begins, torch.ones_like(losses), allow_unused=True)
-        dys.update({name: dy for name, dy in zip(edges, arrived, strict=True) if dy is not None})
+        outputs: list[Any] = [*edges.values(), anchor]
+        *output_grads, _ = torch.autograd.grad(losses, outputs, torch.ones_like(losses), allow_unused=True)
+        dys.update({name: dy for name, dy in zip(edges, output_grads, strict=True) if dy is not None})
         for name, inputs in calls.items():
             if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
-                raise Unsupported(f"`{name}` does not take and give one row for each record")
+                raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
         return calls
 
     @contextmanager
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
-        """Collect the units' inputs and the edges of their outputs in the graph while a forward runs.
+        """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
 
-        A convolution on a CPU gets a backward pass of its own instead of an edge, which fills `grads`, or `dys` if
-        no gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead of an edge. It fills `grads`, or `dys` if no
+        gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -266,25 +268,25 @@ class FastClippedSum:
         def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
             def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
                 if name in calls:
-                    raise Unsupported(f"`{name}` is used twice in one forward")
+                    raise Unsupported(f"`{name}` is used twice in one forward pass")
                 if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                    raise Unsupported(f"`{name}` does not go from tensors to one tensor")
-                calls[name] = plain = tuple(a.detach() for a in inputs)  # what keeps a graph alive makes a circle
+                    raise Unsupported(f"`{name}` does not map tensors to one tensor")
+                calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
                 if output.device.type == "cpu" and has_own_backward(module):
-                    weight = module.weight.detach()  # as the forward used it: it may be swapped in for the call only
+                    weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
                     def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
                         if not wanted:
                             dys[name] = dy
-                            return (conv2d_dx(module, weight, plain[0], dy) if needs[0] else None,)
-                        by_name, dx = conv2d_backward(module, weight, plain[0], dy, needs[0], name in self.sparse)
+                            return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
+                        by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
                         grads.update(unit.in_net(by_name, wanted))
                         return (dx,)
 
                     return _Seam.apply(output.detach(), anchor, own_backward, *inputs)
-                begun = output if output.requires_grad else _Seam.apply(output, anchor, None)
-                edges[name] = get_gradient_edge(begun)
-                return begun
+                entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
+                edges[name] = get_gradient_edge(entered)
+                return entered
 
             return hook
 
@@ -298,7 +300,7 @@ class FastClippedSum:
 
 
 def _channels_last(x: Tensor) -> Tensor:
-    """`x` `[B, C, H, W]` with channels innermost in memory; one always is, but its strides must say so."""
+    """Return `x` `[B, C, H, W]` in channels-last strides; a tensor with one channel needs them set explicitly."""
     if x.shape[1] > 1:
         return x.contiguous(memory_format=torch.channels_last)
     height, width = x.shape[2:]
@@ -306,13 +308,13 @@ def _channels_last(x: Tensor) -> Tensor:
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
-    """Hand max-pool's backward its gradient in channels-last, as its input was: 5 times faster than mixed."""
+    """Give max-pool's backward pass its gradient in channels-last, like its input: 5 times faster than mixed."""
     form = torch.channels_last
     if isinstance(output, Tensor) and output.requires_grad and output.is_contiguous(memory_format=form):
         output.register_hook(lambda grad: grad.contiguous(memory_format=form))
 
 
-# --- the choice
+# --- choice of the implementation
 
 
 def clipped_sum_for(
@@ -322,25 +324,25 @@ def clipped_sum_for(
     example_y: Tensor,
     chunk: int | None = None,
 ) -> tuple[ClippedSum, str]:
-    """The fastest clipped sum that is right for this model, and in words which one and why.
+    """Return the fastest clipped sum that is correct for this model, and a description with the reason.
 
-    `FastClippedSum` if it agrees with `VmapClippedSum` in every parameter, on three random records, alone and among
-    others that try to reach them, and parameters near the net's, to 1e-8 relative in float64 (1e-4 in float32 for a
-    model without float64); the reference otherwise, in which no record can reach another. Dropout layers are off in the
-    check.
+    It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
+    in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
+    (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
+    another. Dropout layers are off in the check.
 
     Args:
-        net: the model; its trainable parameters are what `params` will hold.
+        net: the model; `params` will hold its trainable parameters.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
         example_x: records `[B, *X]`, B >= 0; only shape and dtype are read.
-        example_y: labels `[B, ...]`, likewise. Whole numbers are drawn from 0 and 1.
-        chunk: records a pass, >= 1; None is what suits model and device, a function of shapes alone.
+        example_y: labels `[B, ...]`; only shape and dtype are read. Integer labels are drawn from 0 and 1.
+        chunk: number of records in a pass, >= 1; None chooses it for model and device, from shapes alone.
 
     Returns:
         The clipped sum, and the reason: "fast: ..." or "vmap: ...".
 
     Privacy:
-        Reads no record: the check runs on random data.
+        No record is read: the check runs on random data.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -348,35 +350,35 @@ def clipped_sum_for(
     """
     sample_loss = sample_loss or cross_entropy_of(net)
     device = next(net.parameters()).device
-    why = ""
+    cause = ""
     with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
         loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
         for channels_last in (True, False):
             try:
                 fast = FastClippedSum(net, loss, channels_last=channels_last)
-                apart = _apart(example[0], _answers(fast, *example), expected, tolerance)
-            except Exception as error:  # a user's forward may raise anything when it is watched
-                why = why or str(error).strip().split("\n")[0] or type(error).__name__
+                wrong_parameter = _apart(example[0], _answers(fast, *example), expected, tolerance)
+            except Exception as error:  # a user's forward pass may raise anything under hooks
+                cause = cause or str(error).strip().split("\n")[0] or type(error).__name__
                 continue
-            if apart is None:
+            if wrong_parameter is None:
                 widest = fast.widest_input(*example)
                 if chunk is None and device.type == "cpu":
                     chunk = max(8, min(CPU_CHUNK, CPU_NUMBERS // widest))
                 crowd = max(FEWEST_IN_A_CROWD, min(CROWD, CROWD_NUMBERS // widest))
-                reached = _reached_in_company(fast, *example, crowd, tolerance)
-                if reached is not None:
-                    why = f"what `{reached}` is given changes with the other records of a batch"
+                mixing_unit = _reached_in_company(fast, *example, crowd, tolerance)
+                if mixing_unit is not None:
+                    cause = f"the inputs or gradients of `{mixing_unit}` depend on the other records of a batch"
                     break
-                rest = ", ".join(fast.under_vmap())
-                reason = "fast: exact rules " + (f"but vmap for {rest}" if rest else "for all layers")
+                vmap_modules = ", ".join(fast.under_vmap())
+                reason = "fast: exact rules " + (f"but vmap for {vmap_modules}" if vmap_modules else "for all layers")
                 sparse = fast.sparse_layers(*example) if device.type == "cpu" else []
                 return FastClippedSum(net, sample_loss, chunk, channels_last, sparse), reason
-            why = why or f"the gradient of `{apart}` is not what the layers' rules give"
-    return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {why}"
+            cause = cause or f"the gradient of `{wrong_parameter}` differs from what the layers' rules give"
+    return VmapClippedSum(sample_loss, chunk or DEFAULT_CHUNK), f"vmap: {cause}"
 
 
 def _dropout_of(net: nn.Module) -> list[nn.Module]:
-    """Two passes must see one model. Dropout inside a unit stays on, to fail the check: no rule covers it."""
+    """Return the dropout layers to switch off. No rule covers dropout in a unit: it stays on and fails the check."""
     inside = {id(m) for _, unit in _units(net) for m in unit.module.modules()}
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
 
@@ -387,9 +389,9 @@ Example = tuple[Params, Tensor, Tensor]
 def _reference_answers(
     net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
 ) -> tuple[SampleLoss, Example, list[Tensor], float]:
-    """The loss, a random example, the reference's answers to it, and how close others must come.
+    """Return the loss, a random example, the reference's answers to it, and the tolerance.
 
-    In float64 rounding cannot be mistaken for an error, nor push an activation across a kink.
+    In float64, rounding cannot be mistaken for an error or push an activation across a kink.
     """
 
     def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
@@ -398,19 +400,19 @@ def _reference_answers(
 
     try:
         return answered(torch.float64, 1e-8)
-    except Exception:  # of a device or loss without float64; any other comes back
+    except Exception:  # a device or loss without float64; any other error is raised again
         return answered(torch.float32, 1e-4)
 
 
 def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:
-    """The loss with frozen parameters and buffers in `dtype`, too."""
+    """Return the loss with frozen parameters and buffers in `dtype`, too."""
     fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
     return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
 
 
 def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
-    """Parameters moved off zeros and symmetries, and three random records, on the net's device."""
+    """Return three random records and parameters moved off zeros and symmetries, on the net's device."""
     gen = torch.Generator().manual_seed(0)
     device = next(net.parameters()).device
     tokens = min((m.num_embeddings for m in net.modules() if isinstance(m, nn.Embedding)), default=2)
@@ -428,20 +430,20 @@ def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> 
 
 
 def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> list[Tensor]:
-    """What tells two clipped sums apart: gradients in full, and clipped ones, record by record."""
-    each = torch.arange(len(x), device=x.device)
+    """Return what distinguishes two clipped sums: full gradients and clipped ones, record by record."""
+    groups = torch.arange(len(x), device=x.device)
     clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
-    return [clipped_sum(params, x, y, clip_norm, each, len(x), order=order) for clip_norm, order in clips]
+    return [clipped_sum(params, x, y, clip_norm, groups, len(x), order=order) for clip_norm, order in clips]
 
 
-def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
-    """The first parameter in which some record's gradients differ by more than rounding, if there is one."""
-    for mine, true in zip(ours, expected, strict=True):
+def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
+    """Return the first parameter in which some record's gradients differ by more than rounding, or None."""
+    for actual, exact in zip(answers, expected, strict=True):
         sizes = [p.numel() for p in params.values()]
-        whole = true.norm(dim=1)
-        for name, a, b in zip(params, mine.split(sizes, dim=1), true.split(sizes, dim=1), strict=True):
-            # A parameter whose gradient is zero but for rounding is measured against the whole gradient.
-            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * whole)).all():
+        total_norm = exact.norm(dim=1)
+        for name, a, b in zip(params, actual.split(sizes, dim=1), exact.split(sizes, dim=1), strict=True):
+            # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
+            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * total_norm)).all():
                 return name
     return None
 
@@ -449,31 +451,33 @@ def _apart(params: Params, ours: list[Tensor], expected: list[Tensor], tolerance
 def _reached_in_company(
     fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
 ) -> str | None:
-    """The first unit whose inputs or output gradient for a record of `x` change with the other records of a pass.
+    """Return the first unit whose inputs or output gradient for a record of `x` change with other records, or None.
 
-    The rules read nothing else, and read it record by record.
+    The rules read only these, record by record.
     """
     alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
 
     def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
-        for name, found in fast.signals(params, some_x, some_y).items():
-            for own, true in zip(found, zip(*(one[name] for one in alone), strict=True), strict=True):
-                expected = torch.cat(true).flatten(1).to(params_dtype)
-                apart = (own[places].flatten(1) - expected).norm(dim=1)
-                if not (apart <= tolerance * expected.norm(dim=1)).all():
+        for name, unit_signals in fast.signals(params, some_x, some_y).items():
+            for actual, separate in zip(
+                unit_signals, zip(*(signals[name] for signals in alone), strict=True), strict=True
+            ):
+                expected = torch.cat(separate).flatten(1).to(params_dtype)
+                distance = (actual[places].flatten(1) - expected).norm(dim=1)
+                if not (distance <= tolerance * expected.norm(dim=1)).all():
                     return name
         return None
 
-    params_dtype = next(iter(params.values())).dtype  # inputs may be whole numbers
+    params_dtype = next(iter(params.values())).dtype  # inputs may be integers
     return next(filter(None, in_companies(look, x, y, most)), None)
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed tensors' memory for the next ones, not return it many times a step.
+    """Let this process keep freed tensors' memory for the next ones instead of returning it many times in a step.
 
-    Per-record gradients are large and short-lived. By default glibc gives them back to the system at once and
-    each chunk pays for fresh pages (1,500 page faults a pass). When to use it: once, in a process that trains
-    on a CPU; it then holds on to at most 512 MiB more.
+    Per-record gradients are large and short-lived. By default glibc returns them to the system at once, and each chunk
+    pays for fresh pages (1,500 page faults in a pass). Call it once in a process that trains on a CPU; the process then
+    keeps at most 512 MiB more.
 
     Returns:
         Whether it was done: only glibc has the switch; elsewhere nothing happens.

@@ -1,4 +1,4 @@
-"""What a chunk of records adds to a clipped sum: norms over all parameters, and sums `[G, P]`."""
+"""Norms and sums `[G, P]` of the per-record gradients of a chunk of records."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from dpfl_lightning.privacy.clipping.reference import Params
 class ChunkGradients:
     """The gradients of a chunk's records with respect to several parameters.
 
-    Those that are products in float32 on a CPU are measured and summed together, which saves many small operations.
+    Gradients that are products in float32 on a CPU are measured and summed together, which saves many small operations.
 
     Args:
-        grads: parameter -> its gradients, at least one.
-        order: of the norm, 2 or 1.
+        grads: parameter name -> its gradients, at least one.
+        order: order of the norm, 2 or 1.
     """
 
     def __init__(self, grads: ByName, order: int) -> None:
         self.order = order
-        self.by_name = {name: own.measurable(order) for name, own in grads.items()}
-        pairs = {name: pair for name, own in self.by_name.items() if (pair := _float32_pair(own)) is not None}
+        self.by_name = {name: parameter_grads.measurable(order) for name, parameter_grads in grads.items()}
+        pairs = {
+            name: pair
+            for name, parameter_grads in self.by_name.items()
+            if (pair := _float32_pair(parameter_grads)) is not None
+        }
         self.together = list(pairs)
         self.products = Products(list(pairs.values())) if pairs else None
-        self.alone = {name: own for name, own in self.by_name.items() if name not in pairs}
+        self.alone = {name: parameter_grads for name, parameter_grads in self.by_name.items() if name not in pairs}
 
     @property
     def terms(self) -> int:
-        """The most terms of one gradient that are summed with those of other records."""
-        return max(own.terms for own in self.by_name.values())
+        """Largest number of terms of one gradient that are summed with those of other records."""
+        return max(grads.terms for grads in self.by_name.values())
 
     def norms(self) -> Tensor:
-        """`|g_j|` over all parameters, `[B]` in float64, infinite or NaN where it is not finite."""
-        powers = [own.norms(self.order).pow(self.order) for own in self.alone.values()]
+        """Return `|g_j|` over all parameters, `[B]` in float64; infinite or NaN if it is not finite."""
+        squares_or_sums = [grads.norms(self.order).pow(self.order) for grads in self.alone.values()]
         if self.products is not None:
-            powers.append(self.products.powers(self.order))
-        total = functools.reduce(torch.add, powers)
+            squares_or_sums.append(self.products.powers(self.order))
+        total = functools.reduce(torch.add, squares_or_sums)
         return total.sqrt() if self.order == 2 else total
 
 
 class Totals:
-    """The sums `[G, P]` in float64 as their chunks come in, parameter by parameter."""
+    """Accumulates the sums `[G, P]` in float64, parameter by parameter."""
 
     def __init__(self, params: Params, num_groups: int) -> None:
         like, width = next(iter(params.values())), sum(p.numel() for p in params.values())
@@ -59,35 +63,35 @@ class Totals:
             group = None
         elif group is None:
             group = torch.zeros_like(factors, dtype=torch.long)
-        for name, own in chunk.alone.items():
-            own.add(self._place(name, own, strided=False), factors, group)
+        for name, grads in chunk.alone.items():
+            grads.add(self._place(name, grads, strided=False), factors, group)
         if chunk.products is not None:
             places = [self._place(name, chunk.by_name[name], strided=True) for name in chunk.together]
             chunk.products.add(places, factors, group)
 
-    def _place(self, name: str, own: Grads, strided: bool) -> Tensor:
-        """Where a parameter's sum grows, `[G, n]`: in the result, if its numbers come in order.
+    def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
+        """Return the tensor `[G, n]` that accumulates a parameter's sum: part of the result if it is in order.
 
         Args:
-            strided: whether rows may be apart from each other, as in the result.
+            strided: whether rows may be apart in memory, as in the result.
         """
-        part, key = self._parts[name], (name, own.order)
-        if not own.order and (strided or part.is_contiguous()):
+        part, key = self._parts[name], (name, grads.order)
+        if not grads.order and (strided or part.is_contiguous()):
             return part
         if key not in self._elsewhere:
-            self._elsewhere[key] = own, torch.zeros_like(part, memory_format=torch.contiguous_format)
+            self._elsewhere[key] = grads, torch.zeros_like(part, memory_format=torch.contiguous_format)
         return self._elsewhere[key][1]
 
     def result(self) -> Tensor:
-        """`[G, P]` in the order of the parameters; zeros for those without gradients."""
-        for (name, _), (own, total) in self._elsewhere.items():
-            arranged = own.arranged(total)
-            self._parts[name].unflatten(1, arranged.shape[1:]).add_(arranged)
+        """Return `[G, P]` in the order of the parameters; zeros for those without gradients."""
+        for (name, _), (grads, total) in self._elsewhere.items():
+            ordered_total = grads.arranged(total)
+            self._parts[name].unflatten(1, ordered_total.shape[1:]).add_(ordered_total)
         return self._sums
 
 
-def _float32_pair(own: Grads) -> tuple[Tensor, Tensor] | None:
-    """What `Products` takes, if the gradients have that form."""
-    pair = own.pair()
+def _float32_pair(grads: Grads) -> tuple[Tensor, Tensor] | None:
+    """Return the input of `Products`, or None if the gradients do not have that form."""
+    pair = grads.pair()
     fits = pair is not None and pair[1].device.type == "cpu" and pair[0].dtype == pair[1].dtype == torch.float32
     return pair if fits else None

@@ -1,4 +1,4 @@
-"""Batches that show whether one record reaches another one: what a check of a net runs it on."""
+"""Test batches that show whether one record of a batch influences another."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 Answer = TypeVar("Answer")
 
-CROWD = 200  # records of a large batch
+CROWD = 200  # records in a large batch
 SMALL_CROWD = 16
-#: what the others are, as multiples of the watched records: like them, far beyond them, or nothing
+#: multiples of the watched records that the other records are: similar, far larger, or zero
 LIVELY = (1.0, -1.0, 0.0, 1e-3, 10.0, 100.0, 1e4)
 HOSTILE = (math.nan, math.inf, 1e30)
 
@@ -21,15 +21,15 @@ HOSTILE = (math.nan, math.inf, 1e30)
 def in_companies(
     look: Callable[[Tensor, Tensor, Tensor], Answer], x: Tensor, y: Tensor, most: int = CROWD
 ) -> list[Answer]:
-    """What `look` says of watched records in a large lively batch and in a small hostile one.
+    """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
-    A net or a loss may refuse the others by an error: then copies of the watched records take their places.
+    If a net or a loss raises an error for the other records, copies of the watched records replace them.
 
     Args:
-        look: called with records `[N, *X]`, labels `[N]` and the places of the watched records in them `[W]`.
+        look: called with records `[N, *X]`, labels `[N]` and the positions of the watched records in them `[W]`.
         x: the watched records, `[W, *X]`.
         y: their labels, `[W]`.
-        most: records of the large batch.
+        most: number of records in the large batch.
     """
     answers = []
     for multiples, records in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
@@ -42,35 +42,35 @@ def in_companies(
 
 
 def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A batch in which the watched records `x` stand at the first, the last and places between.
+    """Build a batch with the watched records `x` at the first position, the last and positions between.
 
-    The others are multiples of the watched records, and constants; whole numbers, which may be rows of a table, are
-    moved within their records. Labels change places.
+    The other records are multiples of the watched records, and constants. Integer records, which may be rows of a
+    table, are rolled within the record. Labels are permuted.
 
     Args:
         x: `[W, *X]`, W >= 1.
         y: `[W]`.
-        multiples: the others' multiples.
+        multiples: multiples for the other records.
         records: N, at least W.
 
     Returns:
-        All records `[N, *X]`, all labels `[N]`, the places of the watched records `[W]`.
+        All records `[N, *X]`, all labels `[N]`, the positions of the watched records `[W]`.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()
     ([0, 5], [1.0, 2.0, 10.0, 20.0, 1.0, 2.0], [0, 1, 1, 0, 0, 1])
     """
-    number = torch.arange(records, device=x.device)
-    source, turn = number % len(x), number // len(x)
-    company = x[source]
+    index = torch.arange(records, device=x.device)
+    source, repeat = index % len(x), index // len(x)
+    batch = x[source]
     if x.is_floating_point():
-        by = torch.tensor(multiples, dtype=x.dtype, device=x.device)
+        factors = torch.tensor(multiples, dtype=x.dtype, device=x.device)
         shape = (-1, *[1] * (x.dim() - 1))
-        constant = (turn % (len(multiples) + 1) == len(multiples)).view(shape)
-        company = torch.where(constant, 1.0, company * by[turn % len(multiples)].view(shape))
+        constant = (repeat % (len(multiples) + 1) == len(multiples)).view(shape)
+        batch = torch.where(constant, 1.0, batch * factors[repeat % len(multiples)].view(shape))
     elif x.dim() > 1:
-        company = company.roll(1, dims=1)
-    labels = y[(source + turn) % len(x)]
+        batch = batch.roll(1, dims=1)
+    labels = y[(source + repeat) % len(x)]
     places = torch.linspace(0, records - 1, len(x), device=x.device).long()
-    company[places], labels[places] = x, y
-    return company, labels, places
+    batch[places], labels[places] = x, y
+    return batch, labels, places

@@ -1,7 +1,7 @@
 """Each record's gradient with respect to one layer, from the layer's input and the gradient of its output.
 
-A rule (`RULES`) is one formula a layer type. It answers with gradients in the form that is cheapest to keep:
-in full, or as the factors of a product, whose norm and weighted sum need no full gradient.
+A rule (`RULES`) is one formula for a layer type. It returns gradients in the cheapest form: in full, or as the factors
+of a product, whose norm and weighted sum do not need the full gradient.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from dpfl_lightning.kernels import LANES, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
 from dpfl_lightning.privacy.clipping.reference import CANCELLING
 
-NARROW = 8  # input channels: below, a CPU's blocked convolutions idle and a matmul over patches wins
+NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 
 
 class Unsupported(Exception):
-    """The fast pass cannot serve this model; the message says why."""
+    """The fast pass does not support the model; the message says why."""
 
 
-# --- gradients in the form that is cheapest to keep
+# --- forms of gradients
 
 
 class Grads(Protocol):
@@ -35,45 +35,45 @@ class Grads(Protocol):
 
     @property
     def terms(self) -> int:
-        """Terms of one gradient that are summed together with those of the other records."""
+        """Number of terms of one gradient that are summed together with those of the other records."""
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Which dimensions of a sum `[G, ...]` are those of the parameter; empty if it is in order already."""
+        """Permutation of the dimensions of a sum `[G, ...]` into those of the parameter; empty if it is in order."""
 
     def pair(self) -> tuple[Tensor, Tensor] | None:
-        """Left `[B, p]` and right `[B, d]`, if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
+        """Return left `[B, p]` and right `[B, d]` if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
 
     def measurable(self, order: int) -> Grads:
-        """The same gradients in a form that has norms of this order."""
+        """Return the same gradients in a form that has norms of this order."""
 
     def norms(self, order: int = 2) -> Tensor:
-        """Norms `|g_j|` in float64, `[B]`: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
+        """Return norms `|g_j|`, `[B]` float64: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
 
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
-        """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); nothing where a factor is 0.
+        """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); a factor of 0 adds nothing.
 
         Args:
-            totals: `[G, n]` float64, contiguous, to be put in order by `arranged`.
+            totals: `[G, n]` float64, contiguous, reordered later by `arranged`.
             factors: `[B]` float64.
             group: `[B]` int64.
         """
 
     def arranged(self, totals: Tensor) -> Tensor:
-        """A view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
+        """Return a view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
-    """`values` `[B, ...]` in the dtype of sums and a scale `[B]`, whose product is `values`.
+    """Return a tensor `[B, ...]` in the dtype of sums and a scale `[B]`, whose product is `values`.
 
-    Squares of float32 numbers need no scale in float64. Numbers that have the dtype of sums already are divided by the
+    Squares of float32 numbers need no scale in float64. Numbers that already have the dtype of sums are divided by the
     largest one of their record, so that their squares neither under- nor overflow.
     """
-    wide = values.to(summing_dtype(values))
-    if values.dtype != wide.dtype:
-        return wide, wide.new_ones(len(wide))
-    largest = wide.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(wide.dtype).tiny)
-    return wide / largest.view(-1, *[1] * (wide.dim() - 1)), largest
+    converted = values.to(summing_dtype(values))
+    if values.dtype != converted.dtype:
+        return converted, converted.new_ones(len(converted))
+    largest = converted.abs().flatten(1).amax(dim=1).clamp(min=torch.finfo(converted.dtype).tiny)
+    return converted / largest.view(-1, *[1] * (converted.dim() - 1)), largest
 
 
 @dataclass(frozen=True)
@@ -107,10 +107,10 @@ class Outer:
     `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
     has no such form: for T > 1 the gradients are formed. `order` permutes a sum viewed as `[G, *shape]`, as in `Dense`.
 
-    Where positions cancel, rounding leaves more of a gradient than the exact sum. So the square of a norm is enlarged
-    by what rounding may have taken, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds the
-    rounding of a sum over records (not in float64, which is for checks): 5e-7 of a norm where all T positions agree,
-    T times that where they are unrelated, and more where they cancel.
+    If positions cancel, rounding leaves more of a gradient than the exact sum. The square of a norm is therefore
+    enlarged by the possible rounding error, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds
+    the rounding of a sum over records (not in float64, which is for checks). This adds 5e-7 of a norm if all T
+    positions agree, T times that if they are unrelated, and more if they cancel.
     """
 
     left: Tensor
@@ -137,18 +137,18 @@ class Outer:
         uncancelled = lengths.sum(dim=1)
         if self.terms == 1:
             return uncancelled * left_scale * right_scale
-        assert order == 2, "gradients with an L1 norm are formed: see `measurable`"
+        assert order == 2, "`measurable` forms gradients that need an L1 norm"
         squared = ((left @ left.mT) * (right @ right.mT)).sum(dim=(1, 2))
-        products = self.terms**2 + left.shape[2] + right.shape[2]
-        taken = 2 * products * torch.finfo(left.dtype).eps + (self.left.dtype != left.dtype) * CANCELLING**-2
-        return (squared + taken * uncancelled.square()).clamp(min=0).sqrt() * left_scale * right_scale
+        roundings = self.terms**2 + left.shape[2] + right.shape[2]
+        enlargement = 2 * roundings * torch.finfo(left.dtype).eps + (self.left.dtype != left.dtype) * CANCELLING**-2
+        return (squared + enlargement * uncancelled.square()).clamp(min=0).sqrt() * left_scale * right_scale
 
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         left, right = kept(self.left, factors) * factors[:, None, None], kept(self.right, factors)
         by_group = totals.view(len(totals), left.shape[2], right.shape[2])
         if group is None:
             by_group[0].addmm_(left.flatten(0, 1).mT, right.flatten(0, 1))
-        elif totals.device.type == "cpu":  # one product a record: what it costs does not depend on the groups
+        elif totals.device.type == "cpu":  # one product for each record: the cost does not depend on the groups
             for j, row in enumerate(group.tolist()):
                 by_group[row].addmm_(left[j].mT, right[j])
         else:
@@ -163,7 +163,7 @@ class Outer:
 class Lookup:
     """Gradients of a table: `g_j[r]` is the sum of `dy_jt` over t with `ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
 
-    Places that read the same row are merged into the first of them, so that nothing is left that could cancel.
+    Positions that read the same row are merged into the first of them, so that no terms can cancel.
     """
 
     ids: Tensor
@@ -205,22 +205,22 @@ Rule = Callable[[nn.Module, Params, Inputs, Tensor], ByName]
 
 
 def _never_form(steps: int, p: int, d: int) -> bool:
-    """Whether `Outer` beats `Dense`: `steps^2 (p + d)` products for Gram matrices, or `p d` numbers moved."""
+    """Return whether `Outer` beats `Dense`: `steps^2 (p + d)` products for Gram matrices, or `p d` numbers moved."""
     return steps**2 * (p + d) < 32 * p * d
 
 
 def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dW_j = sum_t dy_jt x_jt^T`, `db_j = sum_t dy_jt`, for x `[B, ..., d]` and dy `[B, ..., p]`."""
     x, dy = (a.reshape(len(a), math.prod(a.shape[1:-1]), a.shape[-1]) for a in (inputs[0], dy))
-    never = _never_form(dy.shape[1], dy.shape[2], x.shape[2])
-    return {"weight": Outer(dy, x) if never else Dense(torch.bmm(dy.mT, x)), "bias": Dense(dy.sum(1))}
+    factored = _never_form(dy.shape[1], dy.shape[2], x.shape[2])
+    return {"weight": Outer(dy, x) if factored else Dense(torch.bmm(dy.mT, x)), "bias": Dense(dy.sum(1))}
 
 
 def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
 
-    In one of three ways: never formed, where the map is small beside the kernel; as one convolution whose
-    groups are the records; or as a matmul over patches, for few input channels and on accelerators.
+    It uses one of three ways: the gradient is never formed if the map is small compared with the kernel; one
+    convolution whose groups are the records; or a matmul over patches, for few input channels and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
     (x,) = inputs
@@ -240,17 +240,17 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
 
 
 def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
-    """Whether `conv2d_backward` can serve the layer."""
+    """Return whether `conv2d_backward` supports the layer."""
     return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 def conv2d_backward(
     layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool, sparse: bool
 ) -> tuple[ByName, Tensor | None]:
-    """`conv2d_rule` and the gradient of the input together.
+    """Return the result of `conv2d_rule`, and the gradient of the input.
 
     Args:
-        sparse: whether `dy` is known to hold few numbers other than zero (max-pooling), which makes both cheap.
+        sparse: whether `dy` is known to be mostly zeros (after max-pooling), which makes both cheap.
     """
     if sparse and sparse_conv.suits(layer, x):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
@@ -259,23 +259,23 @@ def conv2d_backward(
 
 
 def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
-    """The gradient of the input."""
+    """Return the gradient of the input."""
     form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
-    wanted = [True, False, False]  # of input, weight and bias
+    wanted = [True, False, False]  # gradients of input, weight and bias
     return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
 
 
 def _padded(layer: nn.Conv2d, x: Tensor) -> Tensor:
-    """`x` as the convolution sees it, padded in its own mode (zeros, "same", reflect, ...)."""
+    """Return `x` padded in the mode of the convolution (zeros, "same", reflect, ...)."""
     sides = layer._reversed_padding_repeated_twice
     mode = "constant" if layer.padding_mode == "zeros" else layer.padding_mode
     return F.pad(x, sides, mode=mode) if any(sides) else x
 
 
 def _patches(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
-    """What each place of the kernel meets, `[B, kernel height * kernel width * C, positions]`."""
-    wide = layer.in_channels >= NARROW
-    x = _padded(layer, x).contiguous(memory_format=torch.channels_last if wide else torch.contiguous_format)
+    """Return the inputs of each position of the kernel, `[B, kernel height * kernel width * C, positions]`."""
+    channels_last = layer.in_channels >= NARROW
+    x = _padded(layer, x).contiguous(memory_format=torch.channels_last if channels_last else torch.contiguous_format)
     record, channel, row, column = x.stride()
     (down, right), (apart_down, apart_right) = layer.stride, layer.dilation
     windows = x.as_strided(
@@ -283,13 +283,13 @@ def _patches(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
         (record, apart_down * row, apart_right * column, channel, down * row, right * column),
     )
     positions = dy.shape[2] * dy.shape[3]
-    if wide:  # copy along the channels, which lie side by side
+    if channels_last:  # copy along the channels, which are contiguous
         return windows.permute(0, 4, 5, 1, 2, 3).reshape(len(x), positions, -1).mT
     return windows.reshape(len(x), -1, positions)
 
 
 def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
-    """The gradients `[B, O, C / groups, kh, kw]`, as that of one convolution with B times the groups."""
+    """Return the gradients `[B, O, C / groups, kh, kw]`, computed as one convolution with B times the groups."""
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)
@@ -306,7 +306,7 @@ def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
         False,  # transposed
         [0, 0],  # output padding
         len(x) * layer.groups,
-        [False, True, False],  # of input, weight and bias, the gradient of the weight alone
+        [False, True, False],  # gradients of input, weight and bias
     )
     return grads.view(len(x), out, *kernel)
 
@@ -329,7 +329,7 @@ def layer_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor
 
 
 def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """`dW_j[r] = sum of dy_jt over the places t where record j holds token r`; none for the padding token."""
+    """`dW_j[r] = sum of dy_jt over the positions t where record j has token r`; none for the padding token."""
     assert isinstance(layer, nn.Embedding)
     if layer.scale_grad_by_freq or layer.sparse or layer.max_norm is not None:
         raise Unsupported("an Embedding has scale_grad_by_freq, sparse or max_norm")
@@ -340,7 +340,7 @@ def embedding_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor)
 
 
 def any_module_rule(module: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-    """Any module from tensors to one tensor: its vector-Jacobian product, record by record under `vmap`."""
+    """Apply the vector-Jacobian product of any module from tensors to one tensor, record by record under `vmap`."""
 
     def pull_back(dy: Tensor, *inputs: Tensor) -> dict[str, Tensor]:
         pulled = vjp(lambda p: functional_call(module, p, tuple(a[None] for a in inputs)), dict(params))

@@ -1,4 +1,4 @@
-"""Clipped sums of many clients at once, in static shapes: a few large kernels where each client alone needs many."""
+"""Clipped sums of many clients at once, in static shapes: a few large kernels replace many small ones."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss, clip_f
 
 
 class StackedSums(Protocol):
-    """`ClippedSum` of S clients, each with parameters, records and clip norm of its own.
+    """`ClippedSum` of S clients, each with its parameters, records and clip norm.
 
     Args (of a call):
         params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
-        x: records `[S, B, *X]`; padding rows hold anything, also NaN.
+        x: records `[S, B, *X]`; padding rows may hold anything, also NaN.
         y: labels `[S, B]`.
         mask: `[S, B]` bool, False for padding.
         clip_norm: `[S]` in float64, > 0, may be infinite.
-        order: of the norm, 2 or 1.
+        order: order of the norm, 2 or 1.
 
     Returns:
-        `[S, P]` in float64: row s is what `VmapClippedSum` gives for client s, up to rounding; and the norms of the
-        gradients before clipping, `[S, B]`, -1 for padding.
+        `[S, P]` in float64, where row s equals the result of `VmapClippedSum` for client s up to rounding; and the
+        norms of the gradients before clipping, `[S, B]`, -1 for padding.
 
     Guarantees:
-        Those of `ClippedSum`, for each client's row. Padding contributes exactly zero.
+        Those of `ClippedSum`, for the row of each client. Padding contributes exactly zero.
 
     Privacy:
-        Sums and norms are private: they must pass a mechanism before anyone else reads them.
+        Sums and norms are private: they must pass a mechanism before the client releases them.
     """
 
     def __call__(
@@ -46,10 +46,10 @@ class StackedSums(Protocol):
 
 
 def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
-    """`StackedSums` by `vmap` over clients and records: a pure function of its arguments, so it can be compiled.
+    """Return `StackedSums` by `vmap` over clients and records: a pure function of its arguments that can be compiled.
 
     Args:
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss a record; it is called with B = 1.
+        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; it is called with B = 1.
 
     >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
@@ -70,14 +70,14 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
         order: int = 2,
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
-        grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, numbers of the parameter]
-        wide = summing_dtype(grads[0])
-        parts = torch.stack([torch.linalg.vector_norm(g.to(wide), ord=order, dim=2) for g in grads])
+        grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, size of the parameter]
+        dtype = summing_dtype(grads[0])
+        parts = torch.stack([torch.linalg.vector_norm(g.to(dtype), ord=order, dim=2) for g in grads])
         norms = torch.linalg.vector_norm(parts, ord=order, dim=0)
-        counts = (mask & torch.isfinite(norms))[..., None]
-        factors = clip_factors(norms, clip_norm[:, None].to(wide))[:, None]  # [S, 1, B]
-        # 0 x NaN is NaN: what does not count is replaced, not multiplied away
-        clipped = torch.cat([factors @ torch.where(counts, g, 0.0).to(wide) for g in grads], dim=2)[:, 0]
+        contributes = (mask & torch.isfinite(norms))[..., None]
+        factors = clip_factors(norms, clip_norm[:, None].to(dtype))[:, None]  # [S, 1, B]
+        # 0 * NaN is NaN, so excluded records are replaced instead of multiplied by 0
+        clipped = torch.cat([factors @ torch.where(contributes, g, 0.0).to(dtype) for g in grads], dim=2)[:, 0]
         return clipped, torch.where(mask, norms, -1.0)
 
     return sums
