@@ -61,6 +61,7 @@ class ClientSchedule:
         planned: every release of the run.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
+    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
     >>> run.with_noise(1.5).events()
     [GaussianEvent(sample_rate=0.02, noise_multiplier=1.5, steps=1500)]
@@ -99,6 +100,7 @@ class ClientSchedule:
     def batch_size(self, num_records: int) -> int:
         """Return the expected batch size of a step of `main` for this number of records.
 
+        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
         >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
         >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
         48

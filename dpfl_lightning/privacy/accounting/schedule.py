@@ -67,6 +67,8 @@ def calibrate(
 
     >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
     >>> from dpfl_lightning.privacy.accounting.planned import Planned
+    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
+    >>> from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
     >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
     >>> round(calibrate([run], get_accountant("gdp"))[0].noise_multiplier("train"), 3)
     7.461
@@ -121,6 +123,8 @@ def cut_to_budgets(
 
     >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
     >>> from dpfl_lightning.privacy.accounting.planned import Planned
+    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
+    >>> from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
     >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
     >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
     4
