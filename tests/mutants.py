@@ -280,20 +280,19 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
 
 
 def _remembering(call, drawn):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2, only=None):
-        found = call(self, params, x, y, clip_norm, group, num_groups, norms, order, only)
-        own = torch.zeros(len(y), dtype=torch.long) if group is None else group
+    def summed(self, params, x, y, request):
+        found, norms = call(self, params, x, y, request)
+        own = torch.zeros(len(y), dtype=torch.long) if request.group is None else request.group
         drawn.place, drawn.row_bytes = found.data_ptr(), found[0].nbytes
-        drawn.sizes = torch.bincount(own, minlength=num_groups)
-        return found
+        drawn.sizes = torch.bincount(own, minlength=request.num_groups)
+        return found, norms
 
     return summed
 
 
 def _counted_once(call):
-    def summed(self, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2, only=None):
-        if norms is not None:
-            norms.append(torch.zeros(len(y)))
-        return call(self, params, x, y, clip_norm, group, num_groups, order=order, only=only)
+    def summed(self, params, x, y, request):
+        found, _ = call(self, params, x, y, request)
+        return found, torch.zeros(len(y))
 
     return summed

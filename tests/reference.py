@@ -11,6 +11,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 
 def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float, order: int = 2) -> Tensor:
@@ -129,3 +130,11 @@ def sgd_epochs(net, theta: Tensor, x: Tensor, y: Tensor, epochs: int, learning_r
             F.cross_entropy(net(x[order]), y[order]).backward()
             optimizer.step()
     return torch.nn.utils.parameters_to_vector(net.parameters()).detach()
+
+
+def summed(clipped_sum, params, x, y, clip_norm, group=None, num_groups=1, norms=None, order=2, only=None) -> Tensor:
+    """The sums of a `ClippedSum`; its norms are appended to `norms`."""
+    sums, sizes = clipped_sum(params, x, y, ClipRequest(clip_norm, order, group, num_groups, only))
+    if norms is not None:
+        norms.append(sizes)
+    return sums

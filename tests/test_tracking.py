@@ -93,7 +93,9 @@ def test_a_finished_run(store, experiment, folder):
     options["tracking"] = {"uri": "http://me:hunter2@host"}
     view = a_view(folder, options=options)
     told = {"weight": [0.7, 0.2, 0.1], "estimated_noise_std": [0.011, 0.02, None]}
-    result = a_result(view, metrics=told, accuracy_mean=0.501, accuracy_std=0.001 * math.sqrt(2 / 3), accuracy_worst=0.5)
+    result = a_result(
+        view, metrics=told, accuracy_mean=0.501, accuracy_std=0.001 * math.sqrt(2 / 3), accuracy_worst=0.5
+    )
     play(Tracking(experiment, uri=store), view, range(1, 11), result)
     client, run = only_run(store, experiment)
     assert run.info.status == "FINISHED" and run.info.run_name == "run1"

@@ -16,6 +16,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
@@ -78,8 +79,8 @@ class Harness:
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
             own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
-            bound, order = mechanism.clip_norm, mechanism.clip_order
-            parts.append(self.engine.clipped_sum(params, x, y, bound, own, len(some), order=order))
+            request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, own, len(some))
+            parts.append(self.engine.clipped_sum(params, x, y, request)[0])
         return torch.cat(parts).to(start.dtype)
 
     def releases(

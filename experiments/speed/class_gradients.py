@@ -14,6 +14,7 @@ from dpfl_lightning.algorithms.gradient_matching import matched_names
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from experiments.speed.cases import NUM_CLASSES
 from experiments.speed.matching import SHAPE, build, num_parameters
 from experiments.speed.turns import Step, in_turns
@@ -56,7 +57,8 @@ def ours(width: int, x: Tensor, y: Tensor) -> Step:
     keep_freed_memory()
 
     def step() -> Tensor:
-        return summed(module.named_trainable, x, y, math.inf, group=y, num_groups=NUM_CLASSES, only=names)
+        request = ClipRequest(math.inf, group=y, num_groups=NUM_CLASSES, only=names)
+        return summed(module.named_trainable, x, y, request)[0]
 
     return step
 

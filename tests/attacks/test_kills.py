@@ -44,6 +44,6 @@ def test_a_killed_simulation_is_the_unbroken_one(kills, rounds, tmp_path):
 
 def lost_at_most_the_broken_round(found: Killed) -> None:
     """A round whose end was told is never trained again."""
-    for start, round in found.metrics:
+    for start, round in found.told:
         again = [later for later, same in found.releases if later > start and same == round]
         assert not again, f"round {round} was complete at start {start}, and is trained again at start {again[0]}"

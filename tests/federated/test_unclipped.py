@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from conftest import small_net
+from reference import summed
 from torch import nn
 
 from dpfl_lightning import models
@@ -53,11 +54,11 @@ def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
 def test_the_sums_are_the_references(net, grouped, only):
     module = a_module(**net)
     names = None if only is None else [name for name in module.named_trainable if name in only or "0." in name]
-    summed, inner = both(module)
+    ours, inner = both(module)
     (x, y), params = batch(), module.unflatten(module.flat)
     groups = (2 - y, 4) if grouped else (None, 1)  # a fourth group is empty
-    found = summed(params, x, y, math.inf, *groups, only=names)
-    expected = VmapClippedSum(module.sample_loss)(params, x, y, math.inf, *groups, only=names)
+    found = summed(ours, params, x, y, math.inf, *groups, only=names)
+    expected = summed(VmapClippedSum(module.sample_loss), params, x, y, math.inf, *groups, only=names)
     torch.testing.assert_close(found, expected)
     assert inner.asked == 0 and (not grouped or not found[3].any())
 
@@ -73,14 +74,14 @@ def test_parameters_that_no_loss_reads_have_zeros():
 
     module = ClientModule(Half())
     x, y = torch.randn(FEWEST, 2), torch.arange(FEWEST) % 3
-    summed, inner = both(module)
-    found = module.unflatten(summed(module.named_trainable, x, y, math.inf)[0])
+    ours, inner = both(module)
+    found = module.unflatten(summed(ours, module.named_trainable, x, y, math.inf)[0])
     assert inner.asked == 0 and found["used.weight"].any() and not found["idle.weight"].any()
 
 
 def test_every_record_counts_as_neither_clipped_nor_broken():
     module, norms = a_module(), []
-    both(module)[0](module.named_trainable, *batch(), math.inf, norms=norms)
+    summed(both(module)[0], module.named_trainable, *batch(), math.inf, norms=norms)
     assert torch.cat(norms).shape == (RECORDS,) and torch.cat(norms).isfinite().all()
 
 
@@ -91,15 +92,15 @@ def test_every_record_counts_as_neither_clipped_nor_broken():
 )
 def test_all_else_is_the_clipped_sums_own(clip_norm, records, num_groups, broken):
     module = a_module()
-    summed, inner = both(module)
+    ours, inner = both(module)
     x, y = batch(records)
     if broken:
         x[5] = math.nan
     norms, expected_norms = [], []
     own = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
-    found = summed(*own, norms=norms)
+    found = summed(ours, *own, norms=norms)
     assert inner.asked == 1
-    expected = FastClippedSum(module.net, module.sample_loss, 7)(*own, norms=expected_norms)
+    expected = summed(FastClippedSum(module.net, module.sample_loss, 7), *own, norms=expected_norms)
     assert torch.equal(found, expected) and found.isfinite().all()
     torch.testing.assert_close(norms, expected_norms, equal_nan=True)
 
@@ -108,22 +109,22 @@ def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
     module = a_module()
     own = (module.named_trainable, *batch(), math.inf)
     first, second = (both(module, chunk)[0] for chunk in (5, None))
-    torch.testing.assert_close(first(*own), second(*own))
+    torch.testing.assert_close(summed(first, *own), summed(second, *own))
     other = a_module()
     other.load_state_dict(module.state_dict())
-    assert torch.equal(first.copy_for(other.net, other.sample_loss)(*own), first(*own))
+    assert torch.equal(summed(first.copy_for(other.net, other.sample_loss), *own), summed(first, *own))
 
 
 @pytest.mark.parametrize("grouped", [False, True])
 def test_threads_change_no_bit(grouped):
-    summed, (x, y) = both(a_module())[0], batch()
+    ours, (x, y) = both(a_module())[0], batch()
     own = (a_module().named_trainable, x, y, math.inf, *((y, 3) if grouped else (None, 1)))
     before, found = torch.get_num_threads(), []
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        found.append(summed(*own))
+        found.append(summed(ours, *own))
     torch.set_num_threads(before)
-    assert summed._pool is not None and torch.equal(*found)
+    assert ours._pool is not None and torch.equal(*found)
 
 
 def test_the_fast_engine_has_it_only_for_nets_that_its_own_sum_serves(make_loop):

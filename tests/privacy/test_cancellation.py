@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference import summed
 from torch import nn
 
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
@@ -34,7 +35,7 @@ def test_a_record_adds_no_more_than_the_clip_norm(offset, contrast, order):
         net.first.weight.mul_(0.01)
     params = {name: one.detach() for name, one in net.named_parameters()}
     x, y, each = offset + contrast * torch.randn(20, 8, 64), torch.arange(20) % 10, torch.arange(20)
-    added = FastClippedSum(net)(params, x, y, 1e-2, each, 20, order=order)
+    added = summed(FastClippedSum(net), params, x, y, 1e-2, each, 20, order=order)
     assert torch.linalg.vector_norm(added.double(), ord=order, dim=1).max() <= 1e-2 * (1 + 1e-5)
 
 

@@ -9,6 +9,7 @@ import reference
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import summed
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -63,8 +64,8 @@ def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True, spa
     each, pairs, count = torch.arange(len(x)), torch.arange(len(x)) % 2, max(len(x), 1)
     cases = [(math.inf, 2, each, count), (0.1, 2, each, count), (0.1, 1, each, count), (1.0, 2, pairs, 2)]
     for clip_norm, order, group, num_groups in cases:
-        ours = fast(params, x, y, clip_norm, group, num_groups, order=order).double()
-        expected = reference(wide, wide_x, y, clip_norm, group, num_groups, order=order)
+        ours = summed(fast, params, x, y, clip_norm, group, num_groups, order=order).double()
+        expected = summed(reference, wide, wide_x, y, clip_norm, group, num_groups, order=order)
         scale = expected.norm(dim=1) if group is each else torch.tensor(float(count))
         # A gradient of one number can cancel to nothing: 0.1 is small beside the terms of its sum.
         assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale.clamp(min=0.1)).all()
@@ -263,10 +264,13 @@ def test_frozen_parameters_and_subsets_are_left_out():
     params = {name: p.detach() for name, p in net.named_parameters()}
     some = {name: params[name] for name in ("3.bias", "8.weight")}
     args = (IMAGES, LABELS, 0.5)
-    ours, expected = FastClippedSum(net)(some, *args), VmapClippedSum(cross_entropy_of(net))(some, *args)
+    ours, expected = (
+        summed(FastClippedSum(net), some, *args),
+        summed(VmapClippedSum(cross_entropy_of(net)), some, *args),
+    )
     torch.testing.assert_close(ours, expected)
     with pytest.raises(Unsupported, match=r"0\.bias"):
-        FastClippedSum(net)(params, *args)
+        summed(FastClippedSum(net), params, *args)
 
 
 @pytest.mark.parametrize("net", [cnn(), Residual(), Viewing()], ids=lambda net: type(net).__name__)
@@ -394,7 +398,7 @@ def test_chunk_shrinks_for_wide_layers():
 def test_embedding_that_scales_by_frequency_has_no_rule():
     net = nn.Sequential(nn.Embedding(3, 3, scale_grad_by_freq=True), nn.Flatten())
     with pytest.raises(Unsupported, match="scale_grad_by_freq"):
-        FastClippedSum(net)(params_of(net), torch.ones(2, 1, dtype=torch.long), LABELS[:2], 1.0)
+        summed(FastClippedSum(net), params_of(net), torch.ones(2, 1, dtype=torch.long), LABELS[:2], 1.0)
 
 
 def test_loss_that_reads_parameters_is_left_to_the_reference():
@@ -429,14 +433,14 @@ def net():
 def test_no_records_give_zeros(engine, net):
     params = params_of(net, torch.float32)
     size = sum(p.numel() for p in params.values())
-    total = engine(net)(params, IMAGES[:0], LABELS[:0], 1.0, LABELS[:0], 2)
+    total = summed(engine(net), params, IMAGES[:0], LABELS[:0], 1.0, LABELS[:0], 2)
     assert torch.equal(total, torch.zeros(2, size))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_chunks_change_rounding_only_and_sums_are_float64(engine, net, dtype):
     params, x = params_of(net, dtype), IMAGES.to(dtype)
-    sums = [engine(net, chunk)(params, x, LABELS, 0.5) for chunk in (1, 4, 100)]
+    sums = [summed(engine(net, chunk), params, x, LABELS, 0.5) for chunk in (1, 4, 100)]
     for total in sums:
         assert total.dtype == torch.float64 and not total.requires_grad
         torch.testing.assert_close(total, sums[0], rtol=0, atol=10 * TOLERANCE[dtype])
@@ -447,7 +451,7 @@ def test_infinite_clip_is_the_gradient_of_the_summed_loss(engine, net):
     leaves = {name: p.clone().requires_grad_() for name, p in params.items()}
     loss = cross_entropy_of(net)(leaves, IMAGES.double(), LABELS).sum()
     expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(leaves.values()))])
-    torch.testing.assert_close(engine(net)(params, IMAGES.double(), LABELS, math.inf)[0], expected)
+    torch.testing.assert_close(summed(engine(net), params, IMAGES.double(), LABELS, math.inf)[0], expected)
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -458,8 +462,8 @@ def test_one_record_moves_one_row_by_at_most_the_clip_norm(clip_norm, scale):
     x[-1] *= scale
     for clipped_sum in (FastClippedSum(net, chunk=3), VmapClippedSum(cross_entropy_of(net), 3)):
         for order in (1, 2):
-            with_it = clipped_sum(params, x, LABELS, clip_norm, LABELS, 3, order=order)
-            without = clipped_sum(params, x[:-1], LABELS[:-1], clip_norm, LABELS[:-1], 3, order=order)
+            with_it = summed(clipped_sum, params, x, LABELS, clip_norm, LABELS, 3, order=order)
+            without = summed(clipped_sum, params, x[:-1], LABELS[:-1], clip_norm, LABELS[:-1], 3, order=order)
             moved = (with_it - without).norm(p=order, dim=1)
             assert moved[LABELS[-1]] <= clip_norm * (1 + 1e-9)
             assert moved.sum() - moved[LABELS[-1]] <= 1e-9 * clip_norm
@@ -471,7 +475,7 @@ def test_replacing_a_record_by_its_opposite_moves_the_sum_by_twice_the_clip_norm
     net = nn.Linear(3, 2)
     params = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in net.named_parameters()}
     x = torch.tensor([[3.0, -5.0, 1.0]], dtype=torch.float64)
-    one, other = (engine(net)(params, x, torch.tensor([label]), 0.25, order=order) for label in (0, 1))
+    one, other = (summed(engine(net), params, x, torch.tensor([label]), 0.25, order=order) for label in (0, 1))
     assert float((one - other).norm(p=order)) == pytest.approx(2 * 0.25, rel=1e-6)
 
 
@@ -479,7 +483,7 @@ def test_replacing_a_record_by_its_opposite_moves_the_sum_by_twice_the_clip_norm
 def test_sums_are_those_of_plain_autograd(engine, net, order):
     params = params_of(net)
     for clip_norm in (0.05, 1.0):
-        ours = engine(net)(params, IMAGES.double(), LABELS, clip_norm, order=order)[0]
+        ours = summed(engine(net), params, IMAGES.double(), LABELS, clip_norm, order=order)[0]
         expected = reference.clipped_sum(net, params, IMAGES.double(), LABELS, clip_norm, order)
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-9)
 
@@ -487,8 +491,8 @@ def test_sums_are_those_of_plain_autograd(engine, net, order):
 def test_an_l1_norm_needs_every_number_and_rules_know_it(engine, net):
     """Clipped in L1 each record has the L1 norm that it had, or the bound; noted norms are L1 as well."""
     params, each, norms = params_of(net), torch.arange(7), []
-    free = engine(net)(params, IMAGES.double(), LABELS, math.inf, each, 7)
-    clipped = engine(net)(params, IMAGES.double(), LABELS, 2.0, each, 7, norms, order=1)
+    free = summed(engine(net), params, IMAGES.double(), LABELS, math.inf, each, 7)
+    clipped = summed(engine(net), params, IMAGES.double(), LABELS, 2.0, each, 7, norms, order=1)
     sizes = free.norm(p=1, dim=1)
     torch.testing.assert_close(torch.cat(norms), sizes, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(clipped, free * (2.0 / sizes).clamp_max(1)[:, None], rtol=1e-6, atol=1e-9)
@@ -497,10 +501,10 @@ def test_an_l1_norm_needs_every_number_and_rules_know_it(engine, net):
 @pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0])
 def test_a_clipped_gradient_has_its_direction_and_at_most_the_clip_norm(engine, net, quantile):
     params, each = params_of(net), torch.arange(7)
-    free = engine(net)(params, IMAGES.double(), LABELS, math.inf, each, 7)
+    free = summed(engine(net), params, IMAGES.double(), LABELS, math.inf, each, 7)
     norms = free.norm(dim=1)
     clip_norm = float(norms.quantile(quantile)) * (0.9 if quantile == 0 else 1.1 if quantile == 1 else 1.0)
-    clipped = engine(net)(params, IMAGES.double(), LABELS, clip_norm, each, 7)
+    clipped = summed(engine(net), params, IMAGES.double(), LABELS, clip_norm, each, 7)
     assert int((norms > clip_norm).sum()) == {0.0: 7, 0.5: 3, 1.0: 0}[quantile]
     torch.testing.assert_close(clipped, free * (clip_norm / norms).clamp_max(1)[:, None], rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(clipped.norm(dim=1), norms.clamp_max(clip_norm), rtol=1e-6, atol=0)
@@ -509,11 +513,11 @@ def test_a_clipped_gradient_has_its_direction_and_at_most_the_clip_norm(engine, 
 def test_groups_split_the_sum(engine, net):
     params = params_of(net)
     group = torch.tensor([4, 0, 4, 1, 1, 0, 4])
-    rows = engine(net)(params, IMAGES.double(), LABELS, 0.5, group, 6)
+    rows = summed(engine(net), params, IMAGES.double(), LABELS, 0.5, group, 6)
     for g in range(6):
-        alone = engine(net)(params, IMAGES[group == g].double(), LABELS[group == g], 0.5)
+        alone = summed(engine(net), params, IMAGES[group == g].double(), LABELS[group == g], 0.5)
         torch.testing.assert_close(rows[g], alone[0])
-    torch.testing.assert_close(rows.sum(0), engine(net)(params, IMAGES.double(), LABELS, 0.5)[0])
+    torch.testing.assert_close(rows.sum(0), summed(engine(net), params, IMAGES.double(), LABELS, 0.5)[0])
 
 
 @pytest.mark.parametrize("only", [("3.bias",), ("0.weight", "3.weight", "8.weight")])
@@ -521,15 +525,17 @@ def test_groups_split_the_sum(engine, net):
 def test_only_wanted_gradients_are_measured_clipped_and_summed(engine, net, only, order):
     params, x, each = {name: p + 0.1 for name, p in params_of(net).items()}, IMAGES.double(), torch.arange(7)
     sizes = [p.numel() for p in params.values()]
-    everything = engine(net)(params, x, LABELS, math.inf, each, 7).split(sizes, dim=1)
+    everything = summed(engine(net), params, x, LABELS, math.inf, each, 7).split(sizes, dim=1)
     free = torch.cat([part for name, part in zip(params, everything, strict=True) if name in only], dim=1)
     norms: list[torch.Tensor] = []
     true = free.norm(order, dim=1)
     clip_norm = float(true.median())
-    clipped = engine(net)(params, x, LABELS, clip_norm, each, 7, norms, order, only)
+    clipped = summed(engine(net), params, x, LABELS, clip_norm, each, 7, norms, order, only)
     torch.testing.assert_close(torch.cat(norms), true)
     torch.testing.assert_close(clipped, free * (clip_norm / true).clamp_max(1)[:, None])
-    assert torch.equal(engine(net)(params, x[:0], LABELS[:0], 1.0, only=only), torch.zeros(1, free.shape[1]).double())
+    assert torch.equal(
+        summed(engine(net), params, x[:0], LABELS[:0], 1.0, only=only), torch.zeros(1, free.shape[1]).double()
+    )
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
@@ -538,35 +544,35 @@ def test_record_without_finite_gradient_contributes_exactly_zero(engine, net, ba
     params, x = params_of(net, torch.float32), IMAGES.clone()
     x[place] = bad
     others = torch.arange(7) != 2
-    total = engine(net, chunk=100)(params, x, LABELS, math.inf, LABELS, 3)
+    total = summed(engine(net, chunk=100), params, x, LABELS, math.inf, LABELS, 3)
     assert torch.isfinite(total).all()
-    alone = engine(net, chunk=100)(params, x[2:3], LABELS[2:3], 1.0)
+    alone = summed(engine(net, chunk=100), params, x[2:3], LABELS[2:3], 1.0)
     is_zero = torch.equal(alone, torch.zeros_like(alone))
     assert is_zero or (bad == 1e30 and alone.norm() <= 1 + 1e-6)  # the loss may be flat there
     if is_zero:
-        expected = engine(net, chunk=100)(params, x[others], LABELS[others], math.inf, LABELS[others], 3)
+        expected = summed(engine(net, chunk=100), params, x[others], LABELS[others], math.inf, LABELS[others], 3)
         torch.testing.assert_close(total, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_zero_gradient_is_not_divided_by(engine):
     net = nn.Linear(2, 2, bias=False)
-    total = engine(net)({"weight": torch.zeros(2, 2)}, torch.zeros(1, 2), LABELS[:1], 1.0)
+    total = summed(engine(net), {"weight": torch.zeros(2, 2)}, torch.zeros(1, 2), LABELS[:1], 1.0)
     assert torch.equal(total, torch.zeros(1, 4))
 
 
 def test_dropout_draws_for_each_record(engine):
     net = nn.Sequential(nn.Dropout(0.5), nn.Linear(40, 3))
     x, y = torch.ones(6, 40), torch.zeros(6, dtype=torch.long)
-    rows = engine(net)(params_of(net, torch.float32), x, y, math.inf, torch.arange(6), 6)
+    rows = summed(engine(net), params_of(net, torch.float32), x, y, math.inf, torch.arange(6), 6)
     assert len({tuple(row.eq(0).tolist()) for row in rows}) == 6
 
 
 def test_user_errors(net):
     params = params_of(net, torch.float32)
     with pytest.raises(UserError, match="`clip_norm` must be positive, got 0"):
-        FastClippedSum(net)(params, IMAGES, LABELS, 0)
+        summed(FastClippedSum(net), params, IMAGES, LABELS, 0)
     with pytest.raises(UserError, match="`clip_norm` must be positive, got -1"):
-        VmapClippedSum(cross_entropy_of(net))(params, IMAGES, LABELS, -1)
+        summed(VmapClippedSum(cross_entropy_of(net)), params, IMAGES, LABELS, -1)
     with pytest.raises(UserError, match="`chunk` must be at least 1 record, got 0"):
         FastClippedSum(net, chunk=0)
     with pytest.raises(UserError, match="`sample_loss` must return one loss for each record"):
@@ -587,9 +593,9 @@ def test_a_copy_sums_its_own_net_and_leaves_the_first_alone(kind: str) -> None:
     x, y = torch.randn(7, 1, 8, 8), torch.randint(4, (7,))
     calls: list[int] = []
     net.register_forward_hook(lambda *_: calls.append(1))
-    ours = second(params, x, y, 1.0)
+    ours = summed(second, params, x, y, 1.0)
     assert second.chunk == 5 and not calls, "only the twin was run"
-    assert torch.equal(ours, first(params, x, y, 1.0)) and calls
+    assert torch.equal(ours, summed(first, params, x, y, 1.0)) and calls
 
 
 def test_a_pass_leaves_nothing_behind():
@@ -605,7 +611,7 @@ def test_a_pass_leaves_nothing_behind():
     try:
         counts = []
         for _ in range(3):
-            clipped_sum(params, x, y, 1.0)
+            summed(clipped_sum, params, x, y, 1.0)
             # by type: to ask a dead proxy of another test for its class raises
             counts.append(sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()))
     finally:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from reference import summed
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -108,20 +109,20 @@ def test_no_record_adds_more_than_the_clip_norm(name, order, engine):
     for seed in range(2):
         params, x, y = hostile(net, shape, seed)
         for clip_norm in CLIP_NORMS:
-            rows = clipped_sum(params, x, y, clip_norm, each, RECORDS, order=order).double()
+            rows = summed(clipped_sum, params, x, y, clip_norm, each, RECORDS, order=order).double()
             sizes = rows.norm(p=order, dim=1)
             assert (sizes <= clip_norm * (1 + 1e-9)).all()
             assert torch.equal(rows[1], torch.zeros_like(rows[1])), "a record without a finite gradient adds nothing"
             added_something += int((sizes > 0.99 * clip_norm).sum())
             # the sum is near the exact sum of what the records add, in groups and without
             owners = each % 3
-            by_owner = clipped_sum(params, x, y, clip_norm, owners, 3, order=order).double()
-            together = clipped_sum(params, x, y, clip_norm, order=order).double()
+            by_owner = summed(clipped_sum, params, x, y, clip_norm, owners, 3, order=order).double()
+            together = summed(clipped_sum, params, x, y, clip_norm, order=order).double()
             exact = torch.stack([rows[owners == owner].sum(dim=0) for owner in range(3)])
             assert (by_owner - exact).norm(p=order) <= SUM_ROUNDING * clip_norm
             assert (together[0] - exact.sum(dim=0)).norm(p=order) <= SUM_ROUNDING * clip_norm
             # a record more moves the sum by the clip norm, and by rounding
-            fewer = clipped_sum(params, x[:-1], y[:-1], clip_norm, order=order).double()
+            fewer = summed(clipped_sum, params, x[:-1], y[:-1], clip_norm, order=order).double()
             assert (together - fewer).norm(p=order) <= clip_norm * (1 + 1e-9 + 2 * SUM_ROUNDING)
     assert added_something > 20, "records were clipped at all"
 
@@ -145,7 +146,7 @@ def test_tiny_gradients_of_large_features_are_measured():
     params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     x, y = torch.full((1, 100), 1e19), torch.tensor([1e-25])
     norms: list[Tensor] = []
-    FastClippedSum(net, loss_of(net))(params, x, y, 1.0, norms=norms)
+    summed(FastClippedSum(net, loss_of(net)), params, x, y, 1.0, norms=norms)
     assert float(norms[0][0]) == pytest.approx(1e19 * 10 * 1e-25 * float(torch.linspace(-1, 1, 10).norm()), rel=1e-6)
 
 
@@ -156,9 +157,9 @@ def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
     assert isinstance(clipped_sum, FastClippedSum) and clipped_sum.sparse == {"0.0"}, reason
     params = {name: p.detach() for name, p in net.named_parameters()}
     x, y, each = torch.randn(9, 2, 12, 12), torch.arange(9) % 4, torch.arange(9)
-    rows = clipped_sum(params, x, y, 0.1, each, 9)
+    rows = summed(clipped_sum, params, x, y, 0.1, each, 9)
     x[0] = first
-    assert torch.equal(clipped_sum(params, x, y, 0.1, each, 9)[1:], rows[1:])
+    assert torch.equal(summed(clipped_sum, params, x, y, 0.1, each, 9)[1:], rows[1:])
 
 
 @pytest.mark.parametrize("records", [1, 3, 4, 5, 9])
@@ -242,7 +243,7 @@ def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width,
     assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` do not have one row" in reason
     params = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(Unsupported, match=layer):
-        FastClippedSum(net)(params, torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
+        summed(FastClippedSum(net), params, torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
 
 
 class Trimmed(nn.Module):
@@ -262,10 +263,10 @@ def test_chunks_of_other_forms_add_up():
     net, x, y, group = Trimmed(), torch.randn(4, 3, 6), torch.arange(4) % 3, torch.tensor([0, 1, 0, 1])
     x[2:, 1:] = 0.0
     params = {name: p.detach() for name, p in net.named_parameters()}
-    expected = FastClippedSum(net.double())(
-        {name: p.double() for name, p in params.items()}, x.double(), y, 1.0, group, 2
+    expected = summed(
+        FastClippedSum(net.double()), {name: p.double() for name, p in params.items()}, x.double(), y, 1.0, group, 2
     )
-    ours = FastClippedSum(net.float(), chunk=2)(params, x, y, 1.0, group, 2)
+    ours = summed(FastClippedSum(net.float(), chunk=2), params, x, y, 1.0, group, 2)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -277,8 +278,8 @@ def test_a_gradient_that_is_lazily_negated_has_its_sign():
         return cross_entropy_of(net)(params, torch._neg_view(x), y)
 
     x, y = torch.randn(5, 4), torch.arange(5) % 3
-    expected = VmapClippedSum(cross_entropy_of(net))(params, -x, y, 0.1)
-    torch.testing.assert_close(FastClippedSum(net, loss)(params, x, y, 0.1), expected, rtol=1e-5, atol=1e-6)
+    expected = summed(VmapClippedSum(cross_entropy_of(net)), params, -x, y, 0.1)
+    torch.testing.assert_close(summed(FastClippedSum(net, loss), params, x, y, 0.1), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_parameters_that_no_loss_depends_on_are_refused_alone():
@@ -292,9 +293,9 @@ def test_parameters_that_no_loss_depends_on_are_refused_alone():
 
     net = Idle()
     params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.randn(5, 4)
-    assert (FastClippedSum(net)(params, x, torch.zeros(5, dtype=torch.long), 1.0)[:, 15:] == 0).all()
+    assert (summed(FastClippedSum(net), params, x, torch.zeros(5, dtype=torch.long), 1.0)[:, 15:] == 0).all()
     with pytest.raises(Unsupported, match=r"no loss depends on `idle\.weight`"):
-        FastClippedSum(net)(params, x, torch.zeros(5, dtype=torch.long), 1.0, only=["idle.weight"])
+        summed(FastClippedSum(net), params, x, torch.zeros(5, dtype=torch.long), 1.0, only=["idle.weight"])
 
 
 def test_factors_stay_below_the_exact_ones():
@@ -316,5 +317,7 @@ def test_the_reference_agrees_with_the_default_loss():
     net = nn.Linear(3, 2)
     params = {name: p.detach() for name, p in net.named_parameters()}
     x, y = torch.randn(5, 3) * 1e15, torch.arange(5) % 2
-    ours, expected = (one(params, x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net))))
+    ours, expected = (
+        summed(one, params, x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net)))
+    )
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)

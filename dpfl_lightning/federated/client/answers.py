@@ -21,7 +21,13 @@ from dpfl_lightning.federated.messages.query import (
     SelectModel,
 )
 from dpfl_lightning.models.model import FORWARD_CHUNK
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum, clip_factors, evaluating, summing_dtype
+from dpfl_lightning.privacy.clipping.reference import (
+    ClipRequest,
+    VmapClippedSum,
+    clip_factors,
+    evaluating,
+    summing_dtype,
+)
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.selection import ExponentialMechanism
@@ -174,7 +180,7 @@ def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModu
     """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
     clip_norm, order, rate = query.step_of[client]
     clipped_sum = VmapClippedSum(module.sample_loss)
-    step = clipped_sum(module.unflatten(query.model), x, y, clip_norm, order=order)[0]
+    step = clipped_sum(module.unflatten(query.model), x, y, ClipRequest(clip_norm, order))[0][0]
     after = query.model - rate * (step / len(y)).to(query.model.dtype)
     return summed_losses(module, torch.stack([query.model, after]), x, y)
 

@@ -17,7 +17,7 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.isolation import in_companies, in_company
-from dpfl_lightning.privacy.clipping.reference import evaluating
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
     params, times = module.unflatten(module.flat), []
     for _ in range(3):
         begun = time.perf_counter()
-        float(engine.clipped_sum(params, x, y, 1.0).sum())
+        float(engine.clipped_sum(params, x, y, ClipRequest(1.0))[0].sum())
         times.append(time.perf_counter() - begun)
     return min(times) / len(x) / (engine.workers or 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import lightning as L
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -20,7 +20,7 @@ class LocalTask:
     """The task of a client in one round.
 
     Args:
-        clipped_sum: a `ClippedSum`, with the norm in which the mechanism clips.
+        clipped_sum: how clipped gradients are summed.
         mechanism: bounds, noises and divides the sum. Its event was charged before.
         noise: generator of the noise of this client and round.
         learning_rate: of plain SGD, unless `configure_optimizers` is overridden.
@@ -28,13 +28,21 @@ class LocalTask:
         anchor: `[P]` or None; each step adds `pull * (parameters - anchor)`, which does not depend on data.
     """
 
-    clipped_sum: Callable[..., Tensor]
+    clipped_sum: ClippedSum
     mechanism: Mechanism
     noise: RandomGenerator
     learning_rate: float
     norms: list[Tensor] = field(default_factory=list)
     anchor: Tensor | None = None
     pull: float = 0.0
+
+    def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
+        """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
+        mechanism = self.mechanism
+        request = request or ClipRequest(mechanism.clip_norm, mechanism.clip_order)
+        sums, norms = self.clipped_sum(params, x, y, request)
+        self.norms.append(norms)
+        return sums
 
 
 class ClientModule(Model, L.LightningModule):
@@ -71,7 +79,7 @@ class ClientModule(Model, L.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         """Clip -> sum -> noise -> optimiser, on `x [B, *X]`, `y [B]`, B may be 0."""
         task = self._require_task()
-        clipped = task.clipped_sum(self.named_trainable, *batch, task.mechanism.clip_norm)  # [1, P]
+        clipped = task.sum_of(self.named_trainable, *batch)  # [1, P]
         step = task.mechanism.privatise(clipped, task.noise, self.flat.dtype)[0]  # [P]
         if task.anchor is not None:
             step += task.pull * (self.flat - task.anchor)

@@ -37,6 +37,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_CHUNK,
     ClippedSum,
+    ClipRequest,
     Params,
     SampleLoss,
     VmapClippedSum,
@@ -45,7 +46,6 @@ from dpfl_lightning.privacy.clipping.reference import (
     cross_entropy_of,
     evaluating,
     require_proved,
-    wanted_of,
 )
 
 CPU_CHUNK = 128  # records in a pass: with fewer the fixed costs dominate, more do not fit the caches
@@ -139,7 +139,7 @@ class FastClippedSum:
     >>> net = nn.Linear(2, 2, bias=False)
     >>> clipped_sum = FastClippedSum(net)
     >>> params = {"weight": torch.zeros(2, 2)}
-    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=math.inf)
+    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(math.inf))[0]
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
@@ -174,28 +174,22 @@ class FastClippedSum:
         params: Params,
         x: Tensor,
         y: Tensor,
-        clip_norm: float,
-        group: Tensor | None = None,
-        num_groups: int = 1,
-        norms: list[Tensor] | None = None,
-        order: int = 2,
-        only: Collection[str] | None = None,
-    ) -> Tensor:
-        require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
+        request: ClipRequest,
+    ) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
-        x, wanted = self.enter(x), wanted_of(params, only)
-        totals = Totals(wanted, num_groups)
+        x, wanted = self.enter(x), request.chosen(params)
+        totals, group = Totals(wanted, request.num_groups), request.group
+        norms = [torch.empty(0, device=x.device)]
         for rows in chunks_of(len(x), chunk):
-            grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), order)
+            grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), request.order)
             require_proved(len(x), chunk, grads.terms)
-            sizes = grads.norms()
-            if norms is not None:
-                norms.append(sizes)
-            totals.add(grads, clip_factors(sizes, clip_norm), None if group is None else group[rows])
-        return totals.result()
+            norms.append(grads.norms())
+            factors = clip_factors(norms[-1], request.clip_norm)
+            totals.add(grads, factors, None if group is None else group[rows])
+        return totals.result(), torch.cat(norms)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> FastClippedSum:
         return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
@@ -433,7 +427,8 @@ def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> l
     """Return what distinguishes two clipped sums: full gradients and clipped ones, record by record."""
     groups = torch.arange(len(x), device=x.device)
     clips = ((math.inf, 2), (1e-2, 2), (1e-2, 1))
-    return [clipped_sum(params, x, y, clip_norm, groups, len(x), order=order) for clip_norm, order in clips]
+    requests = [ClipRequest(clip_norm, order, groups, len(x)) for clip_norm, order in clips]
+    return [clipped_sum(params, x, y, request)[0] for request in requests]
 
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -40,6 +41,36 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
             module.training = training
 
 
+@dataclass(frozen=True, eq=False)
+class ClipRequest:
+    """How gradients are clipped and which sums are computed.
+
+    Args:
+        clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
+        order: order of the norm, 2 or 1.
+        group: group of each record, `[B]` int64 in [0, num_groups); None puts all records into group 0.
+        num_groups: number of rows G of the sums, >= 1.
+        only: names of the parameters to which the norm, clipping and sum are restricted, in the order of the
+            parameters; None means all.
+
+    Raises:
+        UserError: `clip_norm` is not positive.
+    """
+
+    clip_norm: float
+    order: int = 2
+    group: Tensor | None = None
+    num_groups: int = 1
+    only: Collection[str] | None = None
+
+    def __post_init__(self) -> None:
+        require(self.clip_norm > 0, "clip_norm", "be positive", self.clip_norm)
+
+    def chosen(self, params: Params) -> Params:
+        """Return the parameters named in `only`, in their order; all if it is None."""
+        return params if self.only is None else {name: p for name, p in params.items() if name in self.only}
+
+
 class ClippedSum(Protocol):
     """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, where `g_j` is the gradient of j's loss.
 
@@ -49,17 +80,11 @@ class ClippedSum(Protocol):
         params: name -> tensor, the trainable parameters; concatenated in this order they are the vector `[P]`.
         x: records `[B, *X]`, B >= 0.
         y: labels `[B, ...]`.
-        clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
-        group: group of each record, `[B]` int64 in [0, num_groups); None puts all records into group 0.
-        num_groups: number of rows G, >= 1.
-        norms: if given, the norms of the records' gradients before clipping are appended, chunk by chunk `[b]` in
-            order; they are infinite or NaN if they are not finite.
-        order: order of the norm, 2 or 1.
-        only: names of the parameters to which the norm, clipping and sum are restricted, in the order of `params`; None
-            means all.
+        request: how to clip and group.
 
     Returns:
-        `[G, P]` in float64 (on MPS in the dtype of the parameters). A group without records has zeros.
+        The sums `[G, P]` in float64 (on MPS in the dtype of the parameters); a group without records has zeros. And the
+        norms `[B]` of the gradients before clipping; those that are not finite are infinite or NaN.
 
     Guarantees:
         `g_j` is the gradient as it was computed, mostly in float32. Its norm is computed in float64, where squares and
@@ -93,13 +118,8 @@ class ClippedSum(Protocol):
         params: Params,
         x: Tensor,
         y: Tensor,
-        clip_norm: float,
-        group: Tensor | None = None,
-        num_groups: int = 1,
-        norms: list[Tensor] | None = None,
-        order: int = 2,
-        only: Collection[str] | None = None,
-    ) -> Tensor: ...
+        request: ClipRequest,
+    ) -> tuple[Tensor, Tensor]: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
         """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
@@ -173,11 +193,6 @@ def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
         start = stop
 
 
-def wanted_of(params: Params, only: Collection[str] | None) -> Params:
-    """Return the parameters named in `only`, in their order; all if it is None."""
-    return params if only is None else {name: p for name, p in params.items() if name in only}
-
-
 def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
     """Return a function for every record's gradient by parameter name, `[B, *shape]`: `vmap(grad(sample_loss))`."""
 
@@ -210,10 +225,11 @@ class VmapClippedSum:
     >>> net = nn.Linear(2, 2, bias=False)
     >>> clipped_sum = VmapClippedSum(cross_entropy_of(net))
     >>> params = {"weight": torch.zeros(2, 2)}
-    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=math.inf)
+    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(math.inf))[0]
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
-    >>> round(float(clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), clip_norm=1.0).norm()), 5)
-    1.0
+    >>> sums, norms = clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(1.0))
+    >>> round(float(sums.norm()), 5), round(float(norms), 5)
+    (1.0, 3.53553)
     """
 
     def __init__(self, sample_loss: SampleLoss, chunk: int = DEFAULT_CHUNK) -> None:
@@ -226,29 +242,21 @@ class VmapClippedSum:
         params: Params,
         x: Tensor,
         y: Tensor,
-        clip_norm: float,
-        group: Tensor | None = None,
-        num_groups: int = 1,
-        norms: list[Tensor] | None = None,
-        order: int = 2,
-        only: Collection[str] | None = None,
-    ) -> Tensor:
-        require(clip_norm > 0, "clip_norm", "be positive", clip_norm)
+        request: ClipRequest,
+    ) -> tuple[Tensor, Tensor]:
         require_proved(len(x), self.chunk)
         params = {name: p.detach() for name, p in params.items()}
-        wanted = wanted_of(params, only)
+        wanted, norms = request.chosen(params), [torch.empty(0, device=x.device)]
         like, width = next(iter(wanted.values())), sum(p.numel() for p in wanted.values())
-        total = like.new_zeros(num_groups, width, dtype=summing_dtype(like))
+        total = like.new_zeros(request.num_groups, width, dtype=summing_dtype(like))
         for rows in chunks_of(len(x), self.chunk):
             by_name = self._grads(params, x[rows], y[rows])
             grads = torch.cat([by_name[name].flatten(1) for name in wanted], dim=1).to(total.dtype)
-            sizes = torch.linalg.vector_norm(grads, ord=order, dim=1)
-            if norms is not None:
-                norms.append(sizes)
-            factors = clip_factors(sizes, clip_norm)
-            groups = torch.zeros_like(factors, dtype=torch.long) if group is None else group[rows]
-            total += one_hot(factors, groups, num_groups) @ kept(grads, factors)
-        return total
+            norms.append(torch.linalg.vector_norm(grads, ord=request.order, dim=1))
+            factors = clip_factors(norms[-1], request.clip_norm)
+            groups = torch.zeros_like(factors, dtype=torch.long) if request.group is None else request.group[rows]
+            total += one_hot(factors, groups, request.num_groups) @ kept(grads, factors)
+        return total, torch.cat(norms)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> VmapClippedSum:
         return VmapClippedSum(sample_loss, self.chunk)

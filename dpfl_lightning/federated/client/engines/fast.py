@@ -23,7 +23,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
-from dpfl_lightning.privacy.clipping.reference import ClippedSum
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.runtime.threads import cores, thread_pool
 
@@ -62,7 +62,8 @@ class FastEngine(SerialEngine):
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
         if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
-            self.clipped_sum(module.unflatten(module.flat), *dummy_batch(population, 8, module.device), clip_norm=1.0)
+            example = dummy_batch(population, 8, module.device)
+            self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
         for number in range(self.workers):
             self._seats.put(self if number == 0 else self._another_seat())
@@ -134,8 +135,7 @@ class FastEngine(SerialEngine):
         params = self.module.unflatten(theta)  # views: they follow theta
         mechanism, learning_rate = task.mechanism, task.learning_rate
         for x, y in batches:
-            clipped = task.clipped_sum(params, x, y, mechanism.clip_norm)
-            step = mechanism.privatise(clipped, task.noise, theta.dtype)[0]
+            step = mechanism.privatise(task.sum_of(params, x, y), task.noise, theta.dtype)[0]
             if task.anchor is not None:
                 step.add_(theta - task.anchor, alpha=task.pull)
             theta.add_(step, alpha=-learning_rate)

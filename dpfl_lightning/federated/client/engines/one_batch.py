@@ -14,6 +14,7 @@ from dpfl_lightning.federated.client.gradient_counts import count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
 FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
@@ -44,7 +45,7 @@ def releases(
 
     Args:
         rows: one of `groups(plan, engine.module)`.
-        attempts: `[C]`, of all clients of the plan.
+        charge_numbers: `[C]`, of all clients of the plan.
     """
     if len(rows) == 1:
         return [engine.release(plan, row, models, charge_numbers[row]) for row in rows]
@@ -55,14 +56,13 @@ def releases(
     x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
     owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
     params = engine.module.unflatten(starts[0])
-    clip_norm, norms = plan.clip_norm(rows[0]), [torch.empty(0, device=y.device)]
-    order = tasks[0].mechanism.clip_order
-    group, only = owner, None
+    clip_norm, group, only = plan.clip_norm(rows[0]), owner, None
     if isinstance(job, ClassGradients):
         x, group, only = class_gradients.augmented(job, x, y), owner * num_blocks + y, job.parameters
-    sums = engine.clipped_sum(params, x, y, clip_norm, group, len(rows) * num_blocks, norms, order, only)
+    request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_blocks, only)
+    sums, norms = engine.clipped_sum(params, x, y, request)
     clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
-    engine.counts.index_add_(0, clients[owner], count_outcomes(torch.cat(norms), clip_norm))
+    engine.counts.index_add_(0, clients[owner], count_outcomes(norms, clip_norm))
     clipped = sums.split(num_blocks)
     if isinstance(job, ClassGradients):
         held = [engine.held_labels(plan.clients[row]) for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import FORWARD_CHUNK
-from dpfl_lightning.privacy.clipping.reference import ClippedSum, VmapClippedSum, evaluating
+from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, VmapClippedSum, evaluating
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 
@@ -131,10 +130,8 @@ class SerialEngine:
         else:
             num_records = self.population.num_records[client]
             draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
-        norms: list[Tensor] = []
         task = LocalTask(
-            clipped_sum=partial(self.clipped_sum, norms=norms, order=mechanism.clip_order),
-            norms=norms,
+            clipped_sum=self.clipped_sum,
             mechanism=mechanism,
             noise=self.streams.generator("noise", plan.round, client, charge_number),
             learning_rate=plan.learning_rate_of[row],
@@ -160,17 +157,9 @@ class SerialEngine:
     ) -> Tensor:
         """The noised and divided gradient sum of each class in one draw, `[num_classes, p]`, also of absent classes."""
         x, y = batch
-        params, clip_norm = self.module.unflatten(start), job.clip_norm(task.mechanism)
-        x = class_gradients.augmented(job, x, y)
-        sums = task.clipped_sum(
-            params,
-            x,
-            y,
-            clip_norm,
-            group=y,
-            num_groups=job.num_classes,
-            only=job.parameters,
-        )
+        clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
+        request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
+        sums = task.sum_of(self.module.unflatten(start), class_gradients.augmented(job, x, y), y, request)
         return class_gradients.release(job, sums, task, start.dtype, y, self.held_labels(client))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -14,11 +14,11 @@ from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.privacy.clipping.fast import CPU_CHUNK, FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import (
     ClippedSum,
+    ClipRequest,
     Params,
     SampleLoss,
     chunks_of,
     summing_dtype,
-    wanted_of,
 )
 from dpfl_lightning.runtime.threads import thread_pool
 
@@ -51,27 +51,18 @@ class UnclippedSum:
         params: Params,
         x: Tensor,
         y: Tensor,
-        clip_norm: float,
-        group: Tensor | None = None,
-        num_groups: int = 1,
-        norms: list[Tensor] | None = None,
-        order: int = 2,
-        only: Collection[str] | None = None,
-    ) -> Tensor:
-        if clip_norm == math.inf and len(x) >= FEWEST * num_groups:
-            total = self._summed(params, x, y, group, num_groups, only)
+        request: ClipRequest,
+    ) -> tuple[Tensor, Tensor]:
+        if request.clip_norm == math.inf and len(x) >= FEWEST * request.num_groups:
+            total = self._summed(params, x, y, request)
             if torch.linalg.vector_norm(total, dim=1).isfinite().all():  # a gradient that is not would show in its sum
-                if norms is not None:
-                    norms.append(torch.zeros(len(x)))  # finite, and not clipped: all that is counted of them
-                return total
-        return self._clipped(params, x, y, clip_norm, group, num_groups, norms, order, only)
+                return total, torch.zeros(len(x))  # finite, and not clipped: all that is counted of norms
+        return self._clipped(params, x, y, request)
 
-    def _summed(
-        self, params: Params, x: Tensor, y: Tensor, group: Tensor | None, num_groups: int, only: Collection[str] | None
-    ) -> Tensor:
-        """`[num_groups, P]`, chunks added in float64."""
+    def _summed(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> Tensor:
+        """`[G, P]`, chunks added in float64."""
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        wanted = wanted_of(leaves, only)
+        wanted = request.chosen(leaves)
         x = self._clipped.enter(x)
 
         def gradient(records: Pass) -> Tensor:
@@ -80,10 +71,10 @@ class UnclippedSum:
                 parts = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
             return torch.cat([one.flatten() for one in parts])
 
-        rows, passes = zip(*_passes(len(x), group, self._clipped.chunk or CPU_CHUNK), strict=True)
+        rows, passes = zip(*_passes(len(x), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
         like = next(iter(wanted.values()))
         width = sum(p.numel() for p in wanted.values())
-        total = torch.zeros(num_groups, width, dtype=summing_dtype(like))
+        total = torch.zeros(request.num_groups, width, dtype=summing_dtype(like))
         for row, found in zip(rows, self._side_by_side(gradient, passes), strict=True):
             total[row] += found
         return total
