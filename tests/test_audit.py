@@ -23,6 +23,8 @@ from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.reporting.pages import fill_page
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[1]
 DIGITS = ["--config", str(ROOT / "conf" / "digits.yaml")]
 SURE = ["--confidence", "0.9999", "--releases", "30", "--rounds", "2"]  # a sound build: refuted once in 10,000 runs

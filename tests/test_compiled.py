@@ -56,6 +56,7 @@ def files(folder: Path, kind: str) -> list[Path]:
     return sorted((folder / "__pycache__").glob(f"*.{kind}"))
 
 
+@pytest.mark.e2e
 def test_what_was_compiled_is_found_again_for_the_same_outer_variables_alone(loop, tmp_path):
     seen = []
     for factor in (2, 2, 3, 2, 3):
@@ -65,6 +66,7 @@ def test_what_was_compiled_is_found_again_for_the_same_outer_variables_alone(loo
     assert seen == [False, True, False, True, True] and len(files(tmp_path, "nbc")) == 2
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
 @pytest.mark.parametrize("left", [b"", b"half of"])
 def test_a_file_that_was_cut_off_is_written_anew(kind, left, loop, tmp_path):

@@ -13,6 +13,8 @@ import pytest
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
 
+pytestmark = pytest.mark.e2e
+
 CONF = Path(__file__).parents[1] / "conf"
 FILES = sorted(CONF.glob("*.yaml"))
 

@@ -210,6 +210,7 @@ OPTIONS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(options=OPTIONS)
 def test_yaml_round_trip(options: Options) -> None:

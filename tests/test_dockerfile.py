@@ -19,6 +19,8 @@ import pytest
 from dpfl_lightning.config.load import load
 from dpfl_lightning.data.sources import SOURCES
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -13,6 +13,8 @@ from dpfl_lightning import build as setup
 from dpfl_lightning.evaluate import main as evaluate
 from dpfl_lightning.fit import main as fit
 
+pytestmark = pytest.mark.e2e
+
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here, so it is no mistake")
 DIGITS = ["--config", "conf/digits.yaml", "--rounds", "2", "--tracking", "null"]
 

@@ -74,6 +74,7 @@ class Asks(Strategy, Callback):
         self._live = report.epsilon_spent
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
 def test_recomputed_is_live(accountant, make_loop, capsys):
     asks = Asks()
@@ -320,6 +321,7 @@ def test_it_loads_no_torch(path):
     assert "Largest epsilon: (" in done.stdout
 
 
+@pytest.mark.e2e
 def test_many_equal_clients_are_composed_once(path, capsys):
     clients = 20_000
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))
@@ -333,6 +335,7 @@ def test_many_equal_clients_are_composed_once(path, capsys):
     assert len(found["clients"]) == clients
 
 
+@pytest.mark.e2e
 def test_many_different_clients_are_asked_for_together(path, capsys):
     clients = 2000
     ledger = Ledger(path, Header("rdp", "add_remove", "poisson", (1e-4,) * clients, (2.0,) * clients))

@@ -38,6 +38,7 @@ def test_the_commands_are_listed_with_the_version(capsys):
     assert "got 'fti'. Did you mean `dpfl fit`?" in capsys.readouterr().err
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("imported", "absent"),
     [

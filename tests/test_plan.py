@@ -144,6 +144,7 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("accountant", "adjacency"), [("rdp", "add_remove"), ("rdp", "replace_one"), ("prv", "add_remove")]
 )

@@ -21,6 +21,8 @@ from test_conf import shrunken, small_fashion  # noqa: F401 (a fixture)
 from dpfl_lightning.config.load import load
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"(<!-- test command -->\n)?```(bash|python)\n(.*?)```", README, re.DOTALL)

@@ -10,6 +10,8 @@ import pytest
 
 from experiments.speed.memory import peak_memory
 
+pytestmark = pytest.mark.e2e
+
 ALL_UPDATES = """
 import json, resource, sys, torch
 from dpfl_lightning import ClientModule, ClientOptions, FederatedLoop, Population, PrivacyOptions, Strategy

@@ -25,6 +25,8 @@ from experiments.speed.measure import startup
 from experiments.speed.peers import Peer
 from experiments.speed.report import report, write_page
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[1]
 SAVED = ROOT / "experiments" / "results" / "bench.json"
 QUICK = ["--cases", "common,small_clients", "--repeats", "1", "--scale", "0.04"]  # 1 and 20 clients

@@ -20,6 +20,8 @@ from test_sweep import SMALL
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.stopping import Terminated, between_rounds, passed_on, terminable
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[1]
 
 

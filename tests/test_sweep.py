@@ -76,6 +76,7 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:  # noqa: F811
     return argv
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # noqa: F811
     assert path.read_text().startswith("# ")
@@ -90,6 +91,7 @@ def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # no
     assert len(result["trials"]) == 2 and result["cost"] is None
 
 
+@pytest.mark.e2e
 def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, capsys):
     assert sweep(write(SMALL, "--final")) == 0
     said = capsys.readouterr().out
@@ -106,6 +108,7 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
     assert "Final test accuracy" in again and "round 1/2" not in again
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
@@ -142,6 +145,7 @@ def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path,
     assert "trial 0" not in said.out and not (tmp_path / "out" / "result.json").exists()
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize("objective", ["set", "public", "private"])
 @pytest.mark.parametrize(
     ("key", "value"),
@@ -159,6 +163,7 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
     assert check_trials_with(options_of(SMALL), same) is None
 
 
+@pytest.mark.e2e
 def test_a_study_of_another_space_is_refused(write, capsys):
     assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
     assert sweep(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}}))) == 2
@@ -177,6 +182,7 @@ def test_what_fails_only_together_is_a_failed_trial(write, tmp_path, capsys):
     assert "1 failed: `model.width` must be a multiple of 4" in said and "failed: `model.width`" in said
 
 
+@pytest.mark.e2e
 def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path, capsys):
     assert sweep(write(changed(objective="private", training={}, trials=3))) == 0
     said = capsys.readouterr().out
@@ -194,6 +200,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
     assert all(own <= stated for own, stated in zip(spent, cost["epsilon"], strict=True))
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("more", "caveat"),
     [
@@ -216,6 +223,7 @@ def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, cav
         assert caveat in run["guarantee"]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     ("trials_with", "words"),
     [({"privacy.epsilon": 0.5}, ""), ({"privacy.epsilon": 0.5, "data.records_per_client": 100}, "had other clients")],
@@ -260,6 +268,7 @@ def test_a_grid_does_not_go_on_with_what_others_drew(write, capsys):
     assert "`sweep.sampler.name` must not be grid in a study with 1 trials" in capsys.readouterr().err
 
 
+@pytest.mark.e2e
 def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     assert sweep(write(changed(trials=1), "--rounds", "1", "--final")) == 0
     out = tmp_path / "out"
@@ -270,6 +279,7 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
         Search._begun_final(other)
 
 
+@pytest.mark.e2e
 def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_path, capsys):
     raw = changed(objective="private", training={}, trials=1)
     for name in ("mine", "other"):
@@ -409,6 +419,7 @@ def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
 
 
+@pytest.mark.e2e
 def test_each_trial_is_a_run_nested_in_the_searchs(write, new_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     uri = new_store(tmp_path)

@@ -38,6 +38,7 @@ def final(folder, **changed):
     return dataclasses.replace(from_mapping(RUN), output_dir=str(folder), **changed)
 
 
+@pytest.mark.e2e
 def test_the_set_and_the_run_are_composed_from_both_ledgers(folders):
     source, folder = folders
     words = with_the_set(str(source), load_distilled(source).card, final(folder))
@@ -73,6 +74,7 @@ def test_public_records_cost_nobody_anything(folders):
     assert with_the_set(str(source), {**card, "data": {**card["data"], "use_public": True}}, final(folder)) is None
 
 
+@pytest.mark.e2e
 def test_the_command_says_it_after_the_final_run(folders, tmp_path, capsys):
     raw = {**SMALL, "sweep": {**SMALL["sweep"], "distilled": str(folders[0]), "trials": 1}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))

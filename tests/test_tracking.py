@@ -80,6 +80,7 @@ def play(tracking, view, rounds, result=None):
     tracking.on_fit_end(view, a_result(view) if result is None else result)
 
 
+@pytest.mark.e2e
 def test_it_has_no_public_names_but_hooks(store, experiment):
     register([SizeWeighted()], [Tracking(experiment, uri=store)])
 
@@ -317,6 +318,7 @@ def test_rounds_without_evaluation_and_regression(store, experiment, folder):
     assert not [name for name in run.data.metrics if name.startswith("per_client_accuracy")]
 
 
+@pytest.mark.e2e
 @pytest.mark.parametrize(
     "reason, status", [("interrupted; go on with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
 )

@@ -59,7 +59,12 @@ def audited(engine: str, monkeypatch, only=None, **privacy) -> dict:
     return audit(loop_of(engine, **privacy), [0], CONFIDENCE, most_releases=releases, only=only)
 
 
-@pytest.mark.parametrize("engine, name", EVERYWHERE + SOMEWHERE)
+def fast_first(cases):
+    """The cases of the default engine in every test run, those of the others in the long one."""
+    return [case if case[0] == "fast" else pytest.param(*case, marks=pytest.mark.e2e) for case in cases]
+
+
+@pytest.mark.parametrize("engine, name", fast_first(EVERYWHERE + SOMEWHERE))
 def test_a_broken_build_is_refuted(engine, name, monkeypatch):
     mutate, expected = (mutants.MUTANTS | mutants.VARIANTS | mutants.OF_RULES)[name]
     mutate(monkeypatch)
@@ -73,7 +78,9 @@ OTHERS = [{"adjacency": "replace_one"}, {"sampling": "shuffle"}, {"epsilon": Non
 
 
 @pytest.mark.parametrize(
-    "engine, privacy", [*((engine, {}) for engine in sorted(ENGINES)), *(("fast", other) for other in OTHERS)], ids=str
+    "engine, privacy",
+    fast_first([*((engine, {}) for engine in sorted(ENGINES)), *(("fast", other) for other in OTHERS)]),
+    ids=str,
 )
 def test_a_sound_build_is_not_refuted(engine, privacy, monkeypatch):
     found = audited(engine, monkeypatch, **privacy)
@@ -90,7 +97,7 @@ QUICK = sorted(set(ENGINES) - {"trainer"})
 
 
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-@pytest.mark.parametrize("engine", QUICK)
+@pytest.mark.parametrize(("engine",), fast_first([(engine,) for engine in QUICK]))
 def test_a_sound_build_with_laplace_noise_is_not_refuted(engine, adjacency, monkeypatch):
     found = audited(engine, monkeypatch, adjacency=adjacency, **LAPLACE)
     assert found["refuted"] == [] and not found["not_audited"]
@@ -111,7 +118,7 @@ def test_a_sound_build_with_laplace_noise_is_not_refuted(engine, adjacency, monk
         (mutants.floating_point_noise, {"grid"}),
     ],
 )
-@pytest.mark.parametrize("engine", QUICK)
+@pytest.mark.parametrize(("engine",), fast_first([(engine,) for engine in QUICK]))
 def test_a_broken_build_with_laplace_noise_is_refuted(engine, mutate, expected, monkeypatch):
     mutate(monkeypatch)
     found = audited(engine, monkeypatch, only=expected, **LAPLACE)

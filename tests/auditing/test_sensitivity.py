@@ -71,7 +71,9 @@ def test_every_rule_has_a_net():
     assert set(RULES) <= set(NETS)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    "engine", [one if one in ("fast", "serial") else pytest.param(one, marks=pytest.mark.e2e) for one in ENGINES]
+)
 @pytest.mark.parametrize("kind", NETS, ids=lambda kind: getattr(kind, "__name__", kind))
 def test_one_record_moves_a_release_by_at_most_the_clip_norm(kind, engine, monkeypatch):
     torch.manual_seed(0)

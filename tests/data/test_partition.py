@@ -31,6 +31,7 @@ cases = given(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COVERING)
 @settings(max_examples=40, deadline=None)
 @cases
@@ -53,6 +54,7 @@ def test_records_per_client_thins_first(name, labels, num_clients, seed):
         assert {len(part) for part in parts} == {20}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @cases
 def test_stratified_differs_by_at_most_one_record(labels, num_clients, seed):

@@ -121,6 +121,7 @@ def test_a_resumed_run_says_so_once(key, make_loop):
     assert all(fraction is not None for report in watcher._reports for fraction in report.diagnostics.clip_fraction)
 
 
+@pytest.mark.e2e
 def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, new_store, request):
     from mlflow.tracking import MlflowClient
 

@@ -53,6 +53,7 @@ def test_simulated_noise_repeats_and_fresh_noise_does_not(make_loop):
     assert not torch.equal(models(), models())
 
 
+@pytest.mark.slow
 def test_huge_noise_ruins_accuracy_and_little_does_not(make_loop):
     def accuracy(z: float, seed: int) -> float:
         privacy = laplace(epsilon=None, noise_multiplier=z, clip_norm=5.0, noise_key=FIXED_KEY)

@@ -22,6 +22,8 @@ from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.runtime.launcher import launched
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 DIGITS = ["--config", "conf/digits.yaml", "--tracking", "null", "--privacy.noise_key", FIXED_KEY]
 

@@ -7,6 +7,8 @@ import json
 import accounting_grid
 import pytest
 
+pytestmark = pytest.mark.e2e
+
 RESULTS = json.loads(accounting_grid.RESULTS.read_text())
 
 

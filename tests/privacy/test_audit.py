@@ -31,6 +31,7 @@ def turns_right(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> bool:
     return (b[0] - a[0]) * (c[1] - b[1]) < (b[1] - a[1]) * (c[0] - b[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shift, plain, gaussian", [(0, 0, 0), (1, 1.13346, 2.164749), (2, 2.311945, 4.7218075), (4, 4.395568, 9.133752)]
 )
@@ -68,6 +69,7 @@ def test_the_p_value_is_the_papers_sum(canaries, share, right, epsilon, delta):
     assert ours == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_one_run_bounds_fail_as_rarely_as_they_say():
     """Randomised response and Gaussian noise on every canary, seed 0: 35 failures of 200 have a chance of 1e-3."""
     rng, m, failed = np.random.default_rng(0), 150, {"plain": 0, "curve": 0}
@@ -114,6 +116,7 @@ def test_a_curve_of_points_lies_below_the_truth_and_meets_it():
 # ---- many releases
 
 
+@pytest.mark.slow
 def test_intervals_fail_as_rarely_as_they_say():
     """Seed 2: 74 failures of 1,000 at 0.05, and 28 where they are exact, have a chance of 1e-3."""
     rng, failed = np.random.default_rng(2), np.zeros(6)
@@ -152,6 +155,7 @@ def test_releases_to_tell_are_enough_and_not_too_many():
     assert 5 <= missed < 50
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mu", [0.5, 2.0])
 def test_a_threshold_stays_below_the_truth_and_comes_near(mu):
     """A Gaussian's epsilon, 100 audits at significance 0.05, seed 5: 13 failures have a chance of 1e-3."""

@@ -62,7 +62,12 @@ def test_replaced_records_golden_values(rate, noise, steps, delta, tight):
         assert epsilon("rdp", [GaussianEvent(rate, noise / 2, steps)], delta) > tight * 1.2
 
 
-GRID = itertools.product((0.002, 0.05, 0.4, 1.0), (1.0, 6.0), (1, 200))
+#: take seconds each
+LONG = tuple(itertools.product((0.002, 0.4, 1.0), (1.0,), (200,)))
+GRID = [
+    pytest.param(*case, marks=pytest.mark.slow if case in LONG else ())
+    for case in itertools.product((0.002, 0.05, 0.4, 1.0), (1.0, 6.0), (1, 200))
+]
 
 
 @pytest.mark.parametrize(("rate", "noise", "steps"), GRID)
@@ -74,6 +79,7 @@ def test_no_value_below_the_truth(rate, noise, steps):
             assert epsilon(name, events, delta, adjacency) >= truth, (name, adjacency, delta)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     rate=st.floats(1e-3, 0.999),
@@ -186,6 +192,7 @@ def test_prv_gives_selections_their_randomised_response_or_rdp_whichever_is_less
     assert how.startswith("PRV") and value < epsilon("rdp", few)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("own", "count", "delta"), [(0.15, 20, 1e-4), (0.5, 3, 1e-5)])
 def test_prv_of_selections_is_that_of_any_choice_with_their_epsilon(own, count, delta):
     pld = pytest.importorskip("dp_accounting.pld.privacy_loss_distribution")

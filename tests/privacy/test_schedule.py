@@ -121,6 +121,7 @@ def test_selections_are_part_of_the_plan():
     assert solve(ClientSchedule(5.0, 1e-4, lines)) == pytest.approx(1.359, rel=5e-4)
 
 
+@pytest.mark.slow
 def test_opacus_noise_for_epsilon_8():
     """Opacus' own bisection stops up to 0.01 below the target: its noise is that far above the least."""
     for steps, rdp, prv in ((2250, 1.416015625, 1.34765625), (2000, 1.3562, 1.2915)):

@@ -20,6 +20,8 @@ from dpfl_lightning.search.space import parse
 from dpfl_lightning.search.study import Study
 from dpfl_lightning.search.trial import Pruned
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 SPACE = {"model.width": {"low": 1, "high": 1000}, "model.norm": {"choices": ["none", "group"]}}
 

@@ -23,6 +23,8 @@ from optuna.trial import TrialState
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 from test_sweep import SWEEPS, shrunken
 
+pytestmark = pytest.mark.e2e
+
 FILE = SWEEPS / "nas_fmnist.yaml"
 TRIALS = 5
 

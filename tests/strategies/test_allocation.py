@@ -82,6 +82,7 @@ def problems(draw, most_clients=5, most=24):
     return factor, total, draw(st.sampled_from([1.0, 2.0, 1.4, 0.6])), bias, lower, upper, anchor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("few", [allocation._FEW, 0], ids=["by the heap", "by prices"])
 def test_whole_quotas_are_optimal(few, monkeypatch):
     monkeypatch.setattr(allocation, "_FEW", few)
@@ -110,6 +111,7 @@ def test_whole_quotas_of_three_clients_by_trying_all():
         assert least_cost(factor, total, exponent, bias, lower, upper, anchor) == pytest.approx(min(costs))
 
 
+@pytest.mark.slow
 @example(([1.0, 1.0], 1, 2.0, [1.0, 1.0], [0, 1], [0, 1], 0.0), False)
 @given(problems(most_clients=6), st.booleans())
 @settings(max_examples=200, deadline=None)
@@ -128,6 +130,7 @@ def test_real_quotas_keep_the_conditions_of_a_minimum(problem, capped):
     assert bool((slope[(quota >= high) & (quota > lower)] <= price + 1e-7 * size).all())
 
 
+@pytest.mark.slow
 @given(problems(most_clients=6))
 @settings(max_examples=200, deadline=None)
 def test_the_sweep_finds_what_bisection_finds(problem):
@@ -266,6 +269,7 @@ def test_whole_totals_and_closed_forms_only():
 # ---- ten thousand settings, and a hundred thousand clients
 
 
+@pytest.mark.slow
 def test_quotas_are_never_overspent_in_ten_thousand_settings():
     """Sum, floors and caps to the last participation, whatever budgets and costs are: fixed seed, no false alarm."""
     draw = np.random.default_rng(5)
@@ -288,6 +292,7 @@ def test_quotas_are_never_overspent_in_ten_thousand_settings():
         assert quota.min() >= 0 and quota.max() <= rounds and not quota[broke].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [1.0, 2.0])
 @pytest.mark.parametrize("anchor", [0.0, 1.0])
 def test_a_hundred_thousand_clients(exponent, anchor):

@@ -97,6 +97,7 @@ def paid(loop, purpose, client=0):
 # ---- three stages
 
 
+@pytest.mark.slow
 def test_kinds_are_found_and_trained_apart(start):
     own, watch = Clustered(), Watch()
     loop = start(own, watch, rounds=8)
@@ -126,6 +127,7 @@ def test_the_first_round_is_a_full_batch_of_its_own_noise(start):
         assert 0.98 * 8.0 < client["epsilon_spent"] <= 8.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reuse", [False, True])
 def test_models_after_the_first_round(start, reuse):
     seen = {}
@@ -153,6 +155,7 @@ def test_models_after_the_first_round(start, reuse):
     assert not torch.allclose(*watch._models[1][:2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 3])
 def test_local_epochs_are_full_batches(start, epochs):
     clients = ClientOptions(count=COUNT, batch_size=40, learning_rate=0.2, local_epochs=epochs)
@@ -161,6 +164,7 @@ def test_local_epochs_are_full_batches(start, epochs):
     assert loop.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 5.0, epochs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "selected"),
     [
@@ -189,6 +193,7 @@ def test_when_clients_choose(start, options, selected):
         assert client["epsilon_spent"] is None if plain else client["epsilon_spent"] <= 8.0
 
 
+@pytest.mark.slow
 def test_draws_follow_memberships_and_depend_on_nothing_else():
     """10,000 draws of seed 5 against their laws: chi-square, false-alarm rate 0.1 % each."""
     cluster_metrics = torch.tensor([[0.6, 0.0, 0.3, 0.1], [1 / 3, 1 / 3, 1 / 3, 0.0]], dtype=torch.float64)
@@ -213,6 +218,7 @@ def models_of(loop):
     return loop.state.models
 
 
+@pytest.mark.slow
 def test_one_cluster_is_the_base_rule_alone(start):
     assert torch.equal(models_of(start(Clustered(num_clusters=1))), models_of(start()))
 
@@ -235,6 +241,7 @@ class FromTheSecondRound(OracleClusters):
         return torch.zeros(len(updates.clients)) if view.round == 1 else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", [SizeWeighted, NoiseAware])
 def test_sure_groups_that_are_kept_are_the_oracle(start, base):
     own = Clustered(switch_round=6, reuse_first_round=False)
@@ -243,6 +250,7 @@ def test_sure_groups_that_are_kept_are_the_oracle(start, base):
     torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
 
 
+@pytest.mark.slow
 def test_one_group_found_is_one_model(start):
     """No kinds of clients: after the first round it is the base rule, with the first updates or without."""
 
@@ -263,6 +271,7 @@ def test_one_group_found_is_one_model(start):
     assert len(loop.state.models) == 1 and not torch.equal(watch._models[0][0], begin)
 
 
+@pytest.mark.slow
 def test_what_was_planned_for_choices_is_not_spent_without_groups(start):
     loop = start(Clustered(), population=kinds_of_clients(shift=False))
     result = loop.run()
@@ -273,6 +282,7 @@ def test_what_was_planned_for_choices_is_not_spent_without_groups(start):
 # ---- choices between equal models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])
 def test_equal_models_are_drawn_and_not_chosen(start, selection):
     """Else the lowest index would have everybody, and the others none, for ever."""
@@ -286,6 +296,7 @@ def test_equal_models_are_drawn_and_not_chosen(start, selection):
     assert paid(loop, "select") == ([3, 4] if selection == "paper_argmin" else [3])
 
 
+@pytest.mark.slow
 def test_unsure_groups_are_drawn_evenly_between_equal_models(start):
     """No kinds of clients, M = 3 given: memberships are noise, so the first models come from a fair draw."""
     own = Clustered(num_clusters=3, reuse_first_round=False)
@@ -298,6 +309,7 @@ def test_unsure_groups_are_drawn_evenly_between_equal_models(start):
     assert paid(loop, "select") == [3]
 
 
+@pytest.mark.slow
 def test_a_model_that_nobody_trains_stays(start, monkeypatch):
     monkeypatch.setattr(Clustered, "_models_of", lambda self, plan, cluster_metrics, view: (0,) * len(plan.clients))
     loop = start(Clustered(), watch := Watch(), rounds=4)
@@ -319,6 +331,7 @@ class Missing(Strategy):
         return plan.only(lambda client: client not in self._absent.get(view.round, ()))
 
 
+@pytest.mark.slow
 def test_who_missed_the_first_round_joins_by_draw_and_by_loss(start):
     own = Clustered(switch_round=2)
     loop = start(Missing({1: (4, 8)}), own, watch := Watch(), rounds=5)
@@ -334,6 +347,7 @@ def test_who_missed_the_first_round_joins_by_draw_and_by_loss(start):
     assert result.client_embedding.clients == (0, 1, 2, 3, 5, 6, 7) and result.client_embedding.num_clusters == 3
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_missing(start):
     own = Clustered()
     loop = start(own, rounds=3)
@@ -350,6 +364,7 @@ def test_an_update_that_is_not_finite_is_missing(start):
     assert own.confident and own.responsibilities.shape == (COUNT, 3)
 
 
+@pytest.mark.slow
 def test_a_first_round_that_nobody_came_to(start):
     own = Clustered()
     loop = start(Missing({1: range(COUNT)}), own, rounds=3)
@@ -358,6 +373,7 @@ def test_a_first_round_that_nobody_came_to(start):
     assert result.client_embedding is None and "num_clusters" not in result.metrics
 
 
+@pytest.mark.slow
 def test_who_is_absent_later_keeps_its_model(start):
     loop = start(Missing({4: (0, 3), 5: (0,), 6: (0,)}), Clustered(), watch := Watch())
     result = loop.run()
@@ -366,6 +382,7 @@ def test_who_is_absent_later_keeps_its_model(start):
     assert [paid(loop, "select", client) for client in (0, 3, 8)] == [[], [5], [4]], "asked when it is there"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_clusters", ["auto", 2, 4])
 def test_few_clients(make_loop, num_clusters):
     """Four clients of unlike sizes: two are the least that auto can part."""
@@ -377,6 +394,7 @@ def test_few_clients(make_loop, num_clusters):
     assert num_clusters != 4 or not own.confident, "one client is no group"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mixture", ["robust", "paper"])
 def test_clients_without_any_difference(make_loop, mixture):
     """No noise and the same records everywhere: all updates of a full batch are the same."""
@@ -389,6 +407,7 @@ def test_clients_without_any_difference(make_loop, mixture):
     assert mixture == "paper" or (own.separation < 1 and not own.confident)
 
 
+@pytest.mark.slow
 def test_without_privacy_kinds_of_a_given_number_are_found(start):
     own = Clustered(num_clusters=3)
     result = start(own, privacy=None, rounds=4).run()
@@ -400,6 +419,7 @@ def test_without_privacy_kinds_of_a_given_number_are_found(start):
 # ---- noise
 
 
+@pytest.mark.slow
 def test_a_single_multiplier_is_solved_for_all_rounds(start):
     loop = start(Clustered(first_round_noise_multiplier="same"))
     result = loop.run()
@@ -425,6 +445,7 @@ def test_large_models_need_less_noise_to_be_told_apart(start, num_params, noise)
     assert given.planned(0, "first_round").event.noise_multiplier == 7.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [None, "same"])
 def test_unequal_budgets(start, noise):
     """Budgets from 1 to 16: under one multiplier for all rounds the first updates are unlike in noise, too."""
@@ -435,6 +456,7 @@ def test_unequal_budgets(start, noise):
     assert all(0.98 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
 
 
+@pytest.mark.slow
 def test_given_noise_and_a_budget(start):
     loop = start(Clustered(), privacy=private(epsilon=2.0, noise_multiplier=2.0), rounds=12)
     result = loop.run()
@@ -461,6 +483,7 @@ class Linear(ClientModule):
         return -(x * params["weight"]).sum(dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("epochs", "noise"), [(1, 5.0), (4, 2.0)])
 def test_separation_follows_the_design_law(make_loop, epochs, noise):
     """Records on the unit sphere, clip norm 1, two groups whose mean gradients are g apart: within 5 %."""
@@ -489,6 +512,7 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
 # ---- beside others, and again
 
 
+@pytest.mark.slow
 def test_beside_a_pull_and_a_noise_aware_base_rule(start):
     own = Clustered()
     result = start(NoiseAware(), own, FedProx(0.1)).run()
@@ -510,6 +534,7 @@ def test_the_first_round_says_nothing_of_the_noise_in_later_ones(start):
     assert watch._told[-1]["estimated_noise_std"].tolist() == [one["noise_std"] for one in result.clients]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", [UniformSelection, BiasedSelection, ReweightedSelection])
 def test_a_selection_comes_after_it(start, selection):
     """All clients take the first full batch, and quotas are of the later rounds."""
@@ -531,6 +556,7 @@ def test_it_is_the_only_one_with_models(start):
         start(Ifca(), Clustered(), new_net=lambda seed: nn.Linear(6, 3)).run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mixture", "cut"), [*(("robust", cut) for cut in range(1, 7)), ("paper", 1), ("paper", 4)])
 def test_resumed_equals_unbroken_in_every_stage(start, mixture, cut):
     options = {"mixture": mixture, "switch_round": 3, "num_clusters": 3, "selection_rounds": 2}
@@ -548,6 +574,7 @@ def test_resumed_equals_unbroken_in_every_stage(start, mixture, cut):
     assert [(c.client, c.round, c.purpose) for c in ours] == [(c.client, c.round, c.purpose) for c in theirs]
 
 
+@pytest.mark.slow
 def test_what_is_told(start):
     own, watch = Clustered(), Watch()
     result = start(own, watch).run()
@@ -564,6 +591,7 @@ def test_what_is_told(start):
     assert result.client_embedding.points == tuple(map(tuple, own.embedding.tolist()))
 
 
+@pytest.mark.slow
 def test_the_papers_way(start):
     own = Clustered(
         num_clusters=3,

@@ -28,6 +28,7 @@ def a_run(sampler, quota, rounds, each_round, seed=0):
     return cohorts, taken
 
 
+@pytest.mark.slow
 @given(
     clients=st.integers(1, 12), rounds=st.integers(1, 15), each_round=st.integers(1, 12), seed=st.integers(0, 2**32 - 1)
 )
@@ -59,6 +60,7 @@ def test_inclusion_is_the_quotas_share():
     assert bool((hits[quota == 200] == draws).all())
 
 
+@pytest.mark.slow
 def test_the_papers_sampler_draws_large_quotas_too_rarely_and_runs_out_of_clients():
     """Weighted draws one after the other: inclusion falls short, slots stay unused (seed 2, means of several runs)."""
     quota = some_quotas()
@@ -76,6 +78,7 @@ def test_the_papers_sampler_draws_large_quotas_too_rarely_and_runs_out_of_client
     assert np.mean(unused) > 0
 
 
+@pytest.mark.slow
 def test_with_replacement_has_the_analysis_expectation():
     """Mean participations of one draw are K times the share; 20,000 draws, seed 3, false alarm 1e-4."""
     quota, draws = some_quotas(clients=10, each_round=3, rounds=50), 20_000

@@ -46,6 +46,7 @@ from dpfl_lightning.strategies.distillation.options import loops
 # --- federated and centralised
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("sampling", ["full", "fixed"])
 def test_sums_of_all_records_are_the_gradient_of_their_union(sampling, make_loop):
@@ -55,6 +56,7 @@ def test_sums_of_all_records_are_the_gradient_of_their_union(sampling, make_loop
     torch.testing.assert_close(target, torch.stack(class_means(population, params)), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @NOTICE
 def test_means_of_clients_count_as_the_aggregation_says(make_loop):
     population = digits([*UNEQUAL[:3], [3, 2, 0]])
@@ -73,6 +75,7 @@ def test_means_of_clients_count_as_the_aggregation_says(make_loop):
     torch.testing.assert_close(median, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @NOTICE
 def test_equal_counts_make_uniform_and_sampled_the_same(make_loop):
     population = digits(EQUAL)
@@ -101,6 +104,7 @@ def reference_run(population, rounds, steps, reinit_every, epochs, augmented=Fal
     return torch.stack([leaf.detach() for leaf in images]), theta, start
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("steps", [1, 2])
 def test_one_client_is_centralised_condensation(steps, make_loop):
@@ -114,6 +118,7 @@ def test_one_client_is_centralised_condensation(steps, make_loop):
     assert float((images - start).abs().max()) > 0.01
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("counts", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("augmentation", ["none", "dsa"])
@@ -124,6 +129,7 @@ def test_clients_are_as_good_as_one_that_holds_everything(counts, augmentation, 
     torch.testing.assert_close(images_of(many), images_of(one), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @NOTICE
 def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_loop):
     for aggregation, kept in (("sampled", False), ("uniform", True), ("class_count", True), ("median", True)):
@@ -147,6 +153,7 @@ def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_l
         assert seen == [kept]
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("privacy", [None, PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)])
 def test_who_else_reads_updates_changes_nothing(privacy, make_loop):
@@ -157,6 +164,7 @@ def test_who_else_reads_updates_changes_nothing(privacy, make_loop):
 # --- the server's own work
 
 
+@pytest.mark.slow
 @NOTICE
 def test_classes_that_nobody_has_keep_their_images(make_loop):
     population = digits([[9, 3, 0], [2, 8, 0], [6, 6, 0]])
@@ -170,6 +178,7 @@ def test_classes_that_nobody_has_keep_their_images(make_loop):
     assert [told["classes_left_out"] for told in spy._told] == [1.0] * 3
 
 
+@pytest.mark.slow
 @NOTICE
 def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
     counts = [[9, 3, 5], [2, 8, 4], [6, 6, 1]]  # 17, 17, 10
@@ -190,6 +199,7 @@ def test_where_every_class_is_left_out_the_images_stay(make_loop):
     assert loop.state.models.isfinite().all()
 
 
+@pytest.mark.slow
 @NOTICE
 def test_a_target_has_as_many_records_as_were_drawn_however_clients_weigh(make_loop):
     few, many = [1, 1, 0], [0, 10, 30]
@@ -214,6 +224,7 @@ class Masked(Strategy):
         return torch.tensor([0.0, 1.0], dtype=torch.float64)
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("aggregation", ["sampled", "uniform", "median"])
 def test_records_of_clients_that_do_not_count_are_not_counted(aggregation, make_loop):
@@ -224,6 +235,7 @@ def test_records_of_clients_that_do_not_count_are_not_counted(aggregation, make_
         assert [told["classes_left_out"] for told in spy._told] == [expected]
 
 
+@pytest.mark.slow
 @NOTICE
 def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop, tmp_path):
     def images(rate, steps=1):
@@ -240,6 +252,7 @@ def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop, tmp_path):
     assert all(one.isfinite().all() and torch.equal(one, other) for one, other in zip(more, once, strict=True))
 
 
+@pytest.mark.slow
 @NOTICE
 def test_the_net_begins_again_as_often_as_it_should(make_loop):
     def ages(**options):
@@ -273,6 +286,7 @@ def test_the_net_may_follow_the_released_gradients(make_loop):
     assert not torch.equal(loop.state.models[0], start)
 
 
+@pytest.mark.slow
 @NOTICE
 def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make_loop):
     found = []
@@ -308,6 +322,7 @@ COMPANY = ("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware"
 OPTIONS = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPANY)
 def test_base_rules_may_weigh_class_gradients(name, make_loop):
     privacy = private([4.0, 6.0, 8.0, 10.0])
@@ -317,6 +332,7 @@ def test_base_rules_may_weigh_class_gradients(name, make_loop):
     assert loop.state.round == 1 and sum(map(loop.clients.budgets.releases, range(4))) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *COMPANY}))
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
     (other,) = strategies.build({name: OPTIONS.get(name)})
@@ -330,6 +346,7 @@ def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
             make_loop(parts=parts, population=digits(EQUAL), module=a_net(), new_net=new_net)
 
 
+@pytest.mark.slow
 @NOTICE
 def test_a_set_of_real_digits_teaches_a_net(make_loop):
     """Six images a class in place of 60 records: most test records of three classes are told apart."""
@@ -393,6 +410,7 @@ def test_bad_options_are_one_sentence(options, words):
         Distillation(**options)
 
 
+@pytest.mark.slow
 def test_populations_that_do_not_fit_are_refused(make_loop):
     def planned(population=None, module=None, privacy=None, more=None, **options):
         loop = make_loop(
@@ -437,6 +455,7 @@ def test_shares_of_nobody_are_zeros():
     assert found.tolist() == [[2.25, 3.25, 4.25], [0.0, 0.0, 0.0]]
 
 
+@pytest.mark.slow
 def test_augmentations_of_a_round_are_in_its_job(make_loop):
     loop = make_loop(
         population=digits(EQUAL),

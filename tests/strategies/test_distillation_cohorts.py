@@ -52,6 +52,7 @@ def few(make_loop, privacy, parts, **more):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [None, private()], ids=["plain", "private"])
 @pytest.mark.parametrize("before", [True, False])
 @NOTICE
@@ -67,6 +68,7 @@ def test_a_round_of_too_few_clients_is_left_out(privacy, before, make_loop):
     assert [charged.count(round) for round in (1, 2, 3)] == [4, 0, 3]
 
 
+@pytest.mark.slow
 def test_a_run_ends_when_too_few_clients_can_pay(make_loop):
     """Two budgets pay for fewer rounds than the others: what is left of those is not spent on rounds of two."""
     privacy = private([3.0, 3.0, 9.0, 9.0], noise_multiplier=2.0)
@@ -80,6 +82,7 @@ def test_a_run_ends_when_too_few_clients_can_pay(make_loop):
     )
 
 
+@pytest.mark.slow
 def test_rounds_go_on_while_a_later_one_has_enough(make_loop):
     """Cohorts of two: some have a client that cannot pay, and those are left out."""
     privacy = private([3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0)
@@ -91,6 +94,7 @@ def test_rounds_go_on_while_a_later_one_has_enough(make_loop):
     assert set(seen) == {2} and len(seen) < result.rounds
 
 
+@pytest.mark.slow
 @NOTICE
 def test_clients_whose_charge_is_refused_count_as_absent(make_loop, monkeypatch):
     charge = Budgets.charge_round
@@ -107,6 +111,7 @@ def test_clients_whose_charge_is_refused_count_as_absent(make_loop, monkeypatch)
     assert seen == [4, 4]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_leaves_out_the_same_rounds(make_loop):
     """Also where the round that was broken off was the last that a client pays for."""
     privacy = private([3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0)

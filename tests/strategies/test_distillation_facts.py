@@ -85,6 +85,7 @@ def test_bytes_of_the_papers_largest_net():
 GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta=1e-3, noise_key=FIXED_KEY)
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.filterwarnings("ignore:round:dpfl_lightning.errors.UserNotice")
 @pytest.mark.parametrize(
@@ -177,6 +178,7 @@ def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make
     assert len(set(true)) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "noise", "clip_norm"),
     [
@@ -193,6 +195,7 @@ def test_the_papers_mode_is_told_the_papers_epsilon_as_its_sigma_is_meant(option
     assert loop.describe()[1:] == [paper_epsilon_words(noise, 1e-3, clip_norm)]
 
 
+@pytest.mark.slow
 @NOTICE
 def test_nobody_else_is_told_it(make_loop):
     laplace = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)

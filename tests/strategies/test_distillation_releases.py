@@ -42,6 +42,7 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.strategies.distillation.distillation import PURPOSE, Distillation
 
 
+@pytest.mark.slow
 def test_a_round_costs_one_step_however_many_classes(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=3, image_steps=4)
     for client in range(4):
@@ -52,6 +53,7 @@ def test_a_round_costs_one_step_however_many_classes(make_loop):
     assert all(0.98 * 8.0 < spent <= 8.0 for spent in loop.clients.budgets.spent())
 
 
+@pytest.mark.slow
 def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
     privacy = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)
     loop, _ = distilled(make_loop, privacy=privacy, rounds=3)
@@ -63,6 +65,7 @@ def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
         assert 3 / loop.clients.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
 
 
+@pytest.mark.slow
 @NOTICE
 @pytest.mark.parametrize("drawn, counted", [(2, 4 * 3 * 2), (100, 4 * 12)])
 def test_records_of_a_round_are_those_that_are_drawn(drawn, counted, make_loop):
@@ -71,6 +74,7 @@ def test_records_of_a_round_are_those_that_are_drawn(drawn, counted, make_loop):
     assert seen.kept == [counted] * 2
 
 
+@pytest.mark.slow
 def test_what_is_sent_is_counted(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=2)
     matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
@@ -78,6 +82,7 @@ def test_what_is_sent_is_counted(make_loop):
     assert loop.totals.metrics["floats_down"] == 2 * 4 * loop.module.num_params
 
 
+@pytest.mark.slow
 def test_who_takes_part_less_often_has_less_noise(make_loop):
     loop, _ = distilled(make_loop, privacy=private(), rounds=7, participation_fraction=0.5)
     charges = read_ledger(loop.clients.folder.ledger_file)
@@ -107,6 +112,7 @@ def test_reserve_rounds_are_kept(make_loop):
     assert sum(counts) == 5 * 2 + 4 * 2
 
 
+@pytest.mark.slow
 def test_poisson_draws_are_amplified_and_full_batches_are_not(make_loop):
     for sampling, rate in (("poisson", 0.5), ("full", 1.0), (None, 1.0), ("fixed", 1.0)):
         loop = make_loop(
@@ -122,6 +128,7 @@ def test_poisson_draws_are_amplified_and_full_batches_are_not(make_loop):
         assert event == rate
 
 
+@pytest.mark.slow
 def test_what_clients_send_shows_neither_labels_nor_counts(make_loop):
     """Other numbers of records of each class, or none of some: the same blocks, divisors and coordinates."""
     shapes, divisors = set(), set()
@@ -134,6 +141,7 @@ def test_what_clients_send_shows_neither_labels_nor_counts(make_loop):
     assert shapes == {(4, CLASSES, matched)} and divisors == {(17.0, 14.0, 13.0, 17.0)}
 
 
+@pytest.mark.slow
 def test_every_parameter_is_sent_where_it_is_used(make_loop):
     for options in ({"matching": "mse"}, {"matching": "cos"}, {"net_update": "aggregate"}):
         spy = Spy()
@@ -141,6 +149,7 @@ def test_every_parameter_is_sent_where_it_is_used(make_loop):
         assert spy._updates[0].released.shape == (4, CLASSES, loop.module.num_params)
 
 
+@pytest.mark.slow
 def test_the_noise_of_the_target_is_known(make_loop):
     """Hardly anything but noise, 3 x 240 numbers: its standard deviation within 12 % (false alarm below 1e-5)."""
     for counts in (EQUAL, UNEQUAL):
@@ -207,6 +216,7 @@ def repeated(population: Population, times: int) -> Population:
     return Population.from_datasets(pairs, held_out=0.0, num_classes=CLASSES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [2, 8, 100])
 @pytest.mark.parametrize("noise", [1e-9, 300.0])
 def test_a_draw_of_a_fixed_number_is_divided_by_that_number(drawn, noise, make_loop):
@@ -232,6 +242,7 @@ def test_without_noise_the_divisor_is_no_matter(make_loop):
     torch.testing.assert_close(target, torch.stack(class_means(population, params)), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
 def test_every_engine_leads_to_the_same_set(make_loop, engine):
     """Also where a module has been through a Trainer, or holds a task: the server's nets are copies of it."""
@@ -241,6 +252,7 @@ def test_every_engine_leads_to_the_same_set(make_loop, engine):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_noise_of_a_mean_is_charged_as_what_it_is_on_the_sum(make_loop):
     noise = PrivacyOptions(noise_multiplier=0.5, delta=1e-3, noise_key=FIXED_KEY)
     loop, own = distilled(make_loop, digits(EQUAL), privacy=noise, noise_scale="paper_mean")
@@ -280,6 +292,7 @@ def test_clients_without_noise_beside_others_are_warned_of(make_loop):
 # --- what gradients give away
 
 
+@pytest.mark.slow
 @NOTICE
 def test_an_unprotected_gradient_of_one_record_gives_it_away_and_a_noised_one_does_not(make_loop):
     """The server's ordinary work with one participant, one record and many steps is gradient inversion."""

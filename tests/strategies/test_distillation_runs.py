@@ -25,6 +25,7 @@ def a_loop(make_loop, batch_size=12, strategy=SMALL, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("privacy", [None, private()], ids=["plain", "private"])
 @NOTICE
 def test_resumed_equals_unbroken(privacy, make_loop):

@@ -130,6 +130,7 @@ def test_the_theorem_holds_on_quadratics(run, least):
     assert least < gap / gap_bound(own, run["rate"]) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [{}, {"noise": 0.0}, {"spread": 0.0}], ids=["both", "only unlike", "only noise"])
 @pytest.mark.parametrize(("local_steps", "rate"), [(4, 0.05), (4, 0.2), (8, 0.24)])
 def test_clients_drift_no_further_than_lemma_2_says(local_steps, rate, apart):

@@ -19,6 +19,7 @@ def like(shape, labels=torch.long):
     return torch.empty(0, *shape), torch.empty(0, dtype=labels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("at_once", ["vmap", "loop"])
 @pytest.mark.parametrize("distance", ["layerwise_cosine", "mse"])  # mse reads the norms' parameters, too
@@ -80,6 +81,7 @@ def test_other_layers_are_left_as_they_are(net):
     assert str(FastLoss(module, *like((2, 4, 4))).module) == str(module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"stride": 2, "padding": 1}, {"dilation": 2}, {"groups": 2, "bias": False}])
 def test_a_direct_convolution_has_torchs_derivatives(options):
     generator = torch.Generator().manual_seed(0)

@@ -22,6 +22,7 @@ def some_planes(shape, seed=0):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES)
 def test_both_orders_of_derivatives_are_those_of_finite_differences(shape):
     def operation(*tensors):

@@ -117,6 +117,7 @@ def test_cosines_shrink_with_noise_as_the_formula_says():
         assert found == pytest.approx(measured, rel=0.02)
 
 
+@pytest.mark.slow
 def test_noise_changes_no_slope_of_the_squared_distance_on_average():
     """400 draws, seed 0; the largest of 50 pixels beyond 4.5 standard errors: false alarm below 4e-4."""
     torch.manual_seed(0)
@@ -203,6 +204,7 @@ def smooth_module(norm="group"):
     return ClientModule(net.double())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradients", [class_by_class, all_classes_at_once])
 @pytest.mark.parametrize("matching", MATCHINGS)
 def test_the_slope_is_that_of_the_distance(matching, gradients):
@@ -318,6 +320,7 @@ def test_passes_of_few_classes_side_by_side_or_not_move_as_all_at_once(threads, 
     torch.testing.assert_close(few[1], everything[1])
 
 
+@pytest.mark.slow
 def test_steps_bring_gradients_together_with_and_without_augmentation():
     torch.manual_seed(0)
     module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=8, depth=2))

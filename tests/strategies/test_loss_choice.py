@@ -107,6 +107,7 @@ def test_one_record_changes_no_probability_by_more_than_e_to_the_epsilon(scale, 
     assert float(ratio.max()) <= math.exp(epsilon) * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_answers_follow_that_law():
     """6,000 answers of seed 0 against the exact law, chi-square at a false-alarm rate of 0.1 %."""
     module, generator = a_module(), torch.Generator().manual_seed(1)

@@ -99,6 +99,7 @@ def view(make_loop):
 UNEQUAL = ClientOptions(count=4, batch_size=[4, 8, 16, 40], learning_rate=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 0])
 @pytest.mark.parametrize("objective", ["max_snr", "min_variance"])
 def test_a_round_moves_as_many_local_steps_as_under_weights_by_size_within_bounds(every, objective, make_loop):
@@ -153,6 +154,7 @@ def test_the_scale_is_of_the_weighted_steps(share, expected):
 # ---- when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "estimated"),
     [
@@ -235,6 +237,7 @@ class FullBatchFirst(Strategy):
         return view.plan("first" if view.round == 1 else "train")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("noise", "rate", "again"), [(50.0, 1.0, True), (None, 1.0, True), (40.0, 0.5, True), (40.0, 1.0, False)]
 )
@@ -250,6 +253,7 @@ def test_a_decaying_learning_rate_scales_all_noise_alike(make_loop):
     assert kept(seen) == [True, False, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2, 0])
 def test_a_resumed_run_gives_the_same_bits(every, make_loop):
     unbroken, _, _ = run(make_loop, reestimate_every=every)
@@ -274,6 +278,7 @@ def test_a_resumed_run_gives_the_same_bits(every, make_loop):
 # ---- from what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["rpca", "hetero_pca", "raw_norm", "mean_residual"])
 @pytest.mark.parametrize("objective", ["min_variance", "max_snr"])
 def test_weights_are_the_pure_functions(estimator, objective, view):
@@ -494,6 +499,7 @@ def many(make_loop, count, parts, **options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [6, 16])
 def test_in_clusters_weights_are_those_of_each_cluster_by_itself(count, make_loop):
     """Six clients are judged together, twice eight apart; a cap holds in each cluster."""
@@ -519,6 +525,7 @@ class Regroup(TwoClusters):
         return dataclasses.replace(plan, model_of=(int(view.round >= 4), *plan.model_of[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "estimated"),
     [
@@ -551,6 +558,7 @@ def test_judged_apart_where_every_model_has_enough():
 # ---- why the default
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dist", "ratios"),
     [
@@ -596,6 +604,7 @@ def test_weiavg_believes_a_liar(view):
     assert float((weights(truth) ** 2 * truth).sum()) == pytest.approx(0.39, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reestimate_every", [1, 0])
 def test_noise_aware_weights_are_bit_identical_whatever_is_claimed(reestimate_every, make_loop):
     budgets = [4.0, 6.0, 8.0, 10.0]

@@ -86,6 +86,7 @@ def test_the_noise_of_the_sum_is_that_of_its_parts(objective, trajectory):
     assert float(model.mean()) == pytest.approx(scale * mean, abs=4 * scale * math.sqrt(variance / NUM_PARAMS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["rpca", "oracle"])
 def test_the_bound_of_theorem_3_2_holds(estimator, trajectory):
     """A loose bound: what it says is that a noisy run stays where the theory puts it."""

@@ -41,6 +41,7 @@ def some_updates(clients=6, params=200, seed=0):
 # ---- how good they are
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dist", "learning_rate"), [("dist1", 5e-3), ("dist3", 5e-3), ("dist8", 1e-3)])
 def test_where_noise_drowns_the_signal_the_simple_ones_are_as_good(dist, learning_rate):
     deltas, truth = noisy_updates(dist, learning_rate)
@@ -53,6 +54,7 @@ def test_where_noise_drowns_the_signal_the_simple_ones_are_as_good(dist, learnin
     assert excess(oracle, truth) == pytest.approx(1, abs=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own_share", "bands"),
     [
@@ -67,6 +69,7 @@ def test_where_the_signal_is_as_loud_as_the_quietest_noise(own_share, bands):
         assert low <= excess(estimate(deltas.float(), EstimatorOptions(name)).noise_var, truth) <= high, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row_choice", ["random", "head"])
 @pytest.mark.parametrize(("rows", "blocks"), [(5000, 1), (20_000, 1), (5000, None), (5000, 2)])
 def test_some_parameters_will_do(rows, blocks, row_choice):
@@ -78,6 +81,7 @@ def test_some_parameters_will_do(rows, blocks, row_choice):
     assert found.diagnostics["converged"] == 1
 
 
+@pytest.mark.slow
 def test_the_error_of_a_subset_falls_with_its_size():
     """Estimates from disjoint blocks scatter by about sqrt(2 / rows)."""
     deltas, _ = noisy_updates("dist1", 5e-3)
@@ -132,6 +136,7 @@ def test_hetero_pca_takes_no_more_directions_than_clients_determine():
 # ---- any order, unit and type; what is not finite
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000), data=st.data(), name=st.sampled_from(BLIND), clients=st.integers(1, 8))
 @settings(max_examples=40, deadline=None)
 def test_estimates_follow_the_clients_and_the_square_of_the_unit(seed, data, name, clients):
@@ -237,6 +242,7 @@ def test_mistakes_are_one_sentence(wrong, words):
 # ---- the truth
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sample_rate", [None, 0.1])
 def test_variance_of_a_batch_of_clipped_gradients(sample_rate):
     """20,000 batches of 40 from 400 gradients of length 3; a relative error of 3 % is 10 standard deviations."""
@@ -279,6 +285,7 @@ def per_parameter(dist, of_weights, clients=20):
     return float((of_weights(truth) ** 2 * truth).sum())
 
 
+@pytest.mark.slow
 def test_table_3_follows_from_the_formulas():
     """Least noise, equal weights, and weights by claimed epsilon; no training."""
     rows = {
@@ -301,6 +308,7 @@ def test_noise_falls_with_the_square_of_the_batch_size():
     assert found.tolist() == pytest.approx([404.3, 100.1, 25.24, 6.295], rel=0.01)
 
 
+@pytest.mark.slow
 def test_the_heaviest_clients_of_the_published_lists():
     expected = [(13, 0.387), (13, 0.348), (13, 0.551), (11, 0.383), (13, 0.543), (8, 0.274), (15, 0.227), (13, 0.209)]
     for dist, (client, weight) in zip(DISTS, [*expected, (13, 0.605)], strict=True):
@@ -308,6 +316,7 @@ def test_the_heaviest_clients_of_the_published_lists():
         assert int(found.argmax()) == client and float(found.max()) == pytest.approx(weight, abs=0.005)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_sizes", "second", "six"), [((128,) * 60, 0.049, None), (BATCH_SIZES[60], 0.191, 0.537)]
 )

@@ -53,6 +53,7 @@ def test_no_other_weights_give_a_better_ratio_of_signal_to_noise(values, seed):
     assert bool((ratio(torch.cat([others, 0.99 * w + 0.01 * others])) <= ratio(w) * (1 + 1e-9)).all())
 
 
+@pytest.mark.slow
 @given(values=variances, unit=st.sampled_from([7.3, 1e-300, 1e290]))
 @settings(deadline=None)
 def test_the_unit_of_variances_does_not_matter(values, unit):

@@ -95,6 +95,7 @@ class Sees(Strategy, Callback):
 # ---- what all have in common
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIVALS)
 def test_resumed_equals_unbroken(name, make_loop):
     unbroken, whole, _ = run(make_loop, name, rounds=4)
@@ -109,6 +110,7 @@ def test_resumed_equals_unbroken(name, make_loop):
     assert result.metrics == whole.metrics
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIVALS)
 @pytest.mark.parametrize("beside", ["size_weighted", "uniform", "epsilon_weighted", "noise_aware"])
 def test_it_goes_beside_every_base_rule(name, beside, make_loop):
@@ -120,6 +122,7 @@ def test_it_goes_beside_every_base_rule(name, beside, make_loop):
     assert loop.state.models.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RIVALS)
 def test_one_client_absent_clients_and_a_round_without_any(name, make_loop):
     absent = Present({1: (0, 2), 2: (0, 1, 2, 3), 3: (3,)})
@@ -139,6 +142,7 @@ def test_one_client_absent_clients_and_a_round_without_any(name, make_loop):
 # ---- several models to begin with
 
 
+@pytest.mark.slow
 def test_models_of_their_own_begin_from_seeds_of_their_own(make_loop):
     def begun(**options):
         sees = Sees()
@@ -175,6 +179,7 @@ def test_two_strategies_with_models_of_their_own_do_not_mix(make_loop):
 # ---- loss clustering
 
 
+@pytest.mark.slow
 def test_one_cluster_is_the_base_rule(make_loop):
     plain = make_loop(of_two_kinds())
     plain.run()
@@ -199,6 +204,7 @@ def test_the_plan_says_what_choices_cost_and_what_nothing_protects(capsys, reque
     assert [line["epsilon_alone"] for line in client["planned"]][1] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["exponential", "paper_argmin"])
 def test_clients_of_two_kinds_part_and_each_kind_is_served(selection, make_loop):
     more = {"selection": selection, "selection_rounds": None}
@@ -210,6 +216,7 @@ def test_clients_of_two_kinds_part_and_each_kind_is_served(selection, make_loop)
     assert run(make_loop, "ifca", more={"num_clusters": 1}, rounds=12)[1].accuracy_worst < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])
 def test_equal_models_do_not_collapse(selection, make_loop):
     """Nobody is asked between equal models: the first round is drawn, costs nothing, and makes them different."""
@@ -245,6 +252,7 @@ def test_who_was_absent_chooses_when_it_comes(make_loop):
 # ---- true groups
 
 
+@pytest.mark.slow
 def test_true_groups_are_the_base_rule_in_each(make_loop):
     loop, result, _ = run(make_loop, "oracle_clusters")
     assert loop.state.model_of == GROUPS and [one["model"] for one in result.clients] == list(GROUPS)
@@ -275,6 +283,7 @@ def test_alone_only_own_updates_count(make_loop):
         before = after
 
 
+@pytest.mark.slow
 def test_the_pull_goes_to_the_mean_of_all_and_changes_no_epsilon(make_loop):
     def models(name, **more):
         loop, result, _ = run(make_loop, name, more=more, rounds=4)

@@ -75,6 +75,7 @@ def test_low_rank_and_sparse_parts_are_recovered(seed):
     assert split.noise_var.numpy() == pytest.approx((sparse**2).sum(axis=0), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_papers_sign_is_wrong_and_no_residual_tells():
     """With the sign of Y that Algorithm 3 prints in the step for L, M = L + S holds as well, but L is garbage."""
     low, sparse = low_rank_and_outliers()
@@ -111,6 +112,7 @@ def test_gram_matrix_shrinks_as_an_svd_does(seed, clients, threshold):
     assert values.numpy() == pytest.approx(reduced, abs=1e-9 * s[0])
 
 
+@pytest.mark.slow
 def test_the_dual_certifies_the_optimum():
     deltas, _ = noisy_updates("dist1", 5e-3, num_params=4000)
     bound = 1 / math.sqrt(4000)
@@ -122,6 +124,7 @@ def test_the_dual_certifies_the_optimum():
     assert split.dual_norm == pytest.approx(float(torch.linalg.matrix_norm(split.dual, 2)), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_optimum_does_not_depend_on_the_penalty():
     deltas, _ = noisy_updates("dist1", 5e-3, num_params=4000)
     splits = [robust_pca(deltas, precise(1e-7, 1e-4, mu_scale)) for mu_scale in (1.0, 0.3, 0.1)]
@@ -130,6 +133,7 @@ def test_the_optimum_does_not_depend_on_the_penalty():
         assert total_variation(split.noise_var, splits[0].noise_var) < 1e-3
 
 
+@pytest.mark.slow
 def test_all_presets_agree_where_they_converge():
     """The stop rules differ, the answer hardly does."""
     deltas = quiet_and_loud(clients=8, params=400)
@@ -180,6 +184,7 @@ def test_a_vanishing_primal_residual_is_no_convergence():
     assert fooled.converged and fooled.iterations == 5 and excess(fooled.noise_var, truth) > 4
 
 
+@pytest.mark.slow
 def test_weights_that_crawl_under_a_large_penalty_have_not_settled():
     """At 10 times Candes' mu they move by less than 1e-3 in 25 iterations long before they are right."""
     deltas, _ = noisy_updates("dist1", 5e-3, num_params=1000)
@@ -194,6 +199,7 @@ def test_weights_that_crawl_under_a_large_penalty_have_not_settled():
 # ---- what it is for
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dist", "learning_rate"), CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_weights_are_those_of_the_true_noise(dist, learning_rate, dtype):
@@ -204,6 +210,7 @@ def test_weights_are_those_of_the_true_noise(dist, learning_rate, dtype):
     assert 0.999 < split.dual_norm < 1.001
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dist", "learning_rate"), CASES)
 def test_float32_is_exact_enough(dist, learning_rate):
     deltas, _ = noisy_updates(dist, learning_rate)
@@ -212,6 +219,7 @@ def test_float32_is_exact_enough(dist, learning_rate):
     assert total_variation(single.noise_var, double.noise_var) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("spread", "offset"), [(1.0, 0.0), (0.0, 10.0)])
 def test_float32_bears_updates_of_unequal_size_or_of_one_direction(spread, offset):
     """Noise from 1 to 10,000 in amplitude; a signal of 300 times the quietest client's noise."""
@@ -224,6 +232,7 @@ def test_float32_bears_updates_of_unequal_size_or_of_one_direction(spread, offse
 # ---- in any order, unit, layout and number of threads
 
 
+@pytest.mark.slow
 @given(
     seed=st.integers(0, 1000), data=st.data(), clients=st.integers(3, 9), dtype=st.sampled_from(["float32", "float64"])
 )
@@ -235,6 +244,7 @@ def test_permuted_updates_give_permuted_weights(seed, data, clients, dtype):
     assert total_variation(mixed.noise_var, plain.noise_var[order]) < (1e-6 if dtype == "float64" else 1e-4)
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 1000), scale=st.sampled_from([7.3, -0.013, 1e-20, 1e25, 2.0**-10]))
 @settings(max_examples=15, deadline=None)
 def test_the_unit_of_updates_does_not_matter(seed, scale):
@@ -251,6 +261,7 @@ def test_an_absolute_tolerance_depends_on_the_unit():
     assert iterations[0] > iterations[1]
 
 
+@pytest.mark.slow
 def test_workers_do_not_change_a_bit(monkeypatch):
     monkeypatch.setattr(module, "_BLOCK", 3000)
     deltas = quiet_and_loud(params=10_007).float()
@@ -261,6 +272,7 @@ def test_workers_do_not_change_a_bit(monkeypatch):
     assert all(torch.equal(split.dual, splits[0].dual) for split in splits)
 
 
+@pytest.mark.slow
 def test_blocks_do_not_change_the_answer(monkeypatch):
     deltas = quiet_and_loud(params=5003)
     whole = robust_pca(deltas)
@@ -278,6 +290,7 @@ def test_updates_are_left_as_they_were():
         assert torch.equal(deltas, before)
 
 
+@pytest.mark.slow
 def test_no_more_than_two_arrays_are_made_beside_the_updates(monkeypatch):
     """`M - S + Y / mu` and `Y / mu`; the rest is of the size of blocks."""
     monkeypatch.setattr(module, "_BLOCK", 10_000)

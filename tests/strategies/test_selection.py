@@ -78,6 +78,7 @@ def exact_factor(records, laplace, sensitivity=1):
     return PARAMS * (sensitivity / (mu * records)) ** 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_quotas_noise_and_spending_are_those_of_the_formulas(laplace, adjacency, make_loop):
@@ -138,6 +139,7 @@ def test_all_updates_of_a_round_weigh_the_same_unless_a_base_rule_is_named(make_
     assert [type(callback) for callback in named.strategies] == [SizeWeighted, BiasedSelection]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "together", [{"noise_aware": {}}, {"pfa": {}}, {"epsilon_weighted": {}}, {"inverse_noise": {}}]
 )
@@ -150,6 +152,7 @@ def test_it_goes_with_every_base_rule(together, selection, make_loop):
     assert result.finished and sum(row["releases"] for row in result.clients) == 3 * COHORT
 
 
+@pytest.mark.slow
 def test_a_cohort_holds_one_of_the_largest_budgets_where_there_is_one(make_loop):
     """Half of the clients a round, the top quarter (6 and 7): without the wish a fifth of the rounds miss both."""
     missed = {}
@@ -289,6 +292,7 @@ def test_a_lost_update_has_used_its_slot(make_loop):
     assert sum(took_part) == loop.strategies[1]._quota[7] - 1 and not took_part[lost[0] - 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [1, 4])
 def test_a_resumed_run_has_the_same_cohorts_and_bits(cut, make_loop, tmp_path):
     def loop(name):
@@ -326,6 +330,7 @@ def test_a_run_that_was_broken_off_pays_from_its_reserve(make_loop, tmp_path):
 # ---- sampled batches, weights, what is said
 
 
+@pytest.mark.slow
 def test_growth_of_noise_is_found_where_batches_are_sampled(make_loop):
     loop = federation(
         make_loop,
@@ -457,6 +462,7 @@ def test_personal_inputs_stay_with_the_selected_clients(make_loop):
         assert torch.equal(own, start[personal]) == (quota == 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("laplace", [False, True], ids=["gaussian", "laplace"])
 def test_full_batches_are_not_called_samples(laplace, make_loop):
     """Before the first release, at the end, and of a client that took no part."""

@@ -33,6 +33,7 @@ def some_reports(draw, spread):
     return means, counts, noise_std, factor
 
 
+@pytest.mark.slow
 def test_pure_noise_makes_no_difference():
     """500 seeds; the chance is 3 %, so 93 % fail once in 10^6 suites."""
     draw, zeros = np.random.default_rng(0), 0

@@ -57,6 +57,7 @@ def accuracy(make_loop, own, low, high, seed, rounds=100):
         return 100 * loop.run().test_accuracy
 
 
+@pytest.mark.slow
 def test_biased_selection_gains_much_where_noise_is_large(make_loop):
     """One seed and 20 rounds of the setting below."""
     biased, uniform = (accuracy(make_loop, own, 0.1, 3, seed=0, rounds=20) for own in (ANCHORED, UNIFORM))

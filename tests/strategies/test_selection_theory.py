@@ -106,6 +106,7 @@ def test_the_recursion_ends_where_it_is_said_to():
             assert distance <= (most + 2 * linear / curve.strong_convexity) * (1 + 1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_holds_on_quadratics_by_a_wide_margin(seed):
     """`F_n = (w - c_n)' H (w - c_n) / 2`, quotas of systematic draws in expectation, 40 runs each."""
@@ -228,6 +229,7 @@ TABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("low", "high", "exponent"), TABLE)
 def test_most_of_the_gain_is_weighting_by_noise(low, high, exponent):
     """200 draws of 100 budgets, seed 10; the first column has heavy tails."""

@@ -19,6 +19,7 @@ from dpfl_lightning.errors import UserError
 RULES = ("split", "mss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_params", "two_of_21", "two_of_6", "family"),
     [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
@@ -52,6 +53,7 @@ def false_alarms(draw, draws: int, **options) -> float:
     return np.mean([len(find_groups(draw(), GroupOptions(**options)).members) > 1 for _ in range(draws)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("sampling", [0.0, 9.6, 69.0])
 def test_noise_is_no_group(rule, sampling):
@@ -86,6 +88,7 @@ def test_noise_of_the_papers_net_is_no_group_in_the_full_study(rule, sampling):
     assert false_alarms(draw, 200, choose=rule) <= (0.09 if sampling > 50 else 0.03)
 
 
+@pytest.mark.slow
 def test_sampled_records_look_like_groups_without_the_floor():
     """Seed 3, 30 draws."""
     rng = np.random.default_rng(3)
@@ -98,6 +101,7 @@ def test_sampled_records_look_like_groups_without_the_floor():
     assert false_alarms(draw, 30, data_floor=0.0) > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_noise_of_the_papers_net_is_no_group(rule):
     """As above at P = 28,938, 60 draws, by Gram matrices: more than 5 % has probability 0.003 at 1 %."""
@@ -105,6 +109,7 @@ def test_noise_of_the_papers_net_is_no_group(rule):
     assert false_alarms(lambda: next(draws), 60, choose=rule) <= 0.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 def test_unequal_noise_is_no_group(rule):
     """Noise of the clients from 1 to 4 times the least. Seed 1, 200 draws, as above."""
@@ -114,6 +119,7 @@ def test_unequal_noise_is_no_group(rule):
     assert alarm <= 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [2, 4, 8])
 def test_a_given_number_is_not_believed_in_noise(groups):
     """Seed 7, 200 draws, as above."""
@@ -124,6 +130,7 @@ def test_a_given_number_is_not_believed_in_noise(groups):
     assert np.mean(confident) <= 0.03
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_params", [2000, CNN])
 def test_groups_that_are_far_enough_are_found(num_params):
     """Seeds 0..9, at 1.5 P^(1/4) noise standard deviations; nothing at 0."""
@@ -147,6 +154,7 @@ def test_recovery_grows_with_separation():
         assert np.mean([adjusted_rand_score(TRUE, one.labels) for one in found]) == pytest.approx(score, abs=0.25)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_params", [2000, CNN])
 def test_the_number_of_groups_is_found(num_params):
     """Seeds 0..9 at 1.5 P^(1/4): `mss` sees the coarse level only."""
@@ -166,6 +174,7 @@ def test_the_number_of_groups_is_found(num_params):
         assert numbers["split", nested] == [4] * 10
 
 
+@pytest.mark.slow
 def test_groups_that_are_there_are_parted_in_1_percent_of_runs():
     """All cuts of a run together; seeds 0..199, 3 % as above."""
     found = [find_groups(updates_of(grouped(60, 500, seed))) for seed in range(200)]
@@ -173,6 +182,7 @@ def test_groups_that_are_there_are_parted_in_1_percent_of_runs():
     assert np.mean([len(own.members) > 4 for own in found]) <= 0.03
 
 
+@pytest.mark.slow
 def test_few_clients_and_small_groups():
     far = np.zeros((5, 50))
     far[1:, 0] = 1000.0

@@ -146,6 +146,7 @@ def test_the_papers_pipeline_is_scikit_learns():
         assert found.confident, "it is never unsure"
 
 
+@pytest.mark.slow
 def test_the_papers_mixture_finds_what_is_far_apart_and_more_in_noise():
     """Means over seeds 0..5 at P = 28,938 beside known values of other draws."""
     known = {0: (-0.03, 1.10, 8.7), 15: (0.83, 1.98, 3.5), 25: (1.0, 6.01, 4.0)}
@@ -180,6 +181,7 @@ def test_a_mixture_in_the_space_of_all_parameters_is_sure_of_noise():
     assert min(gaps.values()) > 35 and mixture.predict_proba(x).max(axis=1).min() > 0.999
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("separation", "rate"), [(1.0, 0.994), (1.5, 0.936), (2.0, 0.727), (2.5, 0.434), (3.0, 0.192), (4.0, 0.0123)]
 )
