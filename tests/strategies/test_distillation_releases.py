@@ -60,9 +60,9 @@ def test_with_laplace_noise_a_round_costs_a_pure_epsilon(make_loop):
     for client in range(4):
         assert (
             loop.clients.budgets.ledger.events(client)
-            == [LaplaceEvent(loop.clients.budgets.noise_multiplier(client), 1)] * 3
+            == [LaplaceEvent(loop.schedule.clients[client].main.noise_multiplier, 1)] * 3
         )
-        assert 3 / loop.clients.budgets.noise_multiplier(client) == pytest.approx(300.0, rel=1e-3)
+        assert 3 / loop.schedule.clients[client].main.noise_multiplier == pytest.approx(300.0, rel=1e-3)
 
 
 @pytest.mark.slow
@@ -89,7 +89,7 @@ def test_who_takes_part_less_often_has_less_noise(make_loop):
     of_round = [{charge.client for charge in charges if charge.round == round} for round in range(1, 8)]
     assert all(len(cohort) == 2 for cohort in of_round) and len(set(map(frozenset, of_round))) > 1
     counts = [sum(client in cohort for cohort in of_round) for client in range(4)]
-    noises = [loop.clients.budgets.noise_multiplier(client) for client in range(4)]
+    noises = [loop.schedule.clients[client].main.noise_multiplier for client in range(4)]
     assert len(set(counts)) > 1
     by_count = sorted(zip(counts, noises, strict=True))
     assert [noise for _, noise in by_count] == sorted(noises)

@@ -150,11 +150,6 @@ class Budgets:
             return math.inf
         return self._spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
 
-    def noise_multiplier(self, client: int) -> float | None:
-        """The noise multiplier of the client's most frequent noised sum; None if no release is planned."""
-        own = self.schedule.clients[client]
-        return (own.main.noise_multiplier or 0.0) if any(own.releases) else None
-
     def steps(self, client: int) -> int:
         """How many noised steps the client has paid for."""
         return sum(event.steps for event in self.ledger.events(client) if isinstance(event, NoisedEvent))
