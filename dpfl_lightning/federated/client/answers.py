@@ -90,7 +90,7 @@ def _computation(query: ChargedQuery, mechanism: object) -> Callable[..., Tensor
 def answer(
     query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
 ) -> Any:
-    """What leaves the client: the noised sum `[k]`, the chosen index, or a plain answer (`NonPrivateEvent`).
+    """The answer of a client: the noised sum `[k]`, the chosen index, or a plain answer (`NonPrivateEvent`).
 
     Args:
         x: all records of the client, `[n, *X]`, n >= 1.
@@ -118,7 +118,7 @@ def answer(
 def _bounded_sum(
     query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, bounded: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """The sum of all records' rows after `bounded`, `[k]` float64 on the CPU."""
+    """The sum over all records of their bounded rows, `[k]` float64 on the CPU."""
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
     def row(x: Tensor, y: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ def _lowest_loss(query: LowestLoss, client: int, module: ClientModule, x: Tensor
 
 @plain_answer_of(LossesAroundStep)
 def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-    """Both losses, summed over the records: the mechanism that adds noise divides by their number."""
+    """Both losses, summed over the records; the mechanism divides by their number."""
     clip_norm, order, rate = query.step_of[client]
     clipped_sum = VmapClippedSum(module.sample_loss)
     step = clipped_sum(module.unflatten(query.model), x, y, ClipRequest(clip_norm, order))[0][0]
@@ -186,20 +186,20 @@ def _losses_around_step(query: LossesAroundStep, client: int, module: ClientModu
 
 
 def losses_at(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Every record's loss at each of the models `[M, P]`, `[b, M]`."""
+    """The loss of each record with each of the models `[M, P]`, `[b, M]`."""
     return torch.stack([module.sample_loss(module.unflatten(model), x, y) for model in models], dim=1)
 
 
 def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, bound: float) -> Tensor:
-    """The same clipped to [0, bound], float64 where the device has it; a loss that is not a number is the bound."""
+    """`losses_at` clipped to [0, bound], in float64 if the device has it. A loss that is NaN counts as the bound."""
     losses = losses_at(module, models, x, y)
     return losses.to(summing_dtype(losses)).nan_to_num(nan=bound, posinf=bound).clamp(0.0, bound)
 
 
 def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The sum over records `x [n, *X]`, `y [n]` of each model's loss, unbounded, `[M]` float64 on the CPU.
+    """The unbounded sum of each model's loss over records `x [n, *X]`, `y [n]`, `[M]` float64 on the CPU.
 
-    A loss that is not a number counts as infinite. Records are read chunk by chunk: memory does not grow with them.
+    A loss that is NaN counts as infinite. Records are read in chunks, so that memory does not grow with them.
     """
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
     with evaluating(module.net):

@@ -25,13 +25,13 @@ def evaluate(
     final_models: ClientModels,
     engine: Engine,
 ) -> Evaluation:
-    """Each client's delivered model on the common test set and on the client's own held-out records.
+    """Score each client's model on the common test set and on the client's held-out records.
 
-    A model sees a record once, also where clients hold out parts of the test set. Without a common test set the mean
-    over clients on their held-out records stands in for it.
+    A model evaluates each record once, also if clients hold out parts of the test set. Without a common test set,
+    `test` is the mean over clients of their scores on held-out records.
 
     Args:
-        engine: set up for `module` and `population`; it runs the nets and puts personal parameters in.
+        engine: set up for `module` and `population`; it runs the nets with personal parameters.
     """
     everyone, model_of = range(population.num_clients), final_models.model_of
     groups = [[client] for client in everyone] if module.personal else _by_model(model_of)
@@ -48,7 +48,7 @@ def evaluate(
 
 
 def _by_model(model_of: Sequence[int]) -> list[list[int]]:
-    """The clients of each delivered model that has any."""
+    """Lists of clients that share a model."""
     groups: dict[int, list[int]] = {}
     for client, row in enumerate(model_of):
         groups.setdefault(row, []).append(client)
@@ -58,7 +58,7 @@ def _by_model(model_of: Sequence[int]) -> list[list[int]]:
 def _scores(
     module: ClientModule, model: Tensor, population: Population, sets: Sequence[Tensor], engine: Engine
 ) -> list[Score]:
-    """One model's score on each of several sets of rows, which may overlap: a record is seen once."""
+    """Scores of one model on several sets of rows, which may overlap."""
     rows, place = torch.cat(list(sets)).unique(return_inverse=True)
     if len(rows) == 0:
         return [_NOTHING] * len(sets)
@@ -78,7 +78,7 @@ def _scores(
 
 
 def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
-    """1.0 for each record whose class is the likeliest, else 0.0, `[n]`."""
+    """1.0 for each record whose class has the largest output, else 0.0, `[n]`."""
     classes = max(num_classes, output.shape[1])  # a net may know more classes than there are here
     hits = multiclass_accuracy(
         output.argmax(dim=1, keepdim=True), y[:, None], classes, average="micro", multidim_average="samplewise"
@@ -87,7 +87,7 @@ def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
 
 
 def _mean(scores: Sequence[Score]) -> Score:
-    """Unweighted mean over those that had records."""
+    """Unweighted mean over the scores that exist."""
     scored = [one for one in scores if not math.isnan(one.loss)]
     if not scored:
         return _NOTHING

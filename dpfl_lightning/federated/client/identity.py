@@ -36,9 +36,9 @@ def configuration(
     strategies: Sequence[str],
     options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What was configured, ready for JSON: options that decide releases, also of a loop that was built in Python.
+    """The options that decide releases, ready for JSON, also of a loop that was built in Python.
 
-    It names the random streams of a simulation: another configuration has other noise.
+    They select the random streams of a simulation: another configuration has other noise.
     """
     columns = {name: [_number(getattr(one, name.rpartition(".")[2])) for one in settings] for name in _COLUMNS}
     return _for_json(
@@ -69,11 +69,11 @@ def identity(
     population: Population,
     data_key: bytes,
 ) -> dict[str, Any]:
-    """All that decides a run's releases, ready for JSON.
+    """Everything that decides the releases of a run, ready for JSON.
 
     Args:
         configured: from `configuration`.
-        data_key: keys the digests of private records; a plain digest would tell whoever can guess them.
+        data_key: key of the digests of private records; a plain digest would confirm a guess of the records.
 
     **Privacy** The digests mean nothing without the key, which stays with the client.
     """
@@ -89,9 +89,9 @@ def identity(
 
 
 def equal_ranks(engine: Engine, population: Population, module: ClientModule) -> dict[str, str]:
-    """What must be equal on all ranks, by name.
+    """Values that must be equal on all ranks, by name.
 
-    **Privacy** Private: holds a plain digest of all records; ranks share their memory.
+    **Privacy** Private: contains a plain digest of all records.
     """
     device = module.device
     own = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
@@ -105,7 +105,7 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
 
 
 def package_digest() -> str:
-    """Digest of this package's source, of the libraries that compute, and of how they are set."""
+    """Digest of the source of this package, of the versions of numerical libraries and of their settings."""
     libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
     how = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
     digest = hashlib.sha256(f"{libraries} {how}".encode())
@@ -125,8 +125,8 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
 
 
 def module_digest(module: ClientModule) -> str:
-    """Digest of the owner's module but for the parameters that are trained: layers, their settings, frozen parameters
-    and buffers, and the source of their classes and of all that the owner's files refer to.
+    """Digest of a module without its trained parameters: layers, settings, frozen parameters, buffers, and the source
+    of their classes and of the user's files that they refer to.
     """
     words: list[Any] = [list(module.personal)]
     classes: list[type] = []
@@ -162,11 +162,11 @@ def _number(value: float | None) -> float | str | None:
 
 
 def _for_json(value: Any) -> Any:
-    """As it comes back from a file: tuples are lists."""
+    """The value as a JSON file returns it: tuples become lists."""
     return json.loads(json.dumps(value, default=str))
 
 
 def _settings(part: nn.Module) -> dict[str, Any]:
-    """What an owner keeps in a module beside parameters, buffers and modules."""
+    """The attributes of a module other than parameters, buffers and modules."""
     skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
     return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}

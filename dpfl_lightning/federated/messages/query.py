@@ -1,4 +1,4 @@
-"""Questions to clients other than training. A query declares a mechanism; the framework bounds, sums and noises."""
+"""Queries to clients, other than training. A query declares a mechanism, with which the clients bound and noise it."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 
 @dataclass(frozen=True)
 class NoMechanism:
-    """An answer of which nothing bounds what one record changes: the client's epsilon becomes infinite.
+    """An answer without a privacy guarantee: the client's epsilon becomes infinite.
 
     Args:
-        words: what is shown and why nothing protects it, for the guarantee.
-        noise: is added to the answer nevertheless, to reproduce methods that do so; None adds nothing.
+        words: what is shown and why it is not protected, for the guarantee.
+        noise: added to the answer nevertheless, to reproduce methods that do so; None adds nothing.
     """
 
     words: str
     noise: Mechanism | None = None
 
     def event(self, count: int) -> NonPrivateEvent:
-        """What the answer releases, however often it is given."""
+        """The event of any number of answers."""
         return NonPrivateEvent(self.words)
 
 
@@ -60,15 +60,15 @@ class Query:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """Who is asked."""
+        """The clients that are asked."""
         return tuple(self.mechanism_of)
 
     def only(self, clients: Collection[int]) -> Self:
-        """The same question to these of its clients."""
+        """The same query to some of its clients."""
         return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
     def read(self, client: int, released: Any) -> Any:
-        """What the asker gets for a released answer: post-processing, without access to records.
+        """Convert a released answer at the server. This is post-processing.
 
         Args:
             released: the noised sum `[k]` (float64, on the CPU), the chosen index, or the plain answer.
@@ -79,17 +79,17 @@ class Query:
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChargedQuery(Query):
-    """A question as it is charged: who answers with which mechanism is settled before it is asked.
+    """A query whose purpose and mechanisms were copied before it is charged.
 
     Args:
-        question: its type says what is computed, and its fields are parameters of that; it decides nothing else.
+        question: its type says what clients compute, and its fields are parameters of that computation.
     """
 
     question: Query
 
     @classmethod
     def of(cls, question: Query) -> ChargedQuery:
-        """The question with a copy of its purpose and its mechanisms.
+        """The query with a copy of its purpose and its mechanisms.
 
         Raises:
             TypeError: it is no `Query`.
@@ -104,7 +104,7 @@ class ChargedQuery(Query):
 
 
 def event_of(query: Query, client: int) -> Event:
-    """What the client's answer releases.
+    """The event of the client's answer.
 
     Raises:
         TypeError: the mechanism is none of the framework's; subclasses, which could state another event, are refused.

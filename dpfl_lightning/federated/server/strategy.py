@@ -21,23 +21,22 @@ T = TypeVar("T")
 
 
 class Strategy:
-    """Decides what happens in a run: override any of these hooks, which return values.
+    """Decides what the server does: override any of these hooks, which return values.
 
-    A strategy sees releases and public facts (`View`), never data and never the loop. Public methods other than hooks
-    are refused at registration, so that a misspelt hook is noticed; begin the names of helpers with an underscore. To
-    watch the run as well, derive from `Callback`, too.
+    A strategy receives releases and public facts (`View`), never data and never the loop. Public methods other than
+    hooks are refused at registration, so that a misspelt hook is noticed; begin the names of helpers with an underscore.
+    A hook that is called exclusive may be overridden by one strategy of a run only. To watch the run as well, derive
+    from `Callback`, too.
 
     Attributes:
-        role: of `weigh`: "base" (exactly one in a run), "correction" or "mask" (multiplied in), or "route" (`[K, C]`,
-            replaces `model_of` in the aggregation).
-        default_base: the base rule that it goes with, for runs that name none.
-        caveats: what every guarantee of a run with it must say, in words.
-        trains_on_server: whether the server's own work may take longer than the clients' records: the time of a run is
-            then not foretold before the first round.
-        needs_training: whether it is about the updates of local training, or who gives them: such a one cannot stand
-            beside a strategy that asks clients for something else.
-        in_place_of_training: what clients do in all rounds instead, in words, where the strategy asks for something
-            else; empty: they train.
+        role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
+            or "route" (`[K, C]`, replaces `model_of` in the aggregation).
+        default_base: base rule that is added to a run that names none.
+        caveats: sentences that every guarantee of the run must contain.
+        trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
+        needs_training: whether the strategy requires local training, so that it cannot be combined with a strategy that
+            replaces it.
+        in_place_of_training: what clients do in all rounds instead of local training, in words; empty: they train.
     """
 
     role: str = "correction"
@@ -48,35 +47,30 @@ class Strategy:
     in_place_of_training: str = ""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        """Before round 1 and before noise is solved: budgets, purposes, counts."""
+        """The schedule of all releases, before noise is solved: budgets, purposes and counts."""
         return schedule
 
     def initialise(self, state: ServerState, view: View) -> ServerState | None:
-        """The models that the run begins with, and who has which, in place of `state`, where all have the net as it is.
-
-        Exclusive. Not asked again on resume.
-        """
+        """The models at the start, instead of the net for all clients. Exclusive. Not called on resume."""
         return None
 
     def describe(self, view: View) -> tuple[str, ...]:
-        """What it has planned for the run, when all noise is solved: sentences that `plan`, the start of `fit` and the
-        tracking page show.
-        """
+        """Sentences about the plan of the run, which `plan`, the start of `fit` and the tracking page show."""
         return ()
 
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        """Before each round: another schedule for what is left, its noise solved anew; usually the same one.
+        """The schedule for the rest of the run, before each round; usually the same. Its noise is solved again.
 
-        Lines that were paid for stay, with at least the count that was paid. On resume it is asked again, and must give
-        what it gave.
+        Lines that were paid for must stay, with at least the count that was paid. On resume the hook is called again,
+        and must return the same.
 
-        **Guarantees** The schedule still fits the budget. If it follows from released values, the budget is what holds
-        (a privacy filter); what was spent is a reading.
+        **Guarantees** The schedule still fits the budget. If it depends on released values, the whole budget is what
+        the guarantee states (a privacy filter).
         """
         return schedule
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        """Who, from which model, which job and mechanism. What it asks through `view.ask` is charged."""
+        """Who takes part, from which model, with which job and mechanism. Queries (`view.ask`) are charged."""
         return plan
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -87,37 +81,31 @@ class Strategy:
         return False
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
-        """Factors >= 0, `[C]` or `[K, C]`; None is no say."""
+        """Factors >= 0 for each client, `[C]` or `[K, C]`; None changes no weight."""
         return None
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
-        """`[K, P]` instead of `weights @ deltas`. Exclusive."""
+        """The combined update `[K, P]` instead of `weights @ deltas`. Exclusive."""
         return None
 
     def scale(self, combined: Tensor, view: View) -> Tensor:
-        """The combined update `[K, P]`, scaled. Strategies are asked in order, before `step`."""
+        """The combined update `[K, P]`, scaled. All strategies are called in order, before `step`."""
         return combined
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
-        """The new state instead of `models + combined`. Exclusive; K may change."""
+        """The new state instead of `models + combined`, as a server optimiser computes it. Exclusive; K may change."""
         return None
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        """After the step: re-cluster, warm start; K may change."""
+        """The state, changed after the step, for example by new clusters; K may change."""
         return state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        """Values of the round that has just ended, to be charted: numbers, and `[N]` with NaN for absent clients.
-
-        **Privacy** A callback has released and public values only: so has what it tells.
-        """
+        """Values of the last round to be logged: numbers, or `[N]` with NaN for absent clients. Post-processing."""
         return {}
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
-        """The clients as points of a plane, asked once, when all rounds are done. Exclusive.
-
-        **Privacy** Drawn from released and public values only.
-        """
+        """The clients as points of a plane, for a figure at the end of the run. Exclusive. Post-processing."""
         return None
 
     def final_models(self, state: ServerState, view: View) -> ClientModels | None:
@@ -129,7 +117,7 @@ class Strategy:
         return None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume: tensors and plain values."""
+        """Everything that a resumed run needs: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
@@ -145,16 +133,15 @@ EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding"
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
-    """Strategies and callbacks, checked.
+    """Check strategies and callbacks, and return them as lists.
 
     Raises:
-        UserError: an unknown public method (a misspelt hook), an unknown `role`, not exactly one
-            base rule, two strategies that override one exclusive hook, or strategies that need local training beside
-            one that has something else in its place.
+        UserError: a public method that is no hook, an unknown `role`, not exactly one base rule, two strategies that
+            override the same exclusive hook, or a strategy that requires local training beside one that replaces it.
     """
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:
-        kind, advice = type(strategy).__name__, "What only watches is one of `callbacks`."
+        kind, advice = type(strategy).__name__, "Pass callbacks as `callbacks`."
         require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
         must, role = f"be one of {', '.join(ROLES)}", strategy.role
@@ -162,7 +149,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         says = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
         require(says, f"{kind}.needs_updates", "be overridden by a strategy that overrides `combine`", "the default")
     for callback in callbacks:
-        kind, advice = type(callback).__name__, "What decides is one of `strategies`."
+        kind, advice = type(callback).__name__, "Pass strategies as `strategies`."
         only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)
         require(only_watches, "callbacks", "hold instances of Callback", kind, advice)
         _check_names(callback, _WATCHING)
@@ -181,7 +168,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
 
 
 def _check_names(one: Strategy | Callback, hooks: frozenset[str]) -> None:
-    """Refuse public methods that are no hooks: they would never be called."""
+    """Check that all public methods are hooks; others would never be called."""
     kinds = [kind for kind in type(one).__mro__[:-1] if kind not in (Strategy, Callback)]
     public = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
     for name in sorted(name for name in public - hooks if callable(getattr(one, name, None))):
@@ -192,7 +179,7 @@ def _check_names(one: Strategy | Callback, hooks: frozenset[str]) -> None:
 
 
 def _check_training(strategies: Sequence[Strategy]) -> None:
-    """Refuse strategies of local training where clients do not train: nothing else would tell of all of them."""
+    """Check that no strategy requires local training if another one replaces it."""
     for other in filter(lambda strategy: strategy.in_place_of_training, strategies):
         for one in filter(lambda strategy: strategy.needs_training, strategies):
             raise UserError(
