@@ -24,9 +24,9 @@ class Strategy:
     """Decides what the server does: override any of these hooks, which return values.
 
     A strategy receives releases and public facts (`View`), never data and never the loop. Public methods other than
-    hooks are refused at registration, so that a misspelt hook is noticed; begin the names of helpers with an underscore.
-    A hook that is called exclusive may be overridden by one strategy of a run only. To watch the run as well, derive
-    from `Callback`, too.
+    hooks are refused at registration, so that a misspelt hook is noticed; names of helpers begin with an underscore. A
+    hook that is called exclusive may be overridden by one strategy of a run only. To watch the run as well, derive from
+    `Callback`, too.
 
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
