@@ -126,21 +126,13 @@ def noise_only(noise_factor: ArrayLike, total: float, exponent: float = 1.0) -> 
 
 
 def objective(
-    quota: ArrayLike,
-    noise_factor: ArrayLike,
-    exponent: float = 1.0,
-    bias_cost: ArrayLike = 0.0,
-    anchor: float = 0.0,
+    quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0, bias_cost: ArrayLike = 0.0, anchor: float = 0.0
 ) -> float:
     """Return the cost of quotas `[N]`, in the unit of `noise_factor`."""
-    participations, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
-    takes_part = participations > 0  # avoids 0 * infinity for clients without a budget
-    noise = float((factor[takes_part] * participations[takes_part] ** (exponent + 1)).sum())
-    return (
-        noise
-        + float((np.asarray(bias_cost) * participations).sum())
-        + anchor * float(((participations - participations.mean()) ** 2).sum())
-    )
+    counts, factor = np.asarray(quota, dtype=float), np.asarray(noise_factor, dtype=float)
+    takes_part = counts > 0  # avoids 0 * infinity for clients without a budget
+    noise = float((factor[takes_part] * counts[takes_part] ** (exponent + 1)).sum())
+    return noise + float((np.asarray(bias_cost) * counts).sum()) + anchor * float(((counts - counts.mean()) ** 2).sum())
 
 
 def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0) -> float:

@@ -203,8 +203,7 @@ def fastest_class_gradients(
             by_class = gradients(loss, params, names, moved_images, classes)
             total_norm = _flat(by_class).detach().norm()
             parts = [
-                (gradient * directions[name]).sum() / (gradient.detach().norm() + 0.01 * total_norm)
-                for name, gradient in by_class.items()
+                (g * directions[name]).sum() / (g.detach().norm() + 0.01 * total_norm) for name, g in by_class.items()
             ]
             return torch.autograd.grad(torch.stack(parts).sum(), moved_images)[0]
 
@@ -314,12 +313,7 @@ class Matching:
         return cls(module.sample_loss, *settings, gradients=gradients)
 
     def slope(
-        self,
-        images: Tensor,
-        classes: Tensor,
-        params: Params,
-        target: ByClass,
-        row_weights: ByClass | None = None,
+        self, images: Tensor, classes: Tensor, params: Params, target: ByClass, row_weights: ByClass | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of the distance with respect to the images, `[g, n, *X]`, and each distance, `[g]`.
 
@@ -360,13 +354,9 @@ class Matching:
         """
 
         def one_pass(classes: Tensor) -> tuple[Tensor, Tensor]:
-            row_subset = (
-                None
-                if row_weights is None
-                else {name: weights_of_name[classes] for name, weights_of_name in row_weights.items()}
-            )
+            weights = None if row_weights is None else {name: w[classes] for name, w in row_weights.items()}
             class_target = {name: target[name][classes] for name in self.names}
-            return self.slope(synthetic.images[classes], classes, params, class_target, row_subset)
+            return self.slope(synthetic.images[classes], classes, params, class_target, weights)
 
         distance = target[self.names[0]].new_full((len(present),), math.nan)
         rows = present.nonzero().flatten()

@@ -140,9 +140,7 @@ def _rpca(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Es
         totals.append(split.noise_var * (deltas.shape[1] / block.shape[1]))
         diagnostics.append({key: float(getattr(split, key)) for key in _DIAGNOSTICS})
         del split  # frees its arrays for the next block
-    worst = {
-        key: _DIAGNOSTICS[key](block_diagnostics[key] for block_diagnostics in diagnostics) for key in _DIAGNOSTICS
-    }
+    worst = {key: _DIAGNOSTICS[key](block[key] for block in diagnostics) for key in _DIAGNOSTICS}
     return Estimate(torch.stack(totals).mean(dim=0), {**worst, "blocks": len(diagnostics)})
 
 

@@ -135,21 +135,15 @@ class FirstStage:
 
 def predicted_loss(constants: Constants, stage: FirstStage) -> float:
     """Return F~ of equation 10, with F* = 0."""
-    smoothness, convexity, last_step = (
-        constants.smoothness,
-        constants.strong_convexity,
-        constants.lr_offset + stage.rounds,
-    )
+    smooth, mu, last = constants.smoothness, constants.strong_convexity, constants.lr_offset + stage.rounds
     bias = float((stage.counts * stage.heterogeneity).sum()) / stage.rounds
-    noise = float((stage.counts ** (stage.noise.exponent + 1) * stage.noise.factor).sum()) / (last_step * stage.rounds)
+    noise = float((stage.counts ** (stage.noise.exponent + 1) * stage.noise.factor).sum()) / (last * stage.rounds)
     return (
-        constants.start_distance * smoothness * constants.lr_offset / (2 * last_step)
-        - PAPER_BIAS * smoothness * stage.least_skew / convexity * float(stage.heterogeneity.mean())
-        + 4 * smoothness * constants.gradient_variance / (last_step * convexity**2 * stage.cohort_size)
-        + noise * 4 * smoothness * stage.noise.scale / (stage.cohort_size * convexity) ** 2
-        + bias
-        * (4 * smoothness**2 / (last_step * convexity**2) + PAPER_BIAS * smoothness / convexity)
-        / stage.cohort_size
+        constants.start_distance * smooth * constants.lr_offset / (2 * last)
+        - PAPER_BIAS * smooth * stage.least_skew / mu * float(stage.heterogeneity.mean())
+        + 4 * smooth * constants.gradient_variance / (last * mu**2 * stage.cohort_size)
+        + noise * 4 * smooth * stage.noise.scale / (stage.cohort_size * mu) ** 2
+        + bias * (4 * smooth**2 / (last * mu**2) + PAPER_BIAS * smooth / mu) / stage.cohort_size
     )
 
 

@@ -235,54 +235,38 @@ def convergence_bound(
         little, but allocation minimises its shape.
     """
     quota, gamma_n = np.asarray(quota, dtype=float), np.asarray(heterogeneity, dtype=float)
-    smoothness, convexity, offset = curvature.smoothness, curvature.strong_convexity, curvature.offset
-    last_step, slots = offset + rounds, cohort_size * rounds
+    smooth, mu, offset = curvature.smoothness, curvature.strong_convexity, curvature.offset
+    last, slots = offset + rounds, cohort_size * rounds
     return Bound(
-        start=smoothness * offset * start_distance / (2 * last_step),
-        sampled_gradients=4 * smoothness * gradient_variance / (convexity**2 * cohort_size * last_step),
-        heterogeneity=4 * smoothness**2 * float((quota * gamma_n).sum()) / (last_step * slots * convexity**2),
-        selection=bias_constant
-        * smoothness
-        / convexity
-        * float(((quota / slots - least_skew / len(quota)) * gamma_n).sum()),
-        noise=4
-        * smoothness
-        * float((quota * noise.variance(quota)).sum())
-        / (last_step * slots * cohort_size * convexity**2),
+        start=smooth * offset * start_distance / (2 * last),
+        sampled_gradients=4 * smooth * gradient_variance / (mu**2 * cohort_size * last),
+        heterogeneity=4 * smooth**2 * float((quota * gamma_n).sum()) / (last * slots * mu**2),
+        selection=bias_constant * smooth / mu * float(((quota / slots - least_skew / len(quota)) * gamma_n).sum()),
+        noise=4 * smooth * float((quota * noise.variance(quota)).sum()) / (last * slots * cohort_size * mu**2),
     )
 
 
 def objective_coefficients(
-    rounds: int,
-    cohort_size: int,
-    noise_scale: float,
-    curvature: Curvature,
-    bias_constant: float = SOUND_BIAS,
+    rounds: int, cohort_size: int, noise_scale: float, curvature: Curvature, bias_constant: float = SOUND_BIAS
 ) -> tuple[float, float]:
     """Return Omega_A and Omega_B of P1: the coefficients of `sum T_n^(z + 1) Phi_n` and `sum T_n Gamma_n`."""
-    smoothness, convexity, last_step = curvature.smoothness, curvature.strong_convexity, curvature.offset + rounds
-    per_slot = 4 * smoothness / (last_step * rounds * cohort_size * convexity**2)
-    return per_slot * noise_scale / cohort_size, per_slot * smoothness + bias_constant * smoothness / (
-        rounds * cohort_size * convexity
+    smooth, mu, last = curvature.smoothness, curvature.strong_convexity, curvature.offset + rounds
+    per_slot = 4 * smooth / (last * rounds * cohort_size * mu**2)
+    return per_slot * noise_scale / cohort_size, per_slot * smooth + bias_constant * smooth / (
+        rounds * cohort_size * mu
     )
 
 
 def bias_noise_ratio(
-    rounds: int,
-    cohort_size: int,
-    noise_scale: float,
-    curvature: Curvature,
-    bias_constant: float = SOUND_BIAS,
+    rounds: int, cohort_size: int, noise_scale: float, curvature: Curvature, bias_constant: float = SOUND_BIAS
 ) -> float:
     """Return r = Omega_B / Omega_A, the one number that determines P1: `K / Lambda (L + c mu (gamma + T) / 4)`.
 
     >>> round(bias_noise_ratio(190, 20, 1.0, Curvature(0.997, 0.239, 0.277), PAPER_BIAS) / 20, 1)
     18.1
     """
-    last_step = curvature.offset + rounds
-    return (
-        cohort_size / noise_scale * (curvature.smoothness + bias_constant / 4 * curvature.strong_convexity * last_step)
-    )
+    last = curvature.offset + rounds
+    return cohort_size / noise_scale * (curvature.smoothness + bias_constant / 4 * curvature.strong_convexity * last)
 
 
 def selection_skew(quota: ArrayLike, losses: ArrayLike, least_losses: ArrayLike) -> float:

@@ -149,14 +149,14 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
     fits = {number: _paper_fit(points, number, seed) for number in numbers}
     number = max(fits, key=lambda count: fits[count][1])
     responsibilities, separation = fits[number]
-    diagnostics = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
+    logged = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
     return Mixture(
         torch.from_numpy(responsibilities),
         torch.from_numpy(points),
         separation,
         overlap(separation),
         number > 1,
-        diagnostics,
+        logged,
     )
 
 
@@ -194,12 +194,7 @@ def _paper_fit(points: np.ndarray, number: int, seed: int) -> tuple[np.ndarray, 
         return np.ones((len(points), 1)), 0.0
     equal = np.full(number, 1 / number)
     mixture = GaussianMixture(
-        number,
-        covariance_type="spherical",
-        tol=_SMALL,
-        init_params="k-means++",
-        weights_init=equal,
-        random_state=seed,
+        number, covariance_type="spherical", tol=_SMALL, init_params="k-means++", weights_init=equal, random_state=seed
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # EM may be stopped early or points may coincide, as in the papers' code

@@ -57,13 +57,11 @@ def grid(
     clients alone and in one batch, class gradients. The bits are those of the mechanism's float32 releases of a zero
     sum, and of one record's clipped gradient.
     """
-    float64_module = copy.deepcopy(module).to(torch.float64)
+    wide = copy.deepcopy(module).to(torch.float64)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
-    start = float64_module.flat
+    start = wide.flat
     records = made_up(like, _POOL, seed, start.device, torch.float64)
-    harness = Harness(
-        build_engine(engine), float64_module, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2
-    )
+    harness = Harness(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
@@ -195,21 +193,19 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
     Raises:
         UserError: the engine cannot run the module.
     """
-    scaled_module = copy.deepcopy(module)
-    original_loss = scaled_module.sample_loss
-    scaled_module.sample_loss = lambda params, x, y: TINY * original_loss(params, x, y)  # type: ignore[method-assign]
-    x, y = made_up(like, 12, seed, scaled_module.flat.device, scaled_module.flat.dtype, scales=(1.0,))
+    scaled = copy.deepcopy(module)
+    original_loss = scaled.sample_loss
+    scaled.sample_loss = lambda params, x, y: TINY * original_loss(params, x, y)  # type: ignore[method-assign]
+    x, y = made_up(like, 12, seed, scaled.flat.device, scaled.flat.dtype, scales=(1.0,))
     draw = np.random.default_rng(seed)
     for number, scale in enumerate((1e16, 1e17, 1e18, 1e19) * 3):
         row = x[number].view(-1)
         row.zero_()[int(draw.integers(len(row)))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
-    harness = Harness(build_engine(engine, 1), scaled_module, like, (x, y), datasets, Streams())
+    harness = Harness(build_engine(engine, 1), scaled, like, (x, y), datasets, Streams())
     pairs = [(NOBODY, name) for name in datasets]
     most = max(
-        _most_moved(
-            harness, subject, pairs, torch.zeros_like(scaled_module.flat) if zero else scaled_module.flat, clip_norm
-        )
+        _most_moved(harness, subject, pairs, torch.zeros_like(scaled.flat) if zero else scaled.flat, clip_norm)
         for clip_norm in _CLIP_NORMS
         for zero in (False, True)
     )
@@ -271,14 +267,12 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     mechanism, and is compared with its ledger and its result.
     """
     problems = []
-    client_schedule = loop.schedule.clients[subject.client]
+    schedule = loop.schedule.clients[subject.client]
     unprotected = [
-        line
-        for line in client_schedule.planned
-        if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)
+        line for line in schedule.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)
     ]
     epsilon = (
-        loop.accountant.epsilon([line.event for line in client_schedule.planned if line.count], client_schedule.delta)
+        loop.accountant.epsilon([line.event for line in schedule.planned if line.count], schedule.delta)
         if unprotected
         else 0.0
     )
@@ -315,7 +309,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             problems.append(f"an answer without a mechanism has epsilon {epsilons[1]} in the {source}")
     return Finding(
         check="answers",
-        what=f"{len(client_schedule.planned)} planned kinds of releases; two equal questions, one without a mechanism",
+        what=f"{len(schedule.planned)} planned kinds of releases; two equal questions, one without a mechanism",
         measured="; ".join(problems) or "all are paid for",
         claimed="all are paid for",
         refuted=bool(problems),

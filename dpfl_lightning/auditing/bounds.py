@@ -193,9 +193,7 @@ def threshold_epsilon(inside: np.ndarray, outside: np.ndarray, significance: flo
     >>> threshold_epsilon(np.zeros(100), np.zeros(100), significance=0.05, delta=1e-5)
     0.0
     """
-    (try_in, in_), (try_out, out) = (
-        (scores[: len(scores) // 2], scores[len(scores) // 2 :]) for scores in (inside, outside)
-    )
+    (try_in, in_), (try_out, out) = ((s[: len(s) // 2], s[len(s) // 2 :]) for s in (inside, outside))
     pairs = [(1, try_in, try_out), (-1, -try_out, -try_in)]  # both sides of the threshold
     candidates = [(side, *_best_threshold(sure, other, significance, delta)) for side, sure, other in pairs]
     side, threshold, _ = max(candidates, key=lambda candidate: candidate[2])

@@ -76,14 +76,10 @@ class Harness:
     def gradients(self, start: Tensor, rows: Tensor, mechanism: Mechanism) -> Tensor:
         """Return each record's gradient at `start` `[P]`, clipped by the mechanism: `[len(rows), P]`."""
         params, parts = self.engine.module.unflatten(start), []
-        for record_rows in rows.to(start.device).split(min(32, self.at_once)):
-            groups, x, y = (
-                torch.arange(len(record_rows)).to(start.device),
-                self.population.x[record_rows],
-                self.population.y[record_rows],
-            )
+        for some in rows.to(start.device).split(min(32, self.at_once)):
+            groups, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
             bound, order = mechanism.clip_norm, mechanism.clip_order
-            parts.append(self.engine.clipped_sum(params, x, y, bound, groups, len(record_rows), order=order))
+            parts.append(self.engine.clipped_sum(params, x, y, bound, groups, len(some), order=order))
         return torch.cat(parts).to(start.dtype)
 
     def releases(

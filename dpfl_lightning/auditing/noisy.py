@@ -82,9 +82,9 @@ def canary(
     if subject.laplace:
         return _laplace_canary(subject, harness, start, significance, most)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
-    canary_gradient, other = gradients
+    gradient, other = gradients
     contrasts = (
-        [canary_gradient - other] if subject.replace_one else [canary_gradient, canary_gradient - other]
+        [gradient - other] if subject.replace_one else [gradient, gradient - other]
     )  # a batch's mean moves along the second
     directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
     significance_each = significance / len(directions)
@@ -106,7 +106,7 @@ def canary(
         figures={
             "releases": count,
             "tells_ratio": round(1 + (RATIO - 1) * math.sqrt(needed / count), 3),
-            "canary_over_clip": float(torch.linalg.vector_norm(canary_gradient)) / subject.planned.clip_norm,
+            "canary_over_clip": float(torch.linalg.vector_norm(gradient)) / subject.planned.clip_norm,
             "mu_low": finite_or_none(low),
             "mu_high": finite_or_none(high),
             "mu_claimed": subject.mu,
@@ -123,13 +123,11 @@ def _laplace_canary(subject: AuditTarget, harness: Harness, start: Tensor, signi
     """
     mechanism, rate = subject.mechanism, subject.settings.learning_rate
     silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
-    without, with_canary = (
-        _several(harness, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH)
-    )
+    without, with_it = (_several(harness, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
     scale, count = mechanism.noise_std(1, rate) / mechanism.unit_std, min(most, STEPS)
 
     def score(releases: Tensor) -> Tensor:
-        return ((releases - without).abs() - (releases - with_canary).abs()).sum(dim=1, keepdim=True) / scale
+        return ((releases - without).abs() - (releases - with_it).abs()).sum(dim=1, keepdim=True) / scale
 
     scores = _several(harness, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
     inside, outside = scores.double().cpu().numpy()[..., 0]
@@ -190,7 +188,7 @@ def _scores(
     rate = subject.settings.learning_rate
     names, projection = [WITH, WITHOUT], directions.T
     scores = _several(
-        harness, names, mechanism, steps, rate, start, count, together, lambda releases: releases @ projection
+        harness, names, mechanism, steps, rate, start, count, together, lambda deltas: deltas @ projection
     )
     inside, outside = (-values.double().cpu().numpy() for values in scores)
     return inside, outside

@@ -64,7 +64,7 @@ def one_run(
     levels = (significance / 2, USUAL)
     epsilons = [one_run_epsilon(m, tallies, level, delta) for level in levels]
     weakness = [one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels]
-    curve_epsilons = [subject.accountant.epsilon(_weaker(events, one), delta) if one else 0.0 for one in weakness]
+    of_curve = [subject.accountant.epsilon(_weaker(events, one), delta) if one else 0.0 for one in weakness]
     best, steps = max(tallies, key=lambda tally: tally[1] / tally[0]), sum(event.steps for event in events)
     figures = {"canaries": m, "tallies": [list(tally) for tally in tallies], "epsilon_claimed": claim}
 
@@ -80,16 +80,10 @@ def one_run(
         )
 
     description = f"{m} canaries, {steps} steps; {best[1]} of {best[0]} guesses right"
-    noise_factor = 1 / weakness[0] if weakness[0] else None
+    factor = 1 / weakness[0] if weakness[0] else None
     return [
         finding("one run", description, epsilons, epsilons[0] > claim),
-        finding(
-            "one run's curve",
-            "the same guesses, the whole claim",
-            curve_epsilons,
-            weakness[0] > 1,
-            most_noise=noise_factor,
-        ),
+        finding("one run's curve", "the same guesses, the whole claim", of_curve, weakness[0] > 1, most_noise=factor),
     ]
 
 
@@ -135,11 +129,9 @@ def _counts(
     Given the prior of the coins and the sampling, and the planned noise, this is the best linear estimate.
     """
     gradients = harness.gradients(now, canaries[0], mechanism)
-    replacements = (
-        torch.zeros_like(gradients) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
-    )
+    others = torch.zeros_like(gradients) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
     mean = steps * mechanism.sample_rate / 2  # expected count of each record
-    contrasts, residual = gradients - replacements, summed - mean * (gradients + replacements).sum(dim=0)
+    contrasts, residual = gradients - others, summed - mean * (gradients + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)
     noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier * mechanism.unit_std) ** 2
     gram = (contrasts @ contrasts.T).double().cpu()

@@ -104,22 +104,14 @@ def _checks(
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
     yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *context, significance)]
     yield "answers", lambda: [attacks.answers(loop, subject)]
-    start, get_scene = loop.module.flat, cache(lambda: _scene(loop, subject))
-    yield "sampling", lambda: [exact.sampling(subject, get_scene().drawing, start, significance)]
-    yield "noise", lambda: [noisy.noise(subject, get_scene().harness, start, significance)]
-    yield (
-        "canary",
-        lambda: [noisy.canary(subject, get_scene().harness, start, get_scene().gradients, significance, most)],
-    )
-    yield (
-        "round",
-        lambda: [noisy.one_round(subject, get_scene().drawing, start, get_scene().gradients, significance, most)],
-    )
+    start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
+    yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
+    yield "noise", lambda: [noisy.noise(subject, scene().harness, start, significance)]
+    yield ("canary", lambda: [noisy.canary(subject, scene().harness, start, scene().gradients, significance, most)])
+    yield ("round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)])
     yield (
         "one run",
-        lambda: one_run.one_run(
-            subject, get_scene().drawing, start, get_scene().canaries, get_scene().included, significance
-        ),
+        lambda: one_run.one_run(subject, scene().drawing, start, scene().canaries, scene().included, significance),
     )
 
 
@@ -162,8 +154,8 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
     ]
     x, y = (torch.cat(both) for both in zip(*parts, strict=True))
     included = np.random.default_rng(seed).random(count) < 0.5
-    canaries, replacements = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
-    included_mask = torch.from_numpy(included)
+    canaries, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
+    mask = torch.from_numpy(included)
     choosing_harness = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
     canary, other = most_opposed(choosing_harness.gradients(start, torch.arange(_POOL), subject.planned))
     datasets = {
@@ -172,9 +164,7 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
         noisy.WITHOUT: torch.tensor([other] * 4),
         noisy.WITH: torch.tensor([other] * (3 if subject.replace_one else 4) + [canary]),
         "everybody": torch.arange(subject.settings.num_records) % len(y),
-        one_run.MEMBERS: torch.where(included_mask, canaries, replacements)
-        if subject.replace_one
-        else canaries[included_mask],
+        one_run.MEMBERS: torch.where(mask, canaries, others) if subject.replace_one else canaries[mask],
     }
 
     def harness(sampling: str) -> Harness:
@@ -188,6 +178,6 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
         harness=poisson_harness,
         drawing=poisson_harness if subject.sampling == "poisson" else harness(subject.sampling),
         gradients=(canary_gradient, other_gradient),
-        canaries=(canaries, replacements if subject.replace_one else None),
+        canaries=(canaries, others if subject.replace_one else None),
         included=included,
     )

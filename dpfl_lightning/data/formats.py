@@ -36,9 +36,7 @@ class IdxFiles:
         x, y, test_x, test_y = (_read_idx(path, ndim) for path, ndim in zip(paths, (3, 1, 3, 1), strict=True))
         for images, labels, path in ((x, y, paths[0]), (test_x, test_y, paths[2])):
             require(images.shape[1:] == (28, 28), str(path), "hold images of 28 x 28 pixels", images.shape[1:])
-            require(
-                len(images) == len(labels), str(path), f"hold {len(labels)} images, one for each label", len(images)
-            )
+            require(len(images) == len(labels), str(path), f"hold {len(labels)} images, one per label", len(images))
         return x[:, None], y, test_x[:, None], test_y
 
     @staticmethod

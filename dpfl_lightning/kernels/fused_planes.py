@@ -112,12 +112,8 @@ class _SecondOrder(torch.autograd.Function):
 def _in_front(size: int, dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
     """Return the arguments with the dimension of `vmap` first, which the loops treat as another dimension of planes."""
     return [
-        argument
-        if not isinstance(argument, Tensor)
-        else argument.expand(size, *argument.shape)
-        if dim is None
-        else argument.movedim(dim, 0)
-        for argument, dim in zip(arguments, dims, strict=True)
+        a if not isinstance(a, Tensor) else a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+        for a, dim in zip(arguments, dims, strict=True)
     ]
 
 
@@ -184,6 +180,4 @@ def _held_to_torch() -> None:
     with torch.enable_grad():
         pairs = list(zip(both_orders(_Forward.apply), both_orders(as_torch), strict=True))
     if not all(torch.allclose(fused, expected, rtol=1e-3, atol=1e-4) for fused, expected in pairs):
-        raise RuntimeError(
-            "compiled loops give wrong numbers for normalised planes on this processor: please report it"
-        )
+        raise RuntimeError("compiled loops give wrong norms of planes on this processor: please report it")

@@ -169,7 +169,7 @@ BAD_IDX = {
         TRAIN_Y,
         False,
         lambda content: idx(np.zeros(11)),
-        "must hold 11 images, one for each label, got 12",
+        "must hold 11 images, one per label, got 12",
     ),
     "other size": (TEST_X, False, lambda content: idx(np.zeros((5, 32, 32))), "images of 28 x 28 pixels"),
 }

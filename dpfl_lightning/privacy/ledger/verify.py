@@ -163,10 +163,8 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
         UserError: a ledger was changed, the accountant cannot compose the events, or the runs do not fit together.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
-    kinds: dict[Event, int] = {}
-    events: defaultdict[int, list[int]] = defaultdict(
-        list
-    )  # client -> numbers of its events, as most clients' are equal
+    kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
+    events: defaultdict[int, list[int]] = defaultdict(list)  # client -> numbers of its events
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     def take(charge: Charge) -> None:
