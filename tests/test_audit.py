@@ -57,7 +57,7 @@ def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine
     mutants.half_the_noise(monkeypatch)
     assert main([*DIGITS, *SURE, "--for_clients", "3"]) == 1
     out = capsys.readouterr().out
-    assert "REFUTED: " in out and "client 3: noise" in out and "This build does not do what its epsilon says." in out
+    assert "REFUTED: " in out and "client 3: noise" in out and "This build does not keep its claimed epsilon." in out
     assert "proves nothing" not in out
 
 
@@ -105,7 +105,7 @@ def test_bad_input_is_one_sentence(words, message, capsys):
 def test_where_nothing_is_claimed_nothing_is_refuted(noise, capsys):
     assert main([*DIGITS, "--privacy.epsilon", "null", *noise, "--json"]) == 0
     out = capsys.readouterr().out
-    assert "Not audited: client 4: nothing is claimed, for it releases without noise, or nothing." in out
+    assert "Not audited: client 4: it has no claim, as it releases without noise, or nothing." in out
     assert json.loads(out.splitlines()[-1])["clients"] == []
 
 
@@ -132,7 +132,7 @@ def test_two_clients_by_themselves_or_those_that_are_named(make_loop):
     assert [one.client for one in subjects(make_loop(privacy=budgets), [3, 0])[0]] == [3, 0]
     noises = PrivacyOptions(noise_multiplier=[1.0, 0.0, 3.0, 2.0], delta=1e-3)
     found, left_out = subjects(make_loop(privacy=noises), None)
-    assert [one.client for one in found] == [2, 0] and "client 1: nothing is claimed" in left_out[0]
+    assert [one.client for one in found] == [2, 0] and "client 1: it has no claim" in left_out[0]
 
 
 class Asks(Strategy):

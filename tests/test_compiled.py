@@ -73,7 +73,7 @@ def test_a_file_that_was_cut_off_is_written_anew(kind, left, loop, tmp_path):
     times(loop(2))
     (file,) = files(tmp_path, kind)
     file.write_bytes(left)
-    with pytest.warns(UserNotice, match="broken file of compiled loops .* compiled anew"):
+    with pytest.warns(UserNotice, match="broken file of compiled loops .* compiled again"):
         assert times(loop(2)) == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -86,7 +86,7 @@ def test_a_full_disk_ends_nothing(loop, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("numba.core.caching.IndexDataCacheFile._save_data", full)
-    with pytest.warns(UserNotice, match=r"cannot be kept \(.*No space left"):
+    with pytest.warns(UserNotice, match=r"cannot be cached \(.*No space left"):
         assert times(loop(2)) == 2
 
 

@@ -172,7 +172,7 @@ def test_runs_of_the_same_clients_are_composed_in_one(tmp_path, capsys):
     assert [one["ledger"] for one in found["ledgers"]] == [
         str(tmp_path / n / "ledger.jsonl") for n in ("first", "second")
     ]
-    assert "Together: client 3 of one run is taken for client 3 of the others" in text
+    assert "Together: client 3 of one run is assumed to be client 3 of the others" in text
     assert f"{tmp_path}/first/ledger.jsonl: 3 lines" in text and f"{tmp_path}/second/ledger.jsonl: 3 lines" in text
 
 
@@ -210,7 +210,7 @@ def test_overrides_are_said(path, capsys):
     a_ledger(path).close()
     _, own = told(capsys, "--ledger", path)
     text, found = told(capsys, "--ledger", path, "--accountant", "prv", "--delta", "1e-6")
-    assert "In place of the ledger's own accountant: prv." in text and "own delta: 1e-06." in text
+    assert "Instead of the ledger's accountant: prv." in text and "ledger's delta: 1e-06." in text
     assert found["overrides"] == {"accountant": "prv", "delta": 1e-6} and own["overrides"] == {}
     exact = get_accountant("prv").bound([TRAIN, TRAIN], 1e-6)
     assert (found["guarantee"]["epsilon"], found["guarantee"]["accountant"]) == exact
@@ -233,7 +233,7 @@ def test_an_epsilon_above_its_budget_is_said(path, capsys):
 def test_what_was_verified_is_said(path, capsys):
     ledger = a_ledger(path)  # still open: a run is going on
     text, found = told(capsys, "--ledger", path)
-    assert f"{path}: 7 lines, run {ledger.head.run}." in text and "It ends where ledger.head says" in text
+    assert f"{path}: 7 lines, run {ledger.head.run}." in text and "Its end agrees with ledger.head" in text
     assert found["chain"] == ledger.head.chain and found["chain"] in text
     assert (found["verified"], found["head_lines"], found["torn_bytes"]) == (True, 7, 0)
 
@@ -243,7 +243,10 @@ def test_a_line_that_is_being_written_is_no_error(path, capsys):
     before = path.read_bytes()
     path.write_bytes(before + before.splitlines()[-1][:-9])
     text, found = told(capsys, "--ledger", path)
-    assert "bytes are no whole line: it is being written, or a crash tore it" in text and found["torn_bytes"] > 0
+    assert (
+        "bytes are an incomplete line: it is being written, or a crash interrupted it" in text
+        and found["torn_bytes"] > 0
+    )
     assert found["lines"] == 7
 
 
@@ -260,7 +263,7 @@ def test_a_missing_head_is_said(path, capsys):
     a_ledger(path).close()
     head_file(path).unlink()
     text, found = told(capsys, "--ledger", path)
-    assert "No ledger.head lies beside it: whether lines were cut off its end cannot be seen." in text
+    assert "There is no ledger.head beside it, so lines cut off its end cannot be detected." in text
     assert found["head_lines"] is None
     assert not head_file(path).exists()
 
@@ -274,7 +277,7 @@ def test_damage_is_status_2_and_said_in_json(path, capsys):
     before = path.read_bytes()
     assert main(["--ledger", str(path), "--json"]) == 2
     out, err = capsys.readouterr()
-    assert err.startswith(f"error: `{path}` must be as it was written, got in line 2 ") and err.count("\n") == 1
+    assert err.startswith(f"error: `{path}` must be unchanged, got in line 2 ") and err.count("\n") == 1
     assert json.loads(out) == {"ledgers": [str(path)], "verified": False, "error": err.removeprefix("error: ").strip()}
     assert main([f"--ledger={path}"]) == 2
     assert capsys.readouterr().out == "" and path.read_bytes() == before
@@ -290,9 +293,9 @@ def test_damage_is_status_2_and_said_in_json(path, capsys):
         ("--ledger PATH --accountant gdp", "`accountant` must be rdp or prv for a sample rate of 0.1"),
         (
             "--ledger PATH --epsilon 3",
-            "`epsilon` must be a key of --ledger, got another one. There are accountant, delta",
+            "`epsilon` must be an option of --ledger (accountant, delta or json), got an unknown",
         ),
-        ("--ledger PATH --config=x.yaml", "`config` must be a key of --ledger"),
+        ("--ledger PATH --config=x.yaml", "`config` must be an option of --ledger"),
         ("--ledger PATH more", "`--ledger` must be a ledger, or the folder of a run, got 'more'"),
         ("--ledger PATH PATH", "`--ledger` must name each run once"),
         ("--ledger", "--ledger: expected at least one argument"),

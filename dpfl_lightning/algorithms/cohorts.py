@@ -1,4 +1,4 @@
-"""Who takes part in a round, drawn so that quotas are kept: pure functions of quotas and a generator."""
+"""Samplers that draw the clients of a round so that quotas are kept."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ SAMPLERS = ("quota_systematic", "weighted_without_replacement", "with_replacemen
 def draw_cohort(
     sampler: str, quota: Counts, taken: Counts, rounds_left: int, cohort_size: int, generator: np.random.Generator
 ) -> Counts:
-    """The clients of one round, by one of three samplers.
+    """Draw the clients of one round by one of three samplers.
 
     Args:
-        sampler: `quota_systematic` (default everywhere) gives client n the inclusion probability
-            (quota_n - taken_n) / rounds_left exactly, distinct clients, and every quota is used to the last; see
-            `systematic`. `weighted_without_replacement` (the paper's words: by their shares, until the quota is used)
-            draws one after the other in proportion to quotas; large quotas are then drawn too rarely, and late rounds
-            may lack clients. `with_replacement` (what the paper's analysis assumes) may name a client twice, who then
-            releases twice, beyond its quota at the end: for simulations, as a round of a run holds each client once.
-        quota: `[N]`, participations of the whole run, >= 0; 0 for a client that is away.
-        taken: `[N]`, participations so far.
-        rounds_left: with this one, >= 1.
+        sampler: `quota_systematic` (the default everywhere) draws distinct clients, gives client n the inclusion
+            probability (quota_n - taken_n) / rounds_left exactly, and uses up every quota; see `systematic`.
+            `weighted_without_replacement` (the paper's text: by their shares, until the quota is used) draws one client
+            after another in proportion to quotas; large quotas are then drawn too rarely, and late rounds may lack
+            clients. `with_replacement` (the assumption of the paper's analysis) may draw a client twice, which then
+            releases twice, in the end beyond its quota; it is for simulations, as a round holds each client once.
+        quota: participations in the whole run, `[N]`, >= 0; 0 for an absent client.
+        taken: participations so far, `[N]`.
+        rounds_left: number of rounds left, including this one, >= 1.
         cohort_size: K, for the two weighted samplers.
-        generator: public: who takes part is public, and amplifies nothing.
+        generator: a public generator: participation is public, and amplifies nothing.
 
     Returns:
         Client numbers, ascending.
 
     Raises:
-        UserError: an unknown sampler.
+        UserError: the sampler is unknown.
     """
     must, hint = f"be one of {', '.join(SAMPLERS)}", nearest(sampler, SAMPLERS)
     require(sampler in SAMPLERS, "sampler", must, sampler, hint)
@@ -48,20 +48,20 @@ def draw_cohort(
 
 
 def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generator) -> Counts:
-    """Clients whose stretches of a shuffled line hold one of the points s, s + h, s + 2h, ..., s uniform below h.
+    """Draw the clients whose intervals on a shuffled line hold a point s, s + h, s + 2h, ..., with s uniform below h.
 
-    Client n's stretch is as long as the participations it has left, at most h, the rounds that are left: all in whole
-    numbers, so nothing is rounded.
+    The interval of client n is as long as the participations it has left, but at most h, the number of rounds left. All
+    numbers are integers, so nothing is rounded.
 
     Args:
-        remaining: `[N]`, >= 0; what exceeds `rounds_left` cannot be used any more.
-        rounds_left: h, with this one, >= 1.
+        remaining: participations left, `[N]`, >= 0; what exceeds `rounds_left` cannot be used any more.
+        rounds_left: h, including this round, >= 1.
 
     Returns:
-        Client numbers, ascending; floor or ceiling of sum(min(remaining, h)) / h of them, exactly K if that is K.
+        Client numbers, ascending: floor or ceiling of sum(min(remaining, h)) / h clients, exactly K if that is K.
 
-    **Guarantees** Each client once, with probability min(remaining_n, h) / h. If no quota exceeds the rounds and their
-    sum is K times the rounds, every round has K clients, and every quota is used.
+    **Guarantees** Each client is drawn at most once, with probability min(remaining_n, h) / h. If no quota exceeds the
+    rounds and their sum is K times the rounds, every round has K clients, and every quota is used up.
 
     >>> draw, remaining = np.random.default_rng(0), np.array([4, 1, 2, 1])
     >>> rounds = []
@@ -78,11 +78,11 @@ def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generat
 
 
 def _one_after_the_other(share: NDArray[np.float64], count: int, generator: np.random.Generator) -> Counts:
-    """Each time in proportion to the shares of who is left, `share` >= 0: the smallest of exponential waiting times."""
-    able = np.flatnonzero(share > 0)
-    waits = generator.exponential(size=len(able)) / share[able]
-    first = able[np.argpartition(waits, count - 1)[:count]] if count < len(able) else able
-    return np.sort(first)
+    """Draw one client after another in proportion to the shares: the smallest of exponential waiting times."""
+    eligible = np.flatnonzero(share > 0)
+    waits = generator.exponential(size=len(eligible)) / share[eligible]
+    chosen = eligible[np.argpartition(waits, count - 1)[:count]] if count < len(eligible) else eligible
+    return np.sort(chosen)
 
 
 def _nobody() -> Counts:

@@ -1,4 +1,4 @@
-"""How noisy is each update? Estimates from the updates of one round alone, and the truth that a simulation knows."""
+"""Estimates of each update's noise variance from the updates of one round, and the true value of a simulation."""
 
 from __future__ import annotations
 
@@ -15,22 +15,24 @@ from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
 from dpfl_lightning.errors import nearest, require
 
 ROW_CHOICES = ("random", "head")
-_COLUMNS = 1 << 13  # that are converted to float64 at once
+_COLUMNS = 1 << 13  # columns that are converted to float64 at once
 
 
 @dataclass(frozen=True)
 class EstimatorOptions:
-    """Which estimate, and its details.
+    """The estimator and its options.
 
     Args:
-        name: of `ESTIMATORS`.
-        pcp: `rpca`: penalty and stop rule.
-        rows: `rpca`: parameters p' of one block, >= 1; None takes all at once. Noise is alike in all parameters, so
-            some of them will do: that adds a relative error of about `sqrt(2 / rows)` to a client's variance.
-        blocks: `rpca`: blocks to average over, >= 1, of the P // rows that there are; None takes them all.
-        row_choice: `rpca`: `random` draws the parameters once and for all from a public seed; `head` takes them in
-            their order (the paper), so that few blocks are the first layers, whose signal is not typical.
-        rank: `hetero_pca`: directions that clients share, >= 1; at most what C clients can tell from noise.
+        name: one of `ESTIMATORS`.
+        pcp: for `rpca`: penalty and stop rule.
+        rows: for `rpca`: number of parameters p' in a block, >= 1; None takes all at once. All parameters have the same
+            noise, so a part of them suffices; it adds a relative error of about `sqrt(2 / rows)` to a client's
+            variance.
+        blocks: for `rpca`: number of blocks to average over, >= 1, of the P // rows blocks; None takes all.
+        row_choice: for `rpca`: `random` draws the parameters once from a public seed; `head` takes them in order (as in
+            the paper), so that a few blocks are the first layers, whose signal is not typical.
+        rank: for `hetero_pca`: number of directions that clients share, >= 1; limited to what C clients can distinguish
+            from noise.
     """
 
     name: str = "rpca"
@@ -53,9 +55,9 @@ class Estimate:
     """Noise variance of each update of a round.
 
     Args:
-        noise_var: `[C]` float64 on the CPU, >= 0, summed over coordinates; made for weights, so best where it is small
-            (see `robust_pca`). Infinite for an update that is not finite.
-        diagnostics: numbers to log; of several blocks the worst.
+        noise_var: `[C]` float64 on the CPU, >= 0, summed over coordinates. It is meant for weights, so it is most
+            accurate where it is small (see `robust_pca`). Infinite for an update that is not finite.
+        diagnostics: numbers to log; the worst of several blocks.
     """
 
     noise_var: Tensor
@@ -64,16 +66,16 @@ class Estimate:
 
 @torch.no_grad()
 def estimate(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None = None) -> Estimate:
-    """Each update's noise variance by the estimator that `options` name.
+    """Estimate each update's noise variance by the estimator in `options`.
 
-    Nothing tells signal from noise in one or two updates: their squared lengths are taken.
+    One or two updates do not allow separating signal from noise; their squared lengths are returned.
 
     Args:
-        deltas: `[C, P]`, released.
-        options: see there.
-        truth: `[C]`, for `oracle` alone, in a simulation: see `update_noise_var`.
+        deltas: released updates, `[C, P]`.
+        options: estimator and its options.
+        truth: true variances `[C]`, only for `oracle` in a simulation: see `update_noise_var`.
 
-    **Privacy** Post-processing of released updates. Reads nothing that a client claims, except for `oracle`.
+    **Privacy** Post-processing of released updates. Reads nothing that a client reports, except for `oracle`.
 
     >>> deltas = torch.tensor([[0.0, 2.0], [3.0, 4.0], [float("nan"), 0.0]])
     >>> estimate(deltas, EstimatorOptions("raw_norm")).noise_var
@@ -85,34 +87,34 @@ def estimate(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None = N
     finite = torch.stack([row.isfinite().all() for row in deltas]).cpu()
     if not bool(finite.all()):
         deltas = deltas[finite.to(deltas.device)]
-    found = (ESTIMATORS[options.name] if len(deltas) > 2 else _raw_norm)(deltas, options, None)
+    estimated = (ESTIMATORS[options.name] if len(deltas) > 2 else _raw_norm)(deltas, options, None)
     noise_var = torch.full((len(finite),), math.inf, dtype=torch.float64)
-    noise_var[finite] = found.noise_var
-    return Estimate(noise_var, found.diagnostics)
+    noise_var[finite] = estimated.noise_var
+    return Estimate(noise_var, estimated.diagnostics)
 
 
 def _oracle(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Estimate:
-    assert truth is not None, "the oracle must be told: a run that can do so is a simulation"
+    assert truth is not None, "the oracle needs the true variances, which only a simulation knows"
     return Estimate(truth.to("cpu", torch.float64))
 
 
 def _raw_norm(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Estimate:
-    """`|delta_i|^2`: right when noise outweighs signal, as it mostly does under local privacy."""
+    """Return `|delta_i|^2`, which is right if noise outweighs signal, as it mostly does under local privacy."""
     if not len(deltas):
         return Estimate(torch.zeros(0, dtype=torch.float64))
     return Estimate(torch.stack([vector_norm(row, dtype=torch.float64) for row in deltas]).cpu() ** 2)
 
 
 def _mean_residual(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Estimate:
-    """`|delta_i - mean|^2`: a rival; the noisy clients spoil the mean for all."""
+    """Return `|delta_i - mean|^2`, a baseline; noisy clients distort the mean."""
     gram = _gram(deltas)
     return Estimate((gram.diagonal() - 2 * gram.mean(dim=1) + gram.mean()).clamp_min(0))
 
 
 def _hetero_pca(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Estimate:
-    """`G_ii - A_ii`, A being the low-rank matrix that explains the Gram matrix G off its diagonal.
+    """Return `G_ii - A_ii`, where A is the low-rank matrix that explains the Gram matrix G off its diagonal.
 
-    Independent noises add to the diagonal of G alone. At most so many directions as leave the diagonal determined.
+    Independent noise adds only to the diagonal of G. The rank is limited so that the diagonal remains determined.
 
     Reference: Zhang, Cai, Wu (2022), HeteroPCA.
     """
@@ -123,26 +125,26 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None)
     for _ in range(100):
         values, vectors = torch.linalg.eigh(shared)
         top = values.abs().topk(rank).indices
-        low = (vectors[:, top] * values[top]) @ vectors[:, top].T
-        moved = float((low.diagonal() - shared.diagonal()).norm() / gram.diagonal().norm().clamp_min(1e-300))
-        shared.diagonal().copy_(low.diagonal())
-    return Estimate((gram - low).diagonal().clamp_min(0), {"rank": rank, "last_move": moved})
+        low_rank = (vectors[:, top] * values[top]) @ vectors[:, top].T
+        last_move = float((low_rank.diagonal() - shared.diagonal()).norm() / gram.diagonal().norm().clamp_min(1e-300))
+        shared.diagonal().copy_(low_rank.diagonal())
+    return Estimate((gram - low_rank).diagonal().clamp_min(0), {"rank": rank, "last_move": last_move})
 
 
 def _rpca(deltas: Tensor, options: EstimatorOptions, truth: Tensor | None) -> Estimate:
-    """`|S_i|^2` of principal component pursuit, times P / rows, averaged over blocks of parameters."""
-    totals, told = [], []
+    """Return `|S_i|^2` of principal component pursuit, times P / rows, averaged over blocks of parameters."""
+    totals, diagnostics = [], []
     for columns in chosen_rows(deltas.shape[1], options):
         block = deltas[:, columns]
         split = robust_pca(block, options.pcp)
         totals.append(split.noise_var * (deltas.shape[1] / block.shape[1]))
-        told.append({key: float(getattr(split, key)) for key in _TOLD})
-        del split  # its arrays make room for the next block's
-    worst = {key: _TOLD[key](one[key] for one in told) for key in _TOLD}
-    return Estimate(torch.stack(totals).mean(dim=0), {**worst, "blocks": len(told)})
+        diagnostics.append({key: float(getattr(split, key)) for key in _DIAGNOSTICS})
+        del split  # frees its arrays for the next block
+    worst = {key: _DIAGNOSTICS[key](block[key] for block in diagnostics) for key in _DIAGNOSTICS}
+    return Estimate(torch.stack(totals).mean(dim=0), {**worst, "blocks": len(diagnostics)})
 
 
-_TOLD: dict[str, Callable[..., float]] = {
+_DIAGNOSTICS: dict[str, Callable[..., float]] = {
     "iterations": max,
     "primal_residual": max,
     "dual_residual": max,
@@ -163,9 +165,10 @@ ESTIMATORS: dict[str, Callable[[Tensor, EstimatorOptions, Tensor | None], Estima
 
 
 def chosen_rows(num_params: int, options: EstimatorOptions) -> list[slice | Tensor]:
-    """The parameters of each block that `rpca` works on: all that it needs to see of an update.
+    """Return the parameters of each block that `rpca` reads.
 
-    In order, block j is [j rows, (j + 1) rows), but the last of all P // rows blocks is the last `rows` parameters.
+    With `head`, block j is [j rows, (j + 1) rows), but the last of all P // rows blocks holds the last `rows`
+    parameters.
 
     >>> chosen_rows(10, EstimatorOptions(rows=4, blocks=None, row_choice="head"))
     [slice(0, 4, None), slice(6, 10, None)]
@@ -173,22 +176,22 @@ def chosen_rows(num_params: int, options: EstimatorOptions) -> list[slice | Tens
     [slice(0, 10, None)]
     """
     rows = min(options.rows or num_params, num_params)
-    there = num_params // rows
-    used = min(options.blocks or there, there)
+    num_blocks = num_params // rows
+    blocks = min(options.blocks or num_blocks, num_blocks)
     if rows < num_params and options.row_choice == "random":
-        drawn = np.random.default_rng(0).choice(num_params, (used, rows), replace=False)
+        drawn = np.random.default_rng(0).choice(num_params, (blocks, rows), replace=False)
         return [torch.from_numpy(np.sort(block)) for block in drawn]
-    starts = [*range(0, (there - 1) * rows, rows), num_params - rows]
-    return [slice(start, start + rows) for start in starts[:used]]
+    starts = [*range(0, (num_blocks - 1) * rows, rows), num_params - rows]
+    return [slice(start, start + rows) for start in starts[:blocks]]
 
 
 def _gram(deltas: Tensor) -> Tensor:
-    """`deltas @ deltas.T` `[C, C]` in float64, on the CPU."""
+    """Return `deltas @ deltas.T` `[C, C]` in float64, on the CPU."""
     parts = (part.double() for part in deltas.split(_COLUMNS, dim=1))
     return sum((part @ part.T for part in parts), deltas.new_zeros((), dtype=torch.float64)).cpu()
 
 
-# ---- the truth
+# ---- true values
 
 
 def update_noise_var(
@@ -200,47 +203,48 @@ def update_noise_var(
     num_params: int,
     sampling_var: float | Sequence[float] = 0.0,
 ) -> Tensor:
-    """True noise variance of updates, `steps lr^2 (sampling_var + P clip^2 z^2 / b^2)`: what `oracle` is told.
+    """Return the true noise variance of updates, `steps lr^2 (sampling_var + P clip^2 z^2 / b^2)`, for `oracle`.
 
-    Exact but for feedback: noise in one step is taken not to change later gradients.
+    It is exact except for feedback: it neglects that noise in one step changes later gradients.
 
     Args:
-        noise_multiplier: length C, z, of the noise on the sum of a batch.
-        expected_batch_size: length C, b.
-        steps: length C, of each client in the round.
-        learning_rate: of plain SGD.
+        noise_multiplier: z of the noise on the sum of a batch, length C.
+        expected_batch_size: b, length C.
+        steps: steps of each client in the round, length C.
+        learning_rate: learning rate of plain SGD.
         clip_norm: L2 bound of a record's gradient.
         num_params: P.
-        sampling_var: of one step's gradient without noise, one or length C; 0 neglects it, as P is large.
+        sampling_var: variance of one step's gradient without noise, one value or length C; 0 neglects it, as P is
+            large.
 
     Returns:
         `[C]` float64, summed over coordinates.
 
-    **Privacy** Trusts what clients say of themselves: for simulations, as the rival that cannot be beaten.
+    **Privacy** Trusts what clients report: only for simulations, as an upper bound on what estimators can reach.
 
     Reference: Malekmohammadi et al. (2024), Eqs. 3, 5 and 7.
 
     >>> update_noise_var([2.0], [10.0], [5], learning_rate=0.1, clip_norm=1.0, num_params=100)
     tensor([0.2000], dtype=torch.float64)
     """
-    z, b, count, drawn = (
+    z, b, count, sampling = (
         torch.as_tensor(values, dtype=torch.float64)
         for values in (noise_multiplier, expected_batch_size, steps, sampling_var)
     )
-    return count * learning_rate**2 * (drawn + num_params * (clip_norm * z / b) ** 2)
+    return count * learning_rate**2 * (sampling + num_params * (clip_norm * z / b) ** 2)
 
 
 def clipped_sampling_var(
     clip_norm: float, batch_size: float, mean_norm: float = 0.0, sample_rate: float | None = None
 ) -> float:
-    """Variance of a batch's gradient from drawing the batch, if every record's gradient is clipped to `clip_norm`.
+    """Return the variance of a batch's gradient due to sampling, if every record's gradient is clipped to `clip_norm`.
 
     Args:
         clip_norm: length c of every clipped gradient.
-        batch_size: b, expected; the divisor.
-        mean_norm: length of the mean of all clipped gradients; the second form does not need it.
-        sample_rate: None for b independent draws, `(c^2 - mean_norm^2) / b` (the paper's Eq. 3); q for Poisson
-            sampling from fixed data, as this package does it: `(1 - q) c^2 / b`.
+        batch_size: expected batch size b, the divisor.
+        mean_norm: length of the mean of all clipped gradients; ignored if `sample_rate` is given.
+        sample_rate: None for b independent draws, `(c^2 - mean_norm^2) / b` (the paper's Eq. 3); q for Poisson sampling
+            from fixed data, as in this package: `(1 - q) c^2 / b`.
 
     >>> clipped_sampling_var(3.0, 100.0, mean_norm=1.0), clipped_sampling_var(3.0, 100.0, sample_rate=0.5)
     (0.08, 0.045)

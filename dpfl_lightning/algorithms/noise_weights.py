@@ -19,18 +19,19 @@ def weights(
     floor: float = 1e-6,
     max_weight: float = 1.0,
 ) -> Tensor:
-    """`w_i = (1 / v_i) / sum_j (1 / v_j)`, or with the steps behind each update, `w_i ~ steps_i / v_i`.
+    """Return `w_i = (1 / v_i) / sum_j (1 / v_j)`, or with the steps of each update, `w_i ~ steps_i / v_i`.
 
     Args:
-        noise_var: `[C]`, variances v >= 0 up to a common factor; infinite or NaN: the client gets no weight.
-        steps: length C, local steps behind each update; for `max_snr` only.
-        objective: `min_variance` gives the sum of the updates the least noise. It prefers clients of large batches,
-            whose updates also hold fewer steps; `max_snr` gives the sum the best ratio of signal to noise if every
-            step moves in the same direction by as much.
-        floor: a variance counts as at least this share of the median, >= 0: a zero update must not divide by zero.
-            It still gets nearly all the weight; only `max_weight` bounds that.
-        max_weight: no weight is above it, in (0, 1]; what is cut goes to the others in proportion. Clients too few to
-            keep to it (fewer than 1 / max_weight) weigh the same.
+        noise_var: variances v >= 0 up to a common factor, `[C]`; a client with an infinite or NaN variance gets no
+            weight.
+        steps: local steps of each update, length C; for `max_snr` only.
+        objective: `min_variance` minimises the noise of the sum of the updates. It prefers clients with large batches,
+            whose updates also hold fewer steps. `max_snr` maximises the ratio of signal to noise of the sum, assuming
+            that every step moves in the same direction by the same amount.
+        floor: a variance counts as at least this share of the median, >= 0, so that a zero update does not divide by
+            zero. Such an update still gets nearly all the weight; only `max_weight` bounds that.
+        max_weight: upper bound of a weight, in (0, 1]; the excess goes to the other clients in proportion. If there are
+            fewer than 1 / max_weight clients, they get equal weights.
 
     Returns:
         `[C]` float64 on the CPU, >= 0, of sum 1; all zero if no variance is finite.
@@ -38,7 +39,7 @@ def weights(
     **Privacy** Post-processing.
 
     Raises:
-        UserError: an unknown objective, a negative floor, a cap outside (0, 1].
+        UserError: the objective is unknown, the floor is negative, or the cap is outside (0, 1].
 
     Reference: Malekmohammadi et al. (2024), Eq. 8. `max_snr`, floor and cap are not in the paper.
 
@@ -52,20 +53,20 @@ def weights(
     hint = nearest(objective, OBJECTIVES)
     require(objective in OBJECTIVES, "objective", f"be one of {', '.join(OBJECTIVES)}", objective, hint)
     require(floor >= 0, "floor", "be >= 0", floor)
-    require(0 < max_weight <= 1, "max_weight", "be in (0, 1]", max_weight, "1 is no cap.")
+    require(0 < max_weight <= 1, "max_weight", "be in (0, 1]", max_weight, "1 means no cap.")
     variance = noise_var.to("cpu", torch.float64)
     known = variance.isfinite()
     share = torch.zeros_like(variance)
     share[known] = 1 / _floored(variance[known], floor)
     if objective == "max_snr":
-        assert steps is not None, "max_snr needs the steps behind each update"
+        assert steps is not None, "max_snr needs the steps of each update"
         share *= torch.tensor(steps, dtype=torch.float64)
     total = share.sum()
     return _capped(share / total, max_weight) if total > 0 else share
 
 
 def _floored(variance: Tensor, floor: float) -> Tensor:
-    """At least `floor` of the median (of the positive ones if that is 0), in units in which 1 / v cannot overflow."""
+    """Limit variances to at least `floor` of the median (of positive ones if it is 0), scaled to avoid overflow."""
     positive = variance[variance > 0]
     if not len(positive):
         return torch.ones_like(variance)
@@ -74,12 +75,12 @@ def _floored(variance: Tensor, floor: float) -> Tensor:
 
 
 def _capped(share: Tensor, max_weight: float) -> Tensor:
-    """Water-filling: shares above the cap become the cap, the others grow in proportion, until none is above."""
+    """Limit shares by water-filling: shares above the cap become the cap, the others grow in proportion."""
     cap = max(max_weight, 1 / int((share > 0).sum()))
-    full = torch.zeros_like(share, dtype=torch.bool)
-    while bool((over := (share > cap * (1 + 1e-12)) & ~full).any()):
-        full |= over
-        rest = share[~full].sum()
-        share = share * (1 - cap * int(full.sum())) / rest if rest > 0 else share
-        share = share.masked_fill(full, cap)
+    capped = torch.zeros_like(share, dtype=torch.bool)
+    while bool((above_cap := (share > cap * (1 + 1e-12)) & ~capped).any()):
+        capped |= above_cap
+        rest = share[~capped].sum()
+        share = share * (1 - cap * int(capped.sum())) / rest if rest > 0 else share
+        share = share.masked_fill(capped, cap)
     return share

@@ -1,4 +1,4 @@
-"""How far groups lie apart that are none: what Ward's cuts of pure noise show, by parametric bootstrap."""
+"""Separations that Ward's cuts find in pure noise, by parametric bootstrap."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ from dpfl_lightning.algorithms.update_geometry import Updates, least
 
 MOST_GROUPS = 10
 _DRAWS = 1000
-FALSE_ALARMS = 0.01  # of a run; what lies 1.2 P^(1/4) apart is still found
-_ENOUGH = 100  # draws that a quantile is taken of
-_NUMBERS = 1 << 20  # drawn at once
-_DIGITS = 3  # of relative noise: clients that differ by less share their thresholds
+FALSE_ALARMS = 0.01  # probability in a run; groups that lie 1.2 P^(1/4) apart are still found
+_ENOUGH = 100  # draws needed for a quantile
+_NUMBERS = 1 << 20  # numbers that are drawn at once
+_DIGITS = 3  # digits of relative noise: clients that differ by less share their thresholds
 
 
 def candidates(points: int) -> range:
-    """Numbers of groups that are looked at: 2..10, each of two points on average at least."""
+    """Return the numbers of groups to consider: 2..10, each group of at least two points on average."""
     return range(2, min(MOST_GROUPS, points // 2) + 1)
 
 
 def two_way(
     num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2, share: float = 1.0
 ) -> float:
-    """What the separation of Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as none.
+    """Return the separation that Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as none.
 
     Args:
         num_params: P.
-        relative_noise: noise of each of the points / the unit of separations.
-        min_size: of a group, >= 1.
-        share: of the 1 %, in (0, 1].
+        relative_noise: noise of each point / the unit of separations.
+        min_size: smallest size of a group, >= 1.
+        share: share of the 1 %, in (0, 1].
     """
     return _two_way(num_params, _key(relative_noise), min_size, share)
 
 
 def given_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, groups: int, min_size: int = 2) -> float:
-    """99 % quantile of the least separation in Ward's cut in so many groups, among cuts without a smaller group.
+    """Return the 99 % quantile of the least separation in Ward's cuts in `groups` groups that are all large enough.
 
-    Where nearly no cut of noise is such, of all cuts: then an alarm is rare already.
+    If almost no cut of noise has only such groups, all cuts count, because a false alarm is then already rare.
     """
     return _given_cut(num_params, _key(relative_noise), groups, min_size)
 
 
 def any_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2) -> float:
-    """99 % quantile of the largest least separation over all `candidates` without a smaller group."""
+    """Return the 99 % quantile of the largest least separation over all `candidates` without a smaller group."""
     return _any_cut(num_params, _key(relative_noise), min_size)
 
 
 def _key(relative_noise: Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    return tuple(sorted(round(float(one), _DIGITS) for one in relative_noise))
+    return tuple(sorted(round(float(noise), _DIGITS) for noise in relative_noise))
 
 
 @functools.lru_cache(maxsize=256)
@@ -63,8 +63,8 @@ def _two_way(num_params: int, noise: tuple[float, ...], min_size: int, share: fl
 def _given_cut(num_params: int, noise: tuple[float, ...], groups: int, min_size: int) -> float:
     cuts = list(_cuts(num_params, noise, groups))
     allowed = [least_of for least_of, size in cuts if size >= min_size]
-    of = allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts]
-    return _quantile(of)
+    chosen = allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts]
+    return _quantile(chosen)
 
 
 @functools.lru_cache(maxsize=256)
@@ -78,7 +78,7 @@ def _any_cut(num_params: int, noise: tuple[float, ...], min_size: int) -> float:
 
 
 def _cuts(num_params: int, noise: tuple[float, ...], groups: int) -> Iterator[tuple[float, int]]:
-    """Least separation and smallest size, in the unit that `noise` is given in."""
+    """Yield the least separation, in the unit of `noise`, and the smallest size of each cut."""
     for updates in noise_alone(num_params, noise):
         cut = updates.tree.cut(groups)
         yield least(updates.half_distances(cut)), min(map(len, cut))
@@ -91,20 +91,20 @@ def _quantile(separations: Sequence[float], share: float = 1.0) -> float:
 def noise_alone(
     num_params: int, noise: Sequence[float], draws: int = _DRAWS, seed: Sequence[int] = ()
 ) -> Iterator[Updates]:
-    """Updates of clients that do not differ: Wishart Gram matrices with P degrees of freedom, by Bartlett's factors.
+    """Yield updates of identical clients: Wishart Gram matrices with P degrees of freedom, by Bartlett's factors.
 
-    A draw costs nothing that grows with P. The same arguments give the same draws.
+    The cost of a draw does not grow with P. The same arguments give the same draws.
     """
     count, scale = len(noise), np.asarray(noise, dtype=float)
     rng = np.random.default_rng([num_params, count, *seed])
     at_once = max(1, _NUMBERS // count**2)
-    for begun in range(0, draws, at_once):
-        for factor in _bartlett(num_params, count, min(at_once, draws - begun), rng) * scale[:, None]:
+    for start in range(0, draws, at_once):
+        for factor in _bartlett(num_params, count, min(at_once, draws - start), rng) * scale[:, None]:
             yield Updates(factor @ factor.T, scale, num_params, np.zeros(count))
 
 
 def _bartlett(num_params: int, count: int, draws: int, rng: np.random.Generator) -> np.ndarray:
-    """`[draws, count, .]`: each times its transpose is a Wishart matrix."""
+    """Return factors `[draws, count, .]`; each times its transpose is a Wishart matrix."""
     if num_params < count:
         return rng.standard_normal((draws, count, num_params))
     factors = np.tril(rng.standard_normal((draws, count, count)), -1)

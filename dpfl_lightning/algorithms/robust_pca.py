@@ -1,4 +1,4 @@
-"""Robust PCA of a round's updates: what clients share is of low rank, their noise is the rest."""
+"""Robust PCA of a round's updates: the clients' common signal has low rank, and the rest is noise."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side
 
-_BLOCK = 150_000  # numbers of a matrix that are worked on at once: on a CPU they stay in the caches,
-_COLUMNS = 8192  # and float32 sums over so many columns at most are exact enough
-_PARTS = 32  # at most; sums are taken within a part, then over parts, whoever works on them
-_LOOK = 5  # iterations between two looks at the residuals, which cost as much as an iteration
-_SETTLED = 25  # iterations over which weights must not have moved; never before twice as many
+_BLOCK = 150_000  # numbers of a matrix in a block, so that it stays in a CPU's caches
+_COLUMNS = 8192  # columns of a block at most, so that float32 sums are exact enough
+_PARTS = 32  # upper limit; sums are taken within a part, then over parts, for any number of workers
+_LOOK = 5  # iterations between two checks of the residuals, each of which costs as much as an iteration
+_SETTLED = 25  # iterations in which the weights must be stable; no check before twice as many
 
 
 @dataclass(frozen=True)
 class PcpSettings:
     """Penalty and stop rule of the iteration.
 
-    The optimum does not depend on the penalty mu, but the iterate that is stopped does. It stops when
-    (a) the primal residual is at most `primal_tol` and the dual one at most `dual_tol`, or (b) the weights of the
-    noise variances moved by at most `weight_tol` (total variation) within 25 iterations, the dual residual is at most
-    0.1, 50 iterations are done, and mu is at most Candes' value: with a larger one the weights crawl.
+    The optimum does not depend on the penalty mu, but the result after a finite number of iterations does. The
+    iteration stops when (a) the primal residual is at most `primal_tol` and the dual one at most `dual_tol`, or (b) the
+    weights of the noise variances moved by at most `weight_tol` (total variation) within 25 iterations, the dual
+    residual is at most 0.1, 50 iterations are done, and mu is at most Candes' value, because the weights change slowly
+    with a larger mu.
 
     Args:
-        mu_scale: mu is so many times `C P / (4 |M|_1)`, > 0.
-        mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: of those of one client, at most.
-        primal_tol: for `|M - L - S|_F`, as a share of `|M|_F` unless `absolute`; >= 0.
-        dual_tol: for `mu |S_new - S|_F / |Y|_F`, >= 0; infinite is no such test.
-        weight_tol: >= 0; 0 is no rule (b).
-        absolute: the primal residual is not divided by `|M|_F`, so the result depends on the scale of the updates.
+        mu_scale: mu / (`C P / (4 |M|_1)`), > 0.
+        mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: the largest such sum of a
+            client.
+        primal_tol: tolerance of `|M - L - S|_F`, relative to `|M|_F` unless `absolute`; >= 0.
+        dual_tol: tolerance of `mu |S_new - S|_F / |Y|_F`, >= 0; infinite disables this test.
+        weight_tol: >= 0; 0 disables rule (b).
+        absolute: do not divide the primal residual by `|M|_F`, so that the result depends on the scale of the updates.
         max_iterations: >= 1.
-        double: work in float64 whatever the updates' type; tolerances below 1e-6 need it.
+        double: work in float64 for any type of the updates; tolerances below 1e-6 need it.
     """
 
     mu_scale: float = 0.1
@@ -62,7 +64,7 @@ class PcpSettings:
         require(self.max_iterations >= 1, "max_iterations", "be at least 1", self.max_iterations)
 
 
-#: the default; Candes et al. (2009); the noise-aware paper's code release. The last two test the primal residual alone.
+#: the default; Candes et al. (2009); the noise-aware paper's code release. The last two only test the primal residual.
 PRESETS = {
     "fast": PcpSettings(),
     "candes": PcpSettings(1.0, "entries", 1e-7, math.inf, 0.0, max_iterations=5000, double=True),
@@ -72,18 +74,18 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class Split:
-    """`M = L + S`, and how well it was found. Holds the working arrays; drop it to free them.
+    """`M = L + S`, and its accuracy. It holds the working arrays; delete it to free them.
 
     Args:
-        noise_var: `[C]` float64 on the CPU, `|S_i|^2` of each client's row.
-        iterations: done.
+        noise_var: `|S_i|^2` of each client's row, `[C]` float64 on the CPU.
+        iterations: number of iterations.
         primal_residual: `|M - L - S|_F / |M|_F` (not divided if `absolute`).
         dual_residual: `mu |S_new - S|_F / |Y|_F`.
-        converged: the stop rule was met.
-        rank: of L.
-        singular_values: `[2, C]` float64, descending: of M and of L.
+        converged: whether the stop rule was met.
+        rank: rank of L.
+        singular_values: those of M and of L, `[2, C]` float64, descending.
         dual_norm: largest singular value of Y; 1 at the optimum, unless L = 0.
-        zero_share: of entries of S that are 0.
+        zero_share: share of the entries of S that are 0.
     """
 
     noise_var: Tensor
@@ -120,36 +122,38 @@ class Split:
 def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers: int | None = None) -> Split:
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
-    By alternating directions, for few rows and many columns: singular values come from the `[C, C]` Gram matrix, and
-    an iteration is one pass over blocks of columns, in which S is never stored. Kept are the updates and two arrays
-    like them, `M - S + Y / mu` and `Y / mu`: three matrices, or one more where the updates must be converted.
+    It alternates directions, for few rows and many columns: singular values come from the `[C, C]` Gram matrix, and an
+    iteration is one pass over blocks of columns that never stores S. Memory holds the updates and two arrays of their
+    size, `M - S + Y / mu` and `Y / mu`, plus one more if the updates must be converted.
 
-    Float32 updates are worked on in float32, with Gram matrices and norms added up in float64 from block to block:
-    the weights are those of float64 to 1e-6 at two thirds of the time. Float64 is used throughout for settings with
-    `double`, for updates whose squares a float32 may not hold, and where torch is set to coarser products.
+    Float32 updates are processed in float32, with Gram matrices and norms accumulated in float64 over blocks: the
+    weights equal those of float64 to 1e-6 in two thirds of the time. Float64 is used throughout for settings with
+    `double`, for updates whose squares may overflow float32, and if torch is set to less precise products.
 
     Args:
-        deltas: `[C, P]` finite updates, in any layout; rows that are contiguous are fastest.
+        deltas: finite updates `[C, P]`, in any layout; contiguous rows are fastest.
         settings: penalty and stop rule.
-        workers: threads, >= 1; None is one for each core.
+        workers: number of threads, >= 1; None is one for each core.
 
     Returns:
         The split. If it did not converge, a `UserNotice` warns.
 
-    Two limits of stopping early. Rule (b) watches the weights: variances of loud clients, which hardly weigh, may be
-    several times too small. And an update far quieter than the mean needs many iterations before its S leaves 0: it may
-    be said to have no noise at all, and gets nearly all the weight (as the true variances would give it, too).
+    Stopping early has two limits. Rule (b) watches the weights: variances of noisy clients, which have little weight,
+    may be several times too small. And an update with far less noise than the mean needs many iterations before its S
+    leaves 0: its estimate may be no noise at all, and it gets nearly all the weight (as with the true variances).
 
     There is no warm start: noise is new in every round, and starting from the last round's S and Y saved 5 of 125
     iterations.
 
+    **Guarantees** The result is bitwise equal for any number of workers. Permuted or rescaled updates give permuted or
+    equal weights, up to rounding (not with `absolute`).
     **Guarantees** The same bits for any number of workers. Permuted or rescaled updates give permuted or the same
     weights, up to rounding (not with `absolute`).
 
     **Privacy** Post-processing of released updates: costs nothing.
 
-    Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, which prints the sign of Y in the
-    step for L wrong: with it the residual vanishes as well, but at a wrong answer.
+    Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, which prints a wrong sign of Y in the
+    step for L: with it the residual vanishes as well, but at a wrong result.
 
     >>> shared = torch.ones(6, 1) @ torch.arange(1.0, 401.0)[None]
     >>> noise = torch.zeros(6, 400)
@@ -169,7 +173,7 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
 
 
 def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """`W` so that `W @ A` is A with its singular values reduced by `threshold`, at least to 0.
+    """Return `W` such that `W @ A` is A with its singular values reduced by `threshold`, at least to 0.
 
     Args:
         gram: `A @ A.T`, `[C, C]` float64.
@@ -189,12 +193,12 @@ def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
 
 
 def _prepared(deltas: Tensor, settings: PcpSettings) -> tuple[Tensor, Tensor]:
-    """The updates in the type to work in, and the sum of each one's absolute entries `[C]`."""
+    """Return the updates in the working type, and the sum of each one's absolute entries `[C]`."""
     matrix = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     sizes = torch.stack([vector_norm(row, 1, dtype=torch.float64) for row in matrix])
     mean = float(sizes.sum()) / matrix.numel()
-    narrow = not settings.double and 1e-12 < mean < 1e9 and torch.get_float32_matmul_precision() == "highest"
-    dtype = torch.promote_types(matrix.dtype, torch.float32) if narrow else torch.float64
+    float32_suffices = not settings.double and 1e-12 < mean < 1e9 and torch.get_float32_matmul_precision() == "highest"
+    dtype = torch.promote_types(matrix.dtype, torch.float32) if float32_suffices else torch.float64
     return matrix.to(dtype), sizes.cpu()
 
 
@@ -205,9 +209,9 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
     moves: list[Tensor] = []
     for iteration in range(1, settings.max_iterations + 1):
         shrink, reduced = shrinkage(gram, 1 / mu)
-        look = iteration % _LOOK == 0 or iteration == settings.max_iterations
-        gram, squares = sweep.run(functools.partial(sweep.advance, shrink.to(sweep.matrix), look))
-        if not look:
+        check = iteration % _LOOK == 0 or iteration == settings.max_iterations
+        gram, squares = sweep.run(functools.partial(sweep.advance, shrink.to(sweep.matrix), check))
+        if not check:
             continue
         change, drift, dual_size, _ = squares.sum(dim=1).tolist()
         primal = change**0.5 / (1 if settings.absolute else size)
@@ -223,7 +227,7 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
             f"robust PCA did not converge in {iteration} iterations (primal residual {primal:.1e}, dual {dual:.1e}): "
             "its noise estimates may be wrong",
             UserNotice,
-            stacklevel=4,  # whoever called `robust_pca`, past its decorator
+            stacklevel=4,  # the caller of `robust_pca`, past its decorator
         )
     dual_gram, zeros = sweep.run(sweep.certificate)
     return Split(
@@ -242,15 +246,15 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
 
 
 class _Sweep:
-    """Passes over the columns of M, of `ahead` = M - S + Y / mu (what is shrunk next) and of Y / mu.
+    """Passes over the columns of M, of `ahead` = M - S + Y / mu (which is shrunk next) and of Y / mu.
 
-    Parts and blocks follow from the shape alone and their sums are added in order: neither the number of workers nor
-    who is quicker changes a bit.
+    Parts and blocks depend on the shape alone, and their sums are added in order, so the result does not depend on the
+    number or the timing of the workers.
 
     Args:
         matrix: M `[C, P]`.
         bound: lambda / mu; the largest entry of Y / mu.
-        workers: threads.
+        workers: number of threads.
     """
 
     def __init__(self, matrix: Tensor, bound: float, workers: int) -> None:
@@ -261,11 +265,11 @@ class _Sweep:
         on_cpu = matrix.device.type == "cpu"
         block, columns = (_BLOCK, _COLUMNS) if on_cpu else (100 * _BLOCK, num_params)
         blocks = max(-(-num_clients * num_params // block), -(-num_params // columns))
-        blocks = blocks if blocks == 1 else -(-blocks // 4) * 4  # two or four workers have alike much to do
+        blocks = blocks if blocks == 1 else -(-blocks // 4) * 4  # balances the load of two or four workers
         self._width = -(-num_params // blocks)
         starts = range(0, num_params, self._width)
-        each = -(-len(starts) // _PARTS)
-        self._parts = [starts[first : first + each] for first in range(0, len(starts), each)]
+        blocks_per_part = -(-len(starts) // _PARTS)
+        self._parts = [starts[first : first + blocks_per_part] for first in range(0, len(starts), blocks_per_part)]
         self._exact_products = not on_cpu or matrix.dtype == torch.float64
         self._scratch: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
         for _ in range(workers):
@@ -273,7 +277,7 @@ class _Sweep:
         self._workers = workers
 
     def run(self, work: Callable[[slice, Tensor], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """The sums of `work(columns, scratch)` over all blocks, float64 on the CPU."""
+        """Return the sums of `work(columns, scratch)` over all blocks, float64 on the CPU."""
 
         def part(starts: range) -> tuple[Tensor, Tensor]:
             scratch = self._scratch.get()
@@ -291,31 +295,31 @@ class _Sweep:
         return gram.cpu(), squares.cpu()
 
     def first_gram(self, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """`M @ M.T`, before the first step."""
+        """Return `M @ M.T`, before the first step."""
         return self._product(self.ahead[:, columns]), self.matrix.new_zeros(0)
 
     def certificate(self, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """`Y @ Y.T / mu^2`, and how many entries of S are 0: those where Y is not at its bound."""
+        """Return `Y @ Y.T / mu^2`, and the number of entries of S that are 0: those where Y is not at its bound."""
         dual = self.scaled_dual[:, columns]
         return self._product(dual), (dual.abs() < self.bound).sum()
 
-    def advance(self, shrink: Tensor, look: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """One iteration on some columns.
+    def advance(self, shrink: Tensor, check: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
+        """Run one iteration on some columns.
 
         Returns:
-            Their part of the next Gram matrix; if `look`, of the squares `[4, C]` of Y's change and S's change (both
-            over mu), of Y / mu, and of S.
+            Their part of the next Gram matrix; if `check`, their part of the squares `[4, C]` of Y's change and S's
+            change (both over mu), of Y / mu, and of S.
         """
-        matrix, ahead, dual = (whole[:, columns] for whole in (self.matrix, self.ahead, self.scaled_dual))
-        before = (dual.clone(), dual - ahead) if look else None
+        matrix, ahead, dual = (full[:, columns] for full in (self.matrix, self.ahead, self.scaled_dual))
+        previous = (dual.clone(), dual - ahead) if check else None
         rest = torch.addmm(dual, shrink, ahead, beta=-1, out=scratch[:, : ahead.shape[1]])  # L - Y / mu
         torch.sub(matrix, rest, out=dual).clamp_(-self.bound, self.bound)
         torch.add(rest, dual, alpha=2, out=ahead)
-        if before is None:
+        if previous is None:
             return self._product(ahead), matrix.new_zeros(0)
-        less = dual - ahead  # S - M
-        parts = (dual - before[0], less - before[1], dual, less + matrix)
-        return self._product(ahead), torch.stack([vector_norm(one, dim=1).double() ** 2 for one in parts])
+        negative_rest = dual - ahead  # S - M
+        parts = (dual - previous[0], negative_rest - previous[1], dual, negative_rest + matrix)
+        return self._product(ahead), torch.stack([vector_norm(part, dim=1).double() ** 2 for part in parts])
 
     def _product(self, block: Tensor) -> Tensor:
         block = block.double() if self._exact_products else block  # a CPU's blocks are short enough for float32

@@ -1,6 +1,6 @@
-"""How unlike the others each client is, estimated from noised losses: a shrunken mean, and the paper's own estimators.
+"""Estimates of each client's heterogeneity from noised losses: a shrunken mean, and the paper's estimators.
 
-The paper's constants come from one equation with five unknowns (`fit_constants`): the start values decide them.
+The paper's constants come from one equation with five unknowns (`fit_constants`), so the start values determine them.
 
 Reference: Ma et al., "The Power of Bias", equations 8 to 10 and problem P2.
 """
@@ -24,55 +24,56 @@ Vector = NDArray[np.float64]
 def shrunken_heterogeneity(
     mean_report: ArrayLike, reports: ArrayLike, noise_std: ArrayLike, max_loss: float
 ) -> tuple[Vector, float]:
-    """Each client's mean noised loss, drawn to the mean of all as far as noise explains the differences, `[N]`.
+    """Shrink each client's mean noised loss towards the mean of all, as far as noise explains the differences, `[N]`.
 
-    Losses at the server's model stand in for F_n(w*) - F_n*, with F_n* = 0. Where noise explains all differences the
-    estimates are equal, and allocation is that of least noise.
+    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. If noise explains all differences, the estimates
+    are equal, and allocation minimises noise alone.
 
     Args:
-        mean_report: `[N]`, mean of a client's noised losses, not clipped; anything for a client without reports.
-        reports: `[N]`, how many, >= 0.
-        noise_std: `[N]`, of one report, > 0.
+        mean_report: mean of a client's noised losses, not clipped, `[N]`; any value for a client without reports.
+        reports: number of reports, `[N]`, >= 0.
+        noise_std: noise std of one report, `[N]`, > 0.
         max_loss: estimates are clipped to [0, max_loss].
 
     Returns:
-        Estimates `[N]`, and the variance between clients that is not noise.
+        Estimates `[N]`, and the variance between clients without noise.
 
     **Privacy** Post-processing of noised reports.
 
-    Reference: DerSimonian and Laird (1986), with a test that the variance is there at all; not in the paper, whose
+    Reference: DerSimonian and Laird (1986), with a test for the presence of that variance. It is not in the paper,
+        whose
     minimum of differences (`least_differences`) makes clients that report often look alike.
 
     >>> estimate, between = shrunken_heterogeneity([0.9, 1.1, 0.0], [4, 4, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     >>> estimate.round(3).tolist(), between
     ([1.0, 1.0, 1.0], 0.0)
     """
-    mean, counts, std = (np.asarray(one, dtype=float) for one in (mean_report, reports, noise_std))
-    seen = counts > 0
-    if not seen.any():
+    mean, counts, std = (np.asarray(values, dtype=float) for values in (mean_report, reports, noise_std))
+    reporting = counts > 0
+    if not reporting.any():
         return np.zeros(len(mean)), 0.0
-    own, variance = mean[seen], std[seen] ** 2 / counts[seen]
+    means, variance = mean[reporting], std[reporting] ** 2 / counts[reporting]
     weight = 1 / variance
-    overall = float((weight * own).sum() / weight.sum())
-    spread, degrees = float((weight * (own - overall) ** 2).sum()), len(own) - 1
-    between = 0.0
-    if spread > degrees + 2 * math.sqrt(2 * degrees):  # two standard deviations above what noise alone gives
-        between = (spread - degrees) / float(weight.sum() - (weight**2).sum() / weight.sum())
+    overall = float((weight * means).sum() / weight.sum())
+    spread, degrees = float((weight * (means - overall) ** 2).sum()), len(means) - 1
+    between_variance = 0.0
+    if spread > degrees + 2 * math.sqrt(2 * degrees):  # two standard deviations above the value for noise alone
+        between_variance = (spread - degrees) / float(weight.sum() - (weight**2).sum() / weight.sum())
     estimate = np.full(len(mean), overall)
-    estimate[seen] += between / (between + variance) * (own - overall)
-    return np.clip(estimate, 0.0, max_loss), between
+    estimate[reporting] += between_variance / (between_variance + variance) * (means - overall)
+    return np.clip(estimate, 0.0, max_loss), between_variance
 
 
-# ---- the paper's
+# ---- estimators of the paper
 
 
 def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: int) -> Vector:
-    """Gamma_n of equation 8: the smallest difference of a client's two losses in a round; the mean of those for others.
+    """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 
-    Noise decides it: the more rounds, the smaller the minimum.
+    Noise dominates it: the minimum decreases with the number of rounds.
 
     Args:
-        reports: (client, loss at the server's model, loss at its own model), noised.
+        reports: (client, loss at the server's model, loss at the client's model), noised.
 
     >>> least_differences([(0, 2.0, 1.5), (0, 2.0, 1.9), (1, 1.0, 1.3)], num_clients=3).round(3).tolist()
     [0.1, 0.3, 0.2]
@@ -85,7 +86,7 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
 
 
 def estimated_skew(counts: ArrayLike, last_losses: dict[int, float], max_loss: float) -> float:
-    """rho_min of equation 9, with F_n* = 0: it may exceed 1, which the true one cannot.
+    """Return rho_min of equation 9, with F_n* = 0; it may exceed 1, which the true value cannot.
 
     Args:
         counts: participations before the last round of the first stage, `[N]`.
@@ -100,7 +101,7 @@ def estimated_skew(counts: ArrayLike, last_losses: dict[int, float], max_loss: f
 
 @dataclass(frozen=True)
 class Constants:
-    """What the paper fits: |w_0 - w*|^2, gamma, sigma^2, L, mu; L > mu."""
+    """The fitted constants of the paper: |w_0 - w*|^2, gamma, sigma^2, L, mu; L > mu."""
 
     start_distance: float = 1.0
     lr_offset: float = 8.0
@@ -111,15 +112,15 @@ class Constants:
 
 @dataclass(frozen=True)
 class FirstStage:
-    """What is known after the rounds of the first stage.
+    """Known values after the rounds of the first stage.
 
     Args:
-        rounds: tau, those before its last one, >= 1.
+        rounds: tau, the number of rounds before its last one, >= 1.
         cohort_size: K.
         counts: participations in them, `[N]`.
-        heterogeneity: Gamma_n `[N]`, estimated.
-        least_skew: rho_min, estimated.
-        noise: of one update.
+        heterogeneity: estimated Gamma_n, `[N]`.
+        least_skew: estimated rho_min.
+        noise: noise model of one update.
         loss: mean noised loss of the last round's clients at the server's model.
     """
 
@@ -133,50 +134,52 @@ class FirstStage:
 
 
 def predicted_loss(constants: Constants, stage: FirstStage) -> float:
-    """F~ of equation 10, with F* = 0."""
-    big, small, late = constants.smoothness, constants.strong_convexity, constants.lr_offset + stage.rounds
+    """Return F~ of equation 10, with F* = 0."""
+    smooth, mu, last = constants.smoothness, constants.strong_convexity, constants.lr_offset + stage.rounds
     bias = float((stage.counts * stage.heterogeneity).sum()) / stage.rounds
-    noise = float((stage.counts ** (stage.noise.exponent + 1) * stage.noise.factor).sum()) / (late * stage.rounds)
+    noise = float((stage.counts ** (stage.noise.exponent + 1) * stage.noise.factor).sum()) / (last * stage.rounds)
     return (
-        constants.start_distance * big * constants.lr_offset / (2 * late)
-        - PAPER_BIAS * big * stage.least_skew / small * float(stage.heterogeneity.mean())
-        + 4 * big * constants.gradient_variance / (late * small**2 * stage.cohort_size)
-        + noise * 4 * big * stage.noise.scale / (stage.cohort_size * small) ** 2
-        + bias * (4 * big**2 / (late * small**2) + PAPER_BIAS * big / small) / stage.cohort_size
+        constants.start_distance * smooth * constants.lr_offset / (2 * last)
+        - PAPER_BIAS * smooth * stage.least_skew / mu * float(stage.heterogeneity.mean())
+        + 4 * smooth * constants.gradient_variance / (last * mu**2 * stage.cohort_size)
+        + noise * 4 * smooth * stage.noise.scale / (stage.cohort_size * mu) ** 2
+        + bias * (4 * smooth**2 / (last * mu**2) + PAPER_BIAS * smooth / mu) / stage.cohort_size
     )
 
 
 def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int = 200) -> tuple[Constants, float]:
-    """Constants whose predicted loss is the reported one, by one scalar search after the other, and the residual.
+    """Fit constants whose predicted loss equals the reported one, by cyclic scalar searches; also return the residual.
 
-    One equation, five unknowns: any start gives another exact solution. A ratio of bias to noise is better given.
+    One equation has five unknowns, so any start gives another exact solution. Give the ratio of bias to noise if you
+    can.
 
     Args:
-        start: where to begin; None is 1, 8, 1, 1, 0.1.
-        cycles: over all five, at most.
+        start: start values; None is 1, 8, 1, 1, 0.1.
+        cycles: largest number of cycles over all five constants.
 
-    Reference: Ma et al., problem P2; start values, bounds [1e-6, 1e3] and the stop rule are ours, as it gives none.
+    Reference: Ma et al., problem P2. The start values, the bounds [1e-6, 1e3] and the stop rule are ours, because the
+    paper gives none.
     """
-    now = start or Constants()
+    constants = start or Constants()
 
     def residual(constants: Constants) -> float:
         return abs(stage.loss - predicted_loss(constants, stage))
 
     for _ in range(cycles):
-        for name in vars(now):
+        for name in vars(constants):
             low, high = 1e-6, 1e3
             if name == "smoothness":
-                low = now.strong_convexity * (1 + 1e-6)
+                low = constants.strong_convexity * (1 + 1e-6)
             elif name == "strong_convexity":
-                high = now.smoothness * (1 - 1e-6)
-            found = minimize_scalar(
-                lambda value, name=name: residual(dataclasses.replace(now, **{name: float(value)})),  # noqa: B023
+                high = constants.smoothness * (1 - 1e-6)
+            solution = minimize_scalar(
+                lambda value, name=name: residual(dataclasses.replace(constants, **{name: float(value)})),  # noqa: B023
                 bounds=(low, max(high, low * (1 + 1e-6))),
                 method="bounded",
                 options={"xatol": 1e-12},
             )
-            better = dataclasses.replace(now, **{name: float(found.x)})
-            now = better if residual(better) < residual(now) else now
-            if residual(now) < 1e-6:
-                return now, residual(now)
-    return now, residual(now)
+            candidate = dataclasses.replace(constants, **{name: float(solution.x)})
+            constants = candidate if residual(candidate) < residual(constants) else constants
+            if residual(constants) < 1e-6:
+                return constants, residual(constants)
+    return constants, residual(constants)

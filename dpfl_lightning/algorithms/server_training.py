@@ -1,4 +1,4 @@
-"""Nets that a server trains by itself, on a set that may be shown to anyone."""
+"""Training of nets by the server on public or synthetic data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from dpfl_lightning.privacy.noise import stream_words
 
 
 def public_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """The run's generator for a public choice: the same arguments, the same stream; never for noise or sampling.
+    """Return the run's generator for a public choice. Never use it for noise or sampling.
+
+    The same arguments give the same stream.
 
     >>> bool(public_generator(0, "participants", 3).random() == public_generator(0, "participants", 3).random())
     True
@@ -26,13 +28,13 @@ def public_generator(seed: int, purpose: str, *numbers: int) -> np.random.Genera
 
 
 def torch_seed(generator: np.random.Generator) -> int:
-    """A seed for torch's generators."""
+    """Draw a seed for torch's generators."""
     return int(generator.integers(2**32))
 
 
 @contextmanager
 def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """torch's global generators begin at `seed` inside, and are afterwards as before."""
+    """Seed torch's global generators with `seed`, and restore their state afterwards."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         yield
@@ -40,16 +42,16 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Training:
-    """How a net is trained on a set: SGD on shuffled batches.
+    """Settings of training a net on a set: SGD on shuffled batches.
 
     Args:
         epochs: passes over the set, >= 0.
         learning_rate: > 0.
         momentum: in [0, 1).
         weight_decay: >= 0.
-        decayed: whether the second half of the epochs has a tenth of the learning rate.
+        decayed: whether the learning rate is divided by ten in the second half of the epochs.
         batch_size: >= 1.
-        augmentations: names of operations, one of which changes each batch, every image in its own way; may be empty.
+        augmentations: names of operations, may be empty. Each batch is augmented by one of them, each image separately.
     """
 
     epochs: int
@@ -62,14 +64,14 @@ class Training:
 
 
 def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how: Training, seed: int) -> Tensor:
-    """The parameters `[P]` after training from `start` `[P]` on `records`: the mean loss, no clipping, no noise.
+    """Return the parameters `[P]` after training from `start` `[P]` on `records`: mean loss, no clipping, no noise.
 
     Args:
-        module: whose loss; its own parameters are neither read nor changed.
+        module: module that defines the loss; its parameters are neither read nor changed.
         records: x `[n, *X]`, y `[n]`, on the module's device: a synthetic or a public set.
-        seed: of order, augmentation and dropout, in [0, 2^32).
+        seed: seed of order, augmentation and dropout, in [0, 2^32).
 
-    **Privacy** None: for what may be shown to anyone.
+    **Privacy** None: use it only on public or synthetic data.
     """
     theta = start.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)

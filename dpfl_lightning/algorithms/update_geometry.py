@@ -1,4 +1,4 @@
-"""How far groups of updates lie apart once the noise, which the server knows, is taken off."""
+"""Distances between groups of updates, without the noise, whose variance the server knows."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from scipy.spatial.distance import squareform
 from scipy.special import erfc
 from torch import Tensor
 
-_COLUMNS = 1 << 13  # that are converted to float64 at once
+_COLUMNS = 1 << 13  # columns that are converted to float64 at once
 
 
 @torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
-    """`(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that groups are found by.
+    """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs.
 
     >>> centred_gram(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
     array([[ 1., -1.],
@@ -27,10 +27,10 @@ def centred_gram(deltas: Tensor) -> np.ndarray:
     """
     deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas.device)
-    for part in deltas.split(_COLUMNS, dim=1):
-        part = part.double()
-        part = part - part.mean(dim=0)
-        total += part @ part.T
+    for columns in deltas.split(_COLUMNS, dim=1):
+        columns = columns.double()
+        columns = columns - columns.mean(dim=0)
+        total += columns @ columns.T
     return total.cpu().numpy()
 
 
@@ -40,10 +40,10 @@ class Updates:
 
     Args:
         gram: `[n, n]` float64, see `centred_gram`.
-        noise_std: `[n]`, of the noise in each parameter of each update, >= 0.
+        noise_std: noise std in each parameter of each update, `[n]`, >= 0.
         num_params: P.
-        sampling_std: `[n]`, the most by which an update lies off the mean of its group because the client's records
-            are a sample, a length: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
+        sampling_std: upper bound of the distance (a length) between an update and the mean of its group because the
+            client's records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
     """
 
     gram: np.ndarray
@@ -53,45 +53,45 @@ class Updates:
 
     @functools.cached_property
     def unit(self) -> float:
-        """Root mean square of `noise_std`: separations are counted in it."""
+        """Root mean square of `noise_std`; the unit of separations."""
         return math.sqrt(float(np.mean(self.noise_std**2)))
 
     @functools.cached_property
     def signal(self) -> np.ndarray:
-        """The Gram matrix without the `P * noise_std^2` that noise adds to its diagonal."""
+        """The Gram matrix without `P * noise_std^2`, which noise adds to its diagonal."""
         return self.gram - np.diag(self.num_params * self.noise_std**2)
 
     @functools.cached_property
     def tree(self) -> WardTree:
-        """Ward's linkage, as if all had as much noise as the noisiest: it must not part the noisy from the others."""
-        filled = self.signal + np.diag(np.full(len(self.gram), self.num_params * np.max(self.noise_std**2)))
-        squares = np.diag(filled)
-        return WardTree(squares[:, None] + squares[None, :] - 2 * filled)
+        """Ward's linkage, as if all updates were as noisy as the noisiest, so that it does not split them by noise."""
+        equalised = self.signal + np.diag(np.full(len(self.gram), self.num_params * np.max(self.noise_std**2)))
+        squares = np.diag(equalised)
+        return WardTree(squares[:, None] + squares[None, :] - 2 * equalised)
 
     def half_distances(self, groups: Sequence[np.ndarray], with_noise: bool = False) -> np.ndarray:
-        """Half the distances between the groups' means, `[m, m]`, without what noise adds to them.
+        """Return half the distances between the groups' means, `[m, m]`, without the contribution of noise.
 
-        `|mean_a - mean_b|^2 - P (sum_a noise_std^2 / n_a^2 + sum_b noise_std^2 / n_b^2)`, 0 where that is negative.
+        `|mean_a - mean_b|^2 - P (sum_a noise_std^2 / n_a^2 + sum_b noise_std^2 / n_b^2)`, or 0 if that is negative.
         """
-        share = np.zeros((len(groups), len(self.gram)))
+        weights = np.zeros((len(groups), len(self.gram)))
         for row, members in enumerate(groups):
-            share[row, members] = 1 / len(members)
-        between = share @ (self.gram if with_noise else self.signal) @ share.T
+            weights[row, members] = 1 / len(members)
+        between = weights @ (self.gram if with_noise else self.signal) @ weights.T
         squares = np.diag(between)
         return np.sqrt(np.maximum(squares[:, None] + squares[None, :] - 2 * between, 0.0)) / 2
 
     def separation(self, groups: Sequence[np.ndarray], with_noise: bool = False) -> float:
-        """Least separation of two groups: half the distance of their means / noise standard deviation.
+        """Return the least separation of two groups: half the distance of their means / noise standard deviation.
 
-        Without noise it is infinite, unless two means are the same; so it is for one group.
+        It is infinite for one group, and without noise unless two means are equal.
         """
-        half = least(self.half_distances(groups, with_noise))
-        return half / self.unit if self.unit > 0 else math.inf if half > 0 else 0.0
+        half_distance = least(self.half_distances(groups, with_noise))
+        return half_distance / self.unit if self.unit > 0 else math.inf if half_distance > 0 else 0.0
 
     def coordinates(self, dimensions: int) -> np.ndarray:
-        """The updates along the directions in which they differ most, `[n, dimensions]`, in noise standard deviations.
+        """Return the updates along the directions in which they differ most, `[n, dimensions]`, in units of noise std.
 
-        Directions are those of the noise-free Gram matrix, so that a noisy client does not draw one to itself.
+        The directions are those of the noise-free Gram matrix, so that a noisy client does not attract one.
         """
         values, vectors = np.linalg.eigh(self.signal)
         order = np.argsort(-values)[:dimensions]
@@ -99,12 +99,12 @@ class Updates:
         length = np.sqrt(np.maximum(np.einsum("ij,ij->j", vectors[:, order], image), 0.0))
         unit = self.unit or math.sqrt(np.trace(self.gram) / len(self.gram)) or 1.0
         image /= np.where(length > 0, length, np.inf) * unit
-        image *= np.where(image[np.abs(image).argmax(axis=0), range(image.shape[1])] < 0, -1.0, 1.0)  # one sign for all
+        image *= np.where(image[np.abs(image).argmax(axis=0), range(image.shape[1])] < 0, -1.0, 1.0)  # fix the signs
         return np.pad(image, ((0, 0), (0, dimensions - image.shape[1])))
 
 
 class WardTree:
-    """Who is merged with whom: nodes 0..n-1 are the points, the next n-1 the merges in their order.
+    """Ward's hierarchical clustering: nodes 0..n-1 are the points, the next n-1 nodes are the merges in order.
 
     Args:
         squares: `[n, n]` squared distances.
@@ -123,36 +123,36 @@ class WardTree:
         return 2 * self.size - 2
 
     def parts(self, node: int) -> tuple[int, int]:
-        """The two nodes that were merged into this one."""
+        """Return the two nodes that were merged into this one."""
         left, right = self._merges[node - self.size]
         return int(left), int(right)
 
     def members(self, node: int) -> np.ndarray:
-        """The points of a node, ascending."""
+        """Return the points of a node, ascending."""
         return np.sort(self._members[node])
 
     def cut(self, groups: int) -> list[np.ndarray]:
-        """The members of each of so many groups (1..n), in the order of their first members."""
+        """Return the members of each of this number of groups (1..n), in the order of their first members."""
         nodes = [self.root]
         while len(nodes) < groups:
-            last = max(nodes)
-            nodes.remove(last)
-            nodes += self.parts(last)
+            newest = max(nodes)
+            nodes.remove(newest)
+            nodes += self.parts(newest)
         return in_order([self.members(node) for node in nodes])
 
 
 def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """By their first members."""
+    """Sort groups by their first members."""
     return sorted(groups, key=lambda members: int(members[0]))
 
 
 def least(matrix: np.ndarray) -> float:
-    """Smallest entry off the diagonal; infinite if there is none."""
+    """Return the smallest entry off the diagonal; infinite if there is none."""
     return float(squareform(matrix, checks=False).min(initial=math.inf))
 
 
 def overlap(separation: float) -> float:
-    """How much two Gaussians of equal weight and spread overlap, `2 Q(separation)`, Q the standard normal tail.
+    """Return the overlap of two Gaussians of equal weight and spread, `2 Q(separation)`, Q the standard normal tail.
 
     >>> [round(overlap(s), 4) for s in (0.0, 1.0, 3.0)]
     [1.0, 0.3173, 0.0027]
@@ -163,16 +163,16 @@ def overlap(separation: float) -> float:
 def expected_separation(
     gradient_distance: float, num_records: int, noise_multiplier: float, epochs: int = 1, batch_size: int | None = None
 ) -> float:
-    """Separation that the first round will show, `g sqrt(K N b) / (2 z)`, whatever clip norm and learning rate are.
+    """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`, for any clip norm and learning rate.
+
+    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches.
 
     Args:
-        gradient_distance: g, between two groups' mean clipped gradients at the start / clip norm, in [0, 2].
+        gradient_distance: distance g between two groups' mean clipped gradients at the start / clip norm, in [0, 2].
         num_records: N, of one client.
         noise_multiplier: z of the first round, > 0.
-        epochs: K, local ones.
+        epochs: number of local epochs K.
         batch_size: b; None is the full batch.
-
-    Holds while steps are so small that gradients stay as they were, and noise from drawing batches is neglected.
 
     >>> expected_separation(0.1, 6600, 1.31)
     251.9...

@@ -1,4 +1,4 @@
-"""How many groups do updates fall into, and which: Ward's cuts, held against what noise and sampling would show."""
+"""Number and members of groups of updates: Ward's cuts, compared with what noise and sampling would show."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ CHOICES = ("split", "mss")
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How groups are found.
+    """Options of the search for groups.
 
     Args:
-        num_groups: M, if it is known; None: found by `choose`.
-        choose: `split` cuts in two, and the parts again, as long as a cut is wider than noise explains: it sees
-            groups within groups. `mss` takes the number of groups with the largest least separation: no group too
-            many, but it sees the coarsest level only.
-        min_size: fewer clients than this are no group, >= 1.
-        data_floor: a separation must also be above this share of what sampled records can explain at most, >= 0.
+        num_groups: M, if it is known; None determines it by `choose`.
+        choose: `split` cuts in two, and cuts the parts again, as long as a cut is wider than noise explains; it finds
+            groups within groups. `mss` takes the number of groups with the largest least separation; it never finds too
+            many groups, but only the coarsest level.
+        min_size: smallest number of clients in a group, >= 1.
+        data_floor: a separation must also exceed this share of the largest separation that sampled records can
+            explain, >= 0.
     """
 
     num_groups: int | None = None
@@ -34,8 +35,8 @@ class GroupOptions:
     data_floor: float = 0.6
 
     def __post_init__(self) -> None:
-        known = self.num_groups is None or self.num_groups >= 1
-        require(known, "num_clusters", "be `auto` or at least 1", self.num_groups)
+        valid = self.num_groups is None or self.num_groups >= 1
+        require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
         hint = nearest(self.choose, CHOICES)
         require(self.choose in CHOICES, "choose_m", f"be one of {', '.join(CHOICES)}", self.choose, hint)
         require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
@@ -44,13 +45,14 @@ class GroupOptions:
 
 @dataclass(frozen=True)
 class Groups:
-    """Which clients belong together.
+    """Groups of clients.
 
     Args:
-        members: rows of each group, ascending, groups in the order of their first members.
-        confident: noise and sampling do not explain the groups; never so for one group.
-        separation: least one of two groups; of one group that of the best cut in two. See `Updates.separation`.
-        threshold: what the (first) separation was held against.
+        members: rows of each group, ascending; groups are in the order of their first members.
+        confident: whether noise and sampling do not explain the groups; False for one group.
+        separation: least separation of two groups; for one group that of the best cut in two. See
+            `Updates.separation`.
+        threshold: value with which the (first) separation was compared.
         curve: number of groups -> least separation of Ward's cut.
     """
 
@@ -70,19 +72,19 @@ class Groups:
 
 
 def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
-    """Ward's groups of the first round's updates, and whether they are more than noise.
+    """Find Ward's groups of the first round's updates, and decide whether they are more than noise.
 
-    A group's number of clients is small and P is large: means of pure noise lie about `P^(1/4)` apart, in noise
-    standard deviations, once the mean of that noise is taken off. So separations are held against a parametric
-    bootstrap, not against 3.
+    A group has few clients and P is large: means of pure noise lie about `P^(1/4)` noise standard deviations apart,
+    even after the mean of that noise is subtracted. Separations are therefore compared with a parametric bootstrap, not
+    with 3.
 
     Args:
-        updates: of the n clients.
-        options: see there; a number of groups above n counts as n.
+        updates: updates of the n clients.
+        options: a number of groups above n counts as n.
 
-    **Guarantees** If clients differ by Gaussian noise of `noise_std` alone, it finds groups (or is confident of a
-    given number) in 1 % of runs. `split` parts any of the groups that are there in at most 1 % of runs: a cut of m of
-    the n clients may give a false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
+    **Guarantees** If clients differ only by Gaussian noise of `noise_std`, it finds groups (or is confident of a given
+    number) in 1 % of runs. `split` divides a true group in at most 1 % of runs: a cut of m of the n clients may give a
+    false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
 
     **Privacy** Post-processing.
 
@@ -94,25 +96,25 @@ def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups
     count = len(updates.gram)
     curve = {groups: updates.separation(updates.tree.cut(groups)) for groups in null_separation.candidates(count)}
     if count == 1 or options.num_groups == 1:
-        found: Sequence[np.ndarray] = [np.arange(count)]
+        members: Sequence[np.ndarray] = [np.arange(count)]
         threshold, confident = math.inf, False
     elif options.num_groups is not None:
         groups = min(options.num_groups, count)
-        found = updates.tree.cut(groups)
+        members = updates.tree.cut(groups)
         noise = null_separation.given_cut(updates.num_params, _relative_noise(updates), groups, options.min_size)
         threshold = _threshold(updates, noise, options)
-        enough = min(map(len, found)) >= options.min_size
-        confident = groups == options.num_groups and enough and updates.separation(found) > threshold
+        large_enough = min(map(len, members)) >= options.min_size
+        confident = groups == options.num_groups and large_enough and updates.separation(members) > threshold
     else:
-        found, threshold = _RULES[options.choose](updates, options)
-        confident = len(found) > 1
-    cut = found if len(found) > 1 or count == 1 else updates.tree.cut(2)
-    return Groups(tuple(found), confident, updates.separation(cut) if count > 1 else 0.0, threshold, curve)
+        members, threshold = _RULES[options.choose](updates, options)
+        confident = len(members) > 1
+    cut = members if len(members) > 1 or count == 1 else updates.tree.cut(2)
+    return Groups(tuple(members), confident, updates.separation(cut) if count > 1 else 0.0, threshold, curve)
 
 
 def _by_splits(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
     tree = updates.tree
-    first = math.inf
+    root_threshold = math.inf
     leaves, open_nodes = [], [tree.root]
     while open_nodes:
         node = open_nodes.pop()
@@ -120,16 +122,16 @@ def _by_splits(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray
         if len(members) >= 2 * options.min_size:
             parts = tree.parts(node)
             pair = [tree.members(part) for part in parts]
-            share = len(members) / tree.size  # of false alarms: those of the groups that are there sum up to 1 %
-            relative = _relative_noise(updates, members)
-            noise = null_separation.two_way(updates.num_params, relative, options.min_size, share)
+            share = len(members) / tree.size  # share of false alarms: those of all true groups sum to at most 1 %
+            relative_noise = _relative_noise(updates, members)
+            noise = null_separation.two_way(updates.num_params, relative_noise, options.min_size, share)
             threshold = _threshold(updates, noise, options)
-            first = threshold if node == tree.root else first
+            root_threshold = threshold if node == tree.root else root_threshold
             if min(map(len, pair)) >= options.min_size and updates.separation(pair) > threshold:
                 open_nodes += parts
                 continue
         leaves.append(members)
-    return in_order(leaves), first
+    return in_order(leaves), root_threshold
 
 
 def _by_mss(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], float]:
@@ -147,12 +149,12 @@ _RULES: dict[str, Callable[[Updates, GroupOptions], tuple[list[np.ndarray], floa
 
 
 def _relative_noise(updates: Updates, members: np.ndarray | None = None) -> np.ndarray:
-    own = updates.noise_std if members is None else updates.noise_std[members]
-    return own / updates.unit if updates.unit > 0 else np.zeros(len(own))
+    noise_std = updates.noise_std if members is None else updates.noise_std[members]
+    return noise_std / updates.unit if updates.unit > 0 else np.zeros(len(noise_std))
 
 
 def _threshold(updates: Updates, noise: float, options: GroupOptions) -> float:
-    """A separation that neither noise nor sampling explains: `sqrt(noise^2 + floor^2 * sampling^2)`."""
+    """Return the separation that noise and sampling explain: `sqrt(noise^2 + floor^2 * sampling^2)`."""
     sampling = options.data_floor * math.sqrt(float(np.mean(updates.sampling_std**2)))
     if updates.unit > 0:
         return math.hypot(noise, sampling / updates.unit)

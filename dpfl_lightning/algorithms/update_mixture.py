@@ -1,4 +1,4 @@
-"""Soft memberships of clients in groups, from the first round's updates: the sound way, and the papers'."""
+"""Soft memberships of clients in groups from the first round's updates: a robust mixture, and that of the papers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from dpfl_lightning.algorithms.null_separation import MOST_GROUPS
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, least, overlap
 from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
 
-_COLUMNS = 1 << 13  # that are converted to float64 at once
-_SMALL = 1e-6  # tolerance of EM, and what it adds to variances
-_ROUNDING = 1e-6  # of updates in float32, with room to spare: noise, where there is no other
+_COLUMNS = 1 << 13  # columns that are converted to float64 at once
+_SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
+_ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Who belongs to which group, and how sure that is.
+    """Memberships of clients in groups, and their certainty.
 
     Args:
         responsibilities: `[n, M]` float64, rows of sum 1.
-        embedding: `[n, 2]` float64, a picture of the updates.
-        separation: least one of two groups: half the distance of their means / standard deviation.
+        embedding: two-dimensional picture of the updates, `[n, 2]` float64.
+        separation: least separation of two groups: half the distance of their means / standard deviation.
         overlap: `2 Q(separation)`; 1 unless `confident`.
-        confident: the groups are more than noise.
+        confident: whether the groups are more than noise.
         diagnostics: numbers to log.
     """
 
@@ -50,52 +50,52 @@ class Mixture:
 def robust_mixture(
     deltas: Tensor, noise_std: Sequence[float], sampling_std: Sequence[float], options: GroupOptions | None = None
 ) -> Mixture:
-    """Groups that noise and sampling do not explain, and a spherical mixture of Gaussians fitted from them.
+    """Find groups that noise and sampling do not explain, and fit a spherical mixture of Gaussians from them.
 
     Args:
-        deltas: `[n, P]` released updates, all from one model.
+        deltas: released updates `[n, P]`, all from one model.
         noise_std: length n, known from each mechanism: see `Updates`.
-        sampling_std: length n, likewise.
-        options: how groups are found.
+        sampling_std: length n, see `Updates`.
+        options: options of the search for groups.
 
     Returns:
-        The mixture, its separation without what noise adds to it, in noise standard deviations.
+        The mixture. Its separation is in units of the noise std, without the contribution of noise.
 
     **Privacy** Post-processing.
 
-    Reference: the mixture of Malekmohammadi et al., with groups by Ward's linkage instead of by EM from random starts,
-    distances freed of noise, and separations held against a bootstrap instead of against 3.
+    Reference: the mixture of Malekmohammadi et al., with groups by Ward's linkage instead of EM from random starts,
+    distances without the contribution of noise, and separations compared with a bootstrap instead of with 3.
 
     >>> deltas = torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
     >>> deltas[4:, :50] += 5
-    >>> found = robust_mixture(deltas, [1.0] * 12, [0.0] * 12)
-    >>> found.responsibilities.argmax(dim=1).tolist(), found.confident
+    >>> mixture = robust_mixture(deltas, [1.0] * 12, [0.0] * 12)
+    >>> mixture.responsibilities.argmax(dim=1).tolist(), mixture.confident
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
-    moved = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))  # personal ones have no noise
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))  # personal ones have none
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
-    rounding = _ROUNDING * lengths / math.sqrt(max(moved, 1))
+    rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
-    updates = Updates(centred_gram(deltas), noise, moved, np.asarray(sampling_std, dtype=float))
+    updates = Updates(centred_gram(deltas), noise, noisy_params, np.asarray(sampling_std, dtype=float))
     groups = find_groups(updates, options)
-    told = {"separation_threshold": groups.threshold}
+    diagnostics = {"separation_threshold": groups.threshold}
     if len(groups.members) > 1:
-        told["separation_with_noise"] = updates.separation(groups.members, with_noise=True)
-    told |= {f"separation_of_{count}": value for count, value in groups.curve.items()}
+        diagnostics["separation_with_noise"] = updates.separation(groups.members, with_noise=True)
+    diagnostics |= {f"separation_of_{count}": value for count, value in groups.curve.items()}
     return Mixture(
         torch.from_numpy(memberships(updates, groups.members)),
         torch.from_numpy(updates.coordinates(2)),
         groups.separation,
         overlap(groups.separation) if groups.confident else 1.0,
         groups.confident,
-        told,
+        diagnostics,
     )
 
 
 def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
-    """Responsibilities `[n, M]` of a spherical mixture in the space of the first `max(1, min(M - 1, 3))` coordinates.
+    """Return the responsibilities `[n, M]` of a spherical mixture in the first `max(1, min(M - 1, 3))` coordinates.
 
-    One run of EM, from the groups' means. One-hot where EM fails, or where a component is left with less than a client.
+    EM runs once, from the groups' means. The result is one-hot if EM fails, or if a component has less than one client.
     """
     from sklearn.mixture import GaussianMixture
 
@@ -120,21 +120,21 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
         precisions_init=1 / (square @ shares + _SMALL),
         random_state=0,
     )
-    found = _fitted(mixture, points)
-    if found is None or not np.isfinite(found).all() or found.sum(axis=0).min() < 1:
+    fitted = _fitted(mixture, points)
+    if fitted is None or not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
         return one_hot
-    return found / found.sum(axis=1, keepdims=True)
+    return fitted / fitted.sum(axis=1, keepdims=True)
 
 
 def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixture:
-    """The papers' mixture as their code has it: spherical, in the first two principal coordinates, scaled to [0, 1].
+    """Return the mixture of the papers' code: spherical, in the first two principal coordinates, scaled to [0, 1].
 
-    It is never unsure: at no separation at all it still shows about 1.2, so an overlap near 0.2.
+    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2.
 
     Args:
-        deltas: `[n, P]` released updates.
-        num_groups: M; None takes that of 2..10 (below n) with the largest least separation.
-        seed: of k-means++.
+        deltas: released updates `[n, P]`.
+        num_groups: M; None takes the number of 2..10 (below n) with the largest least separation.
+        seed: seed of k-means++.
 
     **Privacy** Post-processing.
 
@@ -147,32 +147,39 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
     else:
         numbers = range(min(num_groups, len(points)), min(num_groups, len(points)) + 1)
     fits = {number: _paper_fit(points, number, seed) for number in numbers}
-    number = max(fits, key=lambda one: fits[one][1])
-    found, separation = fits[number]
-    told = {f"separation_of_{one}": value for one, (_, value) in fits.items()} if num_groups is None else {}
-    return Mixture(torch.from_numpy(found), torch.from_numpy(points), separation, overlap(separation), number > 1, told)
+    number = max(fits, key=lambda count: fits[count][1])
+    responsibilities, separation = fits[number]
+    logged = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
+    return Mixture(
+        torch.from_numpy(responsibilities),
+        torch.from_numpy(points),
+        separation,
+        overlap(separation),
+        number > 1,
+        logged,
+    )
 
 
 @torch.no_grad()
 def scaled_principal_coordinates(deltas: Tensor) -> np.ndarray:
-    """`[n, 2]` in [0, 1]: directions from updates whose parameters were brought to variance 1, of updates as they are.
+    """Return coordinates `[n, 2]` in [0, 1]: directions from standardised updates, applied to the unscaled updates.
 
-    As scikit-learn's `StandardScaler` and `PCA` fitted to its result, applied to the unscaled updates, and
-    `MinMaxScaler`; a coordinate in which all are alike is 0. Needs no second `[n, P]` matrix.
+    This equals fitting scikit-learn's `PCA` to the result of `StandardScaler`, applying it to the unscaled updates, and
+    `MinMaxScaler`; a coordinate in which all updates are equal is 0. It needs no second `[n, P]` matrix.
     """
     deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     count = len(deltas)
     gram, cross = torch.zeros(2, count, count, dtype=torch.float64, device=deltas.device)
     for part in deltas.split(_COLUMNS, dim=1):
-        plain = part.double()
-        spread = plain.std(dim=0, correction=0)
-        scaled = (plain - plain.mean(dim=0)) / torch.where(spread > 0, spread, 1.0)
+        columns = part.double()
+        spread = columns.std(dim=0, correction=0)
+        scaled = (columns - columns.mean(dim=0)) / torch.where(spread > 0, spread, 1.0)
         gram += scaled @ scaled.T
-        cross += plain @ scaled.T
+        cross += columns @ scaled.T
     values, vectors = np.linalg.eigh(gram.cpu().numpy())
     values, vectors = values[::-1][:2], vectors[:, ::-1][:, :2]
-    real = values > 1e-12 * max(values[0], 0.0)
-    points = cross.cpu().numpy() @ vectors[:, real] / np.sqrt(values[real])
+    nonzero = values > 1e-12 * max(values[0], 0.0)
+    points = cross.cpu().numpy() @ vectors[:, nonzero] / np.sqrt(values[nonzero])
     points -= points.min(axis=0, initial=np.inf)
     largest = points.max(axis=0, initial=0.0)
     points /= np.where(largest > 0, largest, 1.0)
@@ -180,22 +187,17 @@ def scaled_principal_coordinates(deltas: Tensor) -> np.ndarray:
 
 
 def _paper_fit(points: np.ndarray, number: int, seed: int) -> tuple[np.ndarray, float]:
-    """Responsibilities `[n, M]` and the least separation."""
+    """Return responsibilities `[n, M]` and the least separation."""
     from sklearn.mixture import GaussianMixture
 
     if number == 1:
         return np.ones((len(points), 1)), 0.0
     equal = np.full(number, 1 / number)
     mixture = GaussianMixture(
-        number,
-        covariance_type="spherical",
-        tol=_SMALL,
-        init_params="k-means++",
-        weights_init=equal,
-        random_state=seed,
+        number, covariance_type="spherical", tol=_SMALL, init_params="k-means++", weights_init=equal, random_state=seed
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # EM that was stopped, or points that coincide: the papers take what it has
+        warnings.simplefilter("ignore")  # EM may be stopped early or points may coincide, as in the papers' code
         mixture.fit(points)
     mixture.weights_ = equal
     spread = np.sqrt(mixture.covariances_)
@@ -205,7 +207,7 @@ def _paper_fit(points: np.ndarray, number: int, seed: int) -> tuple[np.ndarray, 
 
 
 def _fitted(mixture: object, points: np.ndarray) -> np.ndarray | None:
-    """Responsibilities, or None where EM does not converge."""
+    """Return responsibilities, or None if EM does not converge."""
     from sklearn.exceptions import ConvergenceWarning
 
     with warnings.catch_warnings():
@@ -217,7 +219,7 @@ def _fitted(mixture: object, points: np.ndarray) -> np.ndarray | None:
 
 
 def switch_round(overlap: float, rounds: int) -> int:
-    """Last round in which groups are drawn, `max(1, floor((1 - overlap) rounds / 2))`: the surer, the later.
+    """Return the last round in which groups are drawn, `max(1, floor((1 - overlap) rounds / 2))`.
 
     >>> [switch_round(one, 200) for one in (1.0, 0.215, 0.0)]
     [1, 78, 100]

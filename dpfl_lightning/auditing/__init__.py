@@ -1,1 +1,1 @@
-"""The harness of an audit: real engines over made-up records, and what their releases say about a claim."""
+"""Auditing: runs the real engines on dummy records, and checks their releases against the claimed guarantees."""

@@ -1,4 +1,4 @@
-"""Attacks on a build: bits of noisy sums, repeated noise, hostile company, tiny gradients, free answers."""
+"""Attacks on a build: bits of noisy sums, repeated noise, hostile records in a batch, tiny gradients, free answers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.noise import Streams
 
 BITS = 200  # releases with a record, and as many without, whose bits are read
-_NUMBERS = 1 << 24  # noisy numbers for that, at most
+_NUMBERS = 1 << 24  # largest number of noisy values for that
 CROWD = 300  # hostile records around the watched one
 _POOL = 32
 
@@ -51,29 +51,29 @@ _POOL = 32
 def grid(
     subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int, significance: float
 ) -> Finding:
-    """Whether every noisy sum is a multiple of the mechanism's public grid, and what the bits of one give away.
+    """Check that every noisy sum is a multiple of the mechanism's public grid, and what the bits of a release reveal.
 
-    Sums by the real engine, in float64, where a release of local steps shows the grid: one step and two, clients alone
-    and in one batch, class gradients. Bits are those of the mechanism's float32 releases of a zero sum, and of one
-    record's clipped gradient.
+    The sums come from the real engine, in float64, where a release of local steps shows the grid: one step and two,
+    clients alone and in one batch, class gradients. The bits are those of the mechanism's float32 releases of a zero
+    sum, and of one record's clipped gradient.
     """
     wide = copy.deepcopy(module).to(torch.float64)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
     start = wide.flat
     records = made_up(like, _POOL, seed, start.device, torch.float64)
     harness = Harness(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
-    if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would round the grid away
+    if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
     if not like.y.is_floating_point():
         jobs.append((ClassGradients(like.num_classes), 1))
-    off, numbers = 0, 0
+    off_grid, numbers = 0, 0
     for job, steps in jobs:
         for together in (False, True):
             sums = harness.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
-            placed = sums / mechanism.grid(sums[0].numel())
-            off += int((~((placed - placed.round()).abs() < 1e-2)).sum())
-            numbers += placed.numel()
+            multiples = sums / mechanism.grid(sums[0].numel())
+            off_grid += int((~((multiples - multiples.round()).abs() < 1e-2)).sum())
+            numbers += multiples.numel()
     gradients = harness.gradients(start, torch.arange(_POOL), mechanism)
     gradient = gradients[int(gradients.norm(dim=1).argmax())][None]
     count = max(20, min(BITS, _NUMBERS // len(start)))
@@ -84,34 +84,34 @@ def grid(
     return Finding(
         check="grid",
         what=f"{engine}: numbers off the public grid; bits of {count} releases with a record, {count} without",
-        measured=f"{off} of {numbers}; epsilon >= {at_least(bound)}",
+        measured=f"{off_grid} of {numbers}; epsilon >= {at_least(bound)}",
         claimed=f"0; epsilon {at_most(claim)}",
-        refuted=off > 0 or bound > claim,
+        refuted=off_grid > 0 or bound > claim,
         confidence=1 - significance,
-        figures={"off": off, "numbers": numbers, "epsilon_low": bound, "epsilon_claimed": claim},
+        figures={"off": off_grid, "numbers": numbers, "epsilon_low": bound, "epsilon_claimed": claim},
     )
 
 
 def _finest_bits(mechanism, clipped_sum: Tensor, count: int) -> np.ndarray:
-    """The exponent of the lowest set bit in each of `count` releases, `[count]`."""
+    """Return the exponent of the lowest set bit in each of `count` releases, `[count]`."""
     generator = Streams().generator("noise", 1, 0)
-    found = []
+    lowest_bits = []
     for _ in range(count):
         fraction, exponent = np.frexp(mechanism.privatise(clipped_sum, generator).double().cpu().numpy())
-        whole = np.abs(fraction * 2.0**53).astype(np.int64)
-        bits = np.log2(np.maximum(whole & -whole, 1).astype(np.float64)) + exponent
-        found.append(bits[whole != 0].min(initial=np.inf))
-    return np.array(found)
+        mantissa = np.abs(fraction * 2.0**53).astype(np.int64)
+        bits = np.log2(np.maximum(mantissa & -mantissa, 1).astype(np.float64)) + exponent
+        lowest_bits.append(bits[mantissa != 0].min(initial=np.inf))
+    return np.array(lowest_bits)
 
 
 # ---- repeated noise
 
 
 def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) -> Finding:
-    """Whether releases that must have noise of their own have it: the spread of their differences, over the planned.
+    """Check that releases have independent noise: the spread of their differences / the planned spread.
 
-    Of the same records: by two starts of the run, made again with the same number, made another time, and by two
-    clients; and by simulations of other seeds and configurations.
+    The pairs are releases of the same records by two starts of the run, repeated with the same number, made another
+    time, and made by two clients; and simulations with other seeds and configurations.
     """
     module = copy.deepcopy(loop.module)
     start, copies = module.flat, max(2, min(32, math.ceil(4000 / module.num_params)))
@@ -123,48 +123,48 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
         engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
         return Harness(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
 
-    def released(by: Harness, again: bool = False) -> Tensor:
-        return by.releases(["eight"] * by.copies, mechanism, 1, rate, start, again=again).double()
+    def released(audit_harness: Harness, again: bool = False) -> Tensor:
+        return audit_harness.releases(["eight"] * audit_harness.copies, mechanism, 1, rate, start, again=again).double()
 
     first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
-    ours, key = released(first), "0" * 32
+    first_releases, key = released(first), "0" * 32
     simulations = [
         harness(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
     ]
-    simulated = [released(one) for one in simulations]
+    simulated = [released(simulation) for simulation in simulations]
     pairs = {
-        "two starts": (ours, released(second)),
-        "made again": (ours, released(first, again=True)),
-        "another release": (ours, released(first)),
-        "two clients": (ours[:-1], ours[1:]),
+        "two starts": (first_releases, released(second)),
+        "made again": (first_releases, released(first, again=True)),
+        "another release": (first_releases, released(first)),
+        "two clients": (first_releases[:-1], first_releases[1:]),
         "two seeds of a simulation": (simulated[0], simulated[1]),
         "two configurations of a simulation": (simulated[0], simulated[2]),
     }
-    claimed, found = subject.planned.noise_std(1, rate), {}
-    heavy = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
+    claimed, ratios = subject.planned.noise_std(1, rate), {}
+    tail_factor = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
     for name, (one, other) in pairs.items():
         difference = (one - other)[:: 2 if name == "two clients" else 1]  # each release in one difference
         std = math.sqrt(float(difference.square().mean()) / 2)
-        low, high = std_interval(std, int(difference.numel() / heavy), significance / len(pairs) / 2)
-        found[name] = (low / claimed, high / claimed)
+        low, high = std_interval(std, int(difference.numel() / tail_factor), significance / len(pairs) / 2)
+        ratios[name] = (low / claimed, high / claimed)
     what = f"spread of the difference of two releases, {len(pairs)} kinds of pairs"
-    return as_planned("fresh noise", what, "spread_over_planned", found, significance)
+    return as_planned("fresh noise", what, "spread_over_planned", ratios, significance)
 
 
-# ---- what one record moves, where that is hard
+# ---- difficult cases of what one record moves
 
 
 def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
-    """The most that one record moves a sum over hundreds of others, in clip norms, without noise.
+    """Measure how far one record moves a sum over hundreds of others, in clip norms, without noise.
 
-    The others are ordinary, or some of them are huge, constant, infinite or no numbers. A model that mixes records
-    changes the others' gradients with the one.
+    The others are ordinary, or some of them are huge, constant, infinite or NaN. In a model that mixes records, the one
+    record changes the gradients of the others.
 
     Raises:
         UserError: the engine cannot run the module.
     """
-    wide = copy.deepcopy(module).to(torch.float64)
-    x, y = made_up(like, CROWD, seed, wide.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
+    float64_module = copy.deepcopy(module).to(torch.float64)
+    x, y = made_up(like, CROWD, seed, float64_module.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
     strange = (1e4 * x[0], torch.full_like(x[0], 8.5), torch.full_like(x[0], math.nan), torch.full_like(x[0], 1e30))
     for number, value in enumerate((*strange, torch.full_like(x[0], math.inf), torch.zeros_like(x[0]))):
         x[number::30] = value
@@ -176,36 +176,36 @@ def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Pop
         for name, row in watched.items():
             datasets[f"{crowd} and {name}"] = torch.cat([rows, torch.tensor([row])])
             pairs.append((crowd, f"{crowd} and {name}"))
-    harness = Harness(build_engine(engine), wide, like, (x, y), datasets, Streams())
-    most = _most_moved(harness, subject, pairs, wide.flat)
+    harness = Harness(build_engine(engine), float64_module, like, (x, y), datasets, Streams())
+    most = _most_moved(harness, subject, pairs, float64_module.flat)
     return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", harness, most, 1e-5)
 
 
-TINY = 1e-23  # what the loss is multiplied by
+TINY = 1e-23  # factor of the loss
 _CLIP_NORMS = (1e-5, 1e-8)
 
 
 def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
-    """The most that one record with huge features and a tiny loss moves a sum, in clip norms, in float32.
+    """Measure how far one record with huge features and a tiny loss moves a sum, in clip norms, in float32.
 
     The squares of its gradient, or of the factors of its gradient, leave the range of float32.
 
     Raises:
         UserError: the engine cannot run the module.
     """
-    quiet = copy.deepcopy(module)
-    plain = quiet.sample_loss
-    quiet.sample_loss = lambda params, x, y: TINY * plain(params, x, y)  # type: ignore[method-assign]
-    x, y = made_up(like, 12, seed, quiet.flat.device, quiet.flat.dtype, scales=(1.0,))
+    scaled = copy.deepcopy(module)
+    original_loss = scaled.sample_loss
+    scaled.sample_loss = lambda params, x, y: TINY * original_loss(params, x, y)  # type: ignore[method-assign]
+    x, y = made_up(like, 12, seed, scaled.flat.device, scaled.flat.dtype, scales=(1.0,))
     draw = np.random.default_rng(seed)
     for number, scale in enumerate((1e16, 1e17, 1e18, 1e19) * 3):
         row = x[number].view(-1)
         row.zero_()[int(draw.integers(len(row)))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
-    harness = Harness(build_engine(engine, 1), quiet, like, (x, y), datasets, Streams())
+    harness = Harness(build_engine(engine, 1), scaled, like, (x, y), datasets, Streams())
     pairs = [(NOBODY, name) for name in datasets]
     most = max(
-        _most_moved(harness, subject, pairs, torch.zeros_like(quiet.flat) if zero else quiet.flat, clip_norm)
+        _most_moved(harness, subject, pairs, torch.zeros_like(scaled.flat) if zero else scaled.flat, clip_norm)
         for clip_norm in _CLIP_NORMS
         for zero in (False, True)
     )
@@ -219,12 +219,12 @@ def _most_moved(
     start: Tensor,
     clip_norm: float | None = None,
 ) -> float:
-    """The most that releases of a pair of data sets differ, in clip norms, without noise."""
-    bound = subject.planned.clip_norm if clip_norm is None else clip_norm
-    silent = dataclasses.replace(
-        subject.mechanism, clip_norm=bound, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
+    """Return the largest difference of releases of a pair of data sets, in clip norms, without noise."""
+    clip_bound = subject.planned.clip_norm if clip_norm is None else clip_norm
+    noiseless = dataclasses.replace(
+        subject.mechanism, clip_norm=clip_bound, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
     )
-    return max(moved(harness, silent, 1 / bound, start, pairs, LocalTraining(), side) for side in (False, True))
+    return max(moved(harness, noiseless, 1 / clip_bound, start, pairs, LocalTraining(), side) for side in (False, True))
 
 
 def _sums_finding(check: str, what: str, harness: Harness, most: float, tolerance: float) -> Finding:
@@ -242,37 +242,43 @@ def _sums_finding(check: str, what: str, harness: Harness, most: float, toleranc
 
 
 class _Asks(Strategy):
-    """Asks everybody for its mean loss twice, and client 1 for what no mechanism protects."""
+    """Asks every client for its mean loss twice, and client 1 for an answer without a mechanism."""
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        def more(client: int, own: ClientSchedule) -> ClientSchedule:
+        def replanned(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
             lines = [Planned("loss", GaussianEvent(1.0, 1.0, 1), 2)]
             lines += [Planned("select", NonPrivateEvent("which model was chosen"), 1)] * (client == 1)
-            return dataclasses.replace(own, planned=(*own.planned, *lines))
+            return dataclasses.replace(client_schedule, planned=(*client_schedule.planned, *lines))
 
-        return schedule.replan(more)
+        return schedule.replan(replanned)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        models, asked = view.state.models, {client: view.mechanism(client, "loss") for client in plan.clients}
-        question = MeanLoss(mechanism_of=asked, models=models, row_of=dict.fromkeys(asked, 0), loss_bound=2.0)
+        models, mechanisms = view.state.models, {client: view.mechanism(client, "loss") for client in plan.clients}
+        question = MeanLoss(mechanism_of=mechanisms, models=models, row_of=dict.fromkeys(mechanisms, 0), loss_bound=2.0)
         self._answers = [dict(view.ask(question)) for _ in range(2)]
         view.ask(LowestLoss(mechanism_of={1: NoMechanism("which model was chosen")}, models=models))
         return plan
 
 
 def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
-    """Whether every answer is paid for: by its mechanism, or by an infinite epsilon.
+    """Check that every answer is paid for, by its mechanism or by an infinite epsilon.
 
-    The client's whole plan is read; and a small run on made-up records asks two equal questions and one without a
-    mechanism, and is held to its ledger and its result.
+    It reads the client's whole plan. A small run on dummy records then asks two equal questions and one without a
+    mechanism, and is compared with its ledger and its result.
     """
-    wrong = []
-    own = loop.schedule.clients[subject.client]
-    bare = [line for line in own.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)]
-    epsilon = loop.accountant.epsilon([line.event for line in own.planned if line.count], own.delta) if bare else 0.0
-    if bare and epsilon < math.inf:
-        wrong.append(f"epsilon {epsilon:.3g} beside {', '.join(line.purpose for line in bare)} without noise")
-    asks = _Asks()
+    problems = []
+    schedule = loop.schedule.clients[subject.client]
+    unprotected = [
+        line for line in schedule.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)
+    ]
+    epsilon = (
+        loop.accountant.epsilon([line.event for line in schedule.planned if line.count], schedule.delta)
+        if unprotected
+        else 0.0
+    )
+    if unprotected and epsilon < math.inf:
+        problems.append(f"epsilon {epsilon:.3g}, but {', '.join(line.purpose for line in unprotected)} without noise")
+    strategy = _Asks()
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)
         cpu, dtype = torch.device("cpu"), loop.population.x.dtype
@@ -283,29 +289,29 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
             rounds=1,
             clients=ClientOptions(count=2, batch_size=None),
             privacy=PrivacyOptions(noise_multiplier=1.0, delta=0.01, clip_norm=1.0),
-            strategies=[asks],
+            strategies=[strategy],
             engine=build_engine(loop.clients.engine.name),
             output_dir=Path(folder) / "run",
             device=loop.clients.device.type,
         ).run()
         charges = [charge.purpose for charge in read_ledger(Path(folder) / "run" / "ledger.jsonl")]
         promises = json.loads((Path(folder) / "run" / "guarantees.json").read_text())["clients"]
-    first, second = asks._answers
+    first, second = strategy._answers
     if charges.count("loss") != 4:
-        wrong.append(f"two equal questions to two clients are {charges.count('loss')} charges")
+        problems.append(f"two equal questions to two clients cause {charges.count('loss')} charges")
     if any(first[client] == second[client] for client in first):
-        wrong.append("two equal questions have one answer")
-    for where, epsilons in (
+        problems.append("two equal questions have the same answer")
+    for source, epsilons in (
         ("result", [row["epsilon_spent"] for row in result.clients]),
         ("guarantees", [promise["epsilon"] for promise in promises]),
     ):
         if [epsilon is None for epsilon in epsilons] != [False, True]:
-            wrong.append(f"an answer without a mechanism has epsilon {epsilons[1]} in the {where}")
+            problems.append(f"an answer without a mechanism has epsilon {epsilons[1]} in the {source}")
     return Finding(
         check="answers",
-        what=f"{len(own.planned)} planned kinds of releases; two equal questions, and one without a mechanism",
-        measured="; ".join(wrong) or "all are paid for",
+        what=f"{len(schedule.planned)} planned kinds of releases; two equal questions, one without a mechanism",
+        measured="; ".join(problems) or "all are paid for",
         claimed="all are paid for",
-        refuted=bool(wrong),
-        figures={"wrong": wrong},
+        refuted=bool(problems),
+        figures={"wrong": problems},
     )

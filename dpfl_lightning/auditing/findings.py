@@ -1,4 +1,4 @@
-"""What an audit found, as data."""
+"""Findings of an audit."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer.
+    """The result of one check.
 
     Args:
-        check: its name.
-        what: what was measured, in words.
-        measured: interval or bound, in words.
-        claimed: what it is held to, in words.
-        refuted: whether the build is not what it claims to be.
-        confidence: the probability with which a sound build is not refuted; None: it never is.
+        check: name of the check.
+        what: description of what was measured.
+        measured: measured interval or bound, as text.
+        claimed: value that it is compared with, as text.
+        refuted: whether the build violates its claim.
+        confidence: the probability with which a sound build is not refuted; None means always.
         figures: the numbers, ready for JSON.
     """
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def at_least(value: float) -> str:
-    """A lower bound as it is shown: rounded down.
+    """Format a lower bound, rounded down.
 
     >>> at_least(1.9999), at_least(math.inf)
     ('1.999', 'inf')
@@ -43,7 +43,7 @@ def at_least(value: float) -> str:
 
 
 def at_most(value: float) -> str:
-    """A claim as it is shown: rounded up.
+    """Format a claim, rounded up.
 
     >>> at_most(1.0001)
     '1.001'

@@ -1,4 +1,4 @@
-"""A real engine over made-up data sets: what an audit drives in place of a run's clients."""
+"""Harness of an audit: a real engine over dummy data sets, in place of a run's clients."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
-NOBODY = "nobody"  # a data set whose every Poisson draw is empty
+NOBODY = "nobody"  # a data set whose Poisson samples are all empty
 _NEVER = 1e-12  # its sampling rate
-_NUMBERS = 1 << 25  # of gradients or releases that are held at once
+_NUMBERS = 1 << 25  # numbers of gradients or releases that are held at once
 
 
 class OneNoise(Streams):
-    """All clients get the same noise: in the difference of two releases it is gone."""
+    """Streams that give all clients the same noise, so that it cancels in the difference of two releases."""
 
     def generator(self, purpose: str, round: int, client: int, charge_number: int = 0) -> RandomGenerator:
         return super().generator(purpose, round, 0, charge_number)
 
 
 class Harness:
-    """One engine, set up once, that releases as a run would: sampling, clipping, noise, divisor, learning rate.
+    """One engine that releases as in a run: sampling, clipping, noise, divisor, learning rate.
 
     Args:
-        engine: not set up yet.
-        module: its net gives the records their meaning.
-        like: whose shape, classes and dtype the records have; its own records are not read.
-        records: the pool, x `[n, *X]`, y `[n]`.
+        engine: engine that is not set up yet.
+        module: module whose net defines the records' meaning.
+        like: population that defines shape, classes and dtype of the records; its records are not read.
+        records: pool of records, x `[n, *X]`, y `[n]`.
         datasets: rows `[b]` of the pool, b >= 1, by name.
-        streams: of noise and draws.
-        copies: clients that hold the same data set: as many of its releases come at once (fewer of a large net).
+        streams: streams of noise and sampling.
+        copies: number of clients that hold the same data set, and of its releases at once (fewer for a large net).
         sampling: "poisson" or "shuffle".
     """
 
@@ -75,11 +75,11 @@ class Harness:
         engine.setup(module, self.population, streams, sampling)
 
     def gradients(self, start: Tensor, rows: Tensor, mechanism: Mechanism) -> Tensor:
-        """Each record's gradient at `start` `[P]`, clipped as the mechanism wants it: `[len(rows), P]`."""
+        """Return each record's gradient at `start` `[P]`, clipped by the mechanism: `[len(rows), P]`."""
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
-            own, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
-            request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, own, len(some))
+            groups, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
+            request = ClipRequest(mechanism.clip_norm, mechanism.clip_order, groups, len(some))
             parts.append(self.engine.clipped_sum(params, x, y, request)[0])
         return torch.cat(parts).to(start.dtype)
 
@@ -96,29 +96,29 @@ class Harness:
         round: int = 1,
         again: bool = False,
     ) -> Tensor:
-        """What clients with these data sets release from `start` `[P]`, each with noise and draws of its own.
+        """Return releases of clients with these data sets from `start` `[P]`, each with separate noise and sampling.
 
         Args:
-            names: of data sets, each at most `copies` times.
+            names: names of data sets, each at most `copies` times.
             steps: local steps, >= 1.
-            together: let the engine put clients that take one step into one batch, as it does in a run.
-            again: make the last releases again, with the same numbers of charges.
+            together: whether the engine puts clients that take one step into one batch, as in a run.
+            again: whether to repeat the last releases, with the same charge numbers.
 
         Returns:
-            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite where a release was not finite.
+            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite for a release that is not finite.
         """
         self._attempt -= again
         plan, models, charge_numbers = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
         updates = self.engine.train(plan, models, charge_numbers)
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
-        found = start.new_full((len(names), *shape), torch.inf)
+        releases = start.new_full((len(names), *shape), torch.inf)
         if updates.deltas is not None:
-            arrived = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
-            found[arrived] = updates.deltas
-        return found
+            successful = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
+            releases[successful] = updates.deltas
+        return releases
 
     def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
-        """The rows that the engine draws for each of `steps` steps of one client."""
+        """Return the rows that the engine draws for each of `steps` steps of one client."""
         plan, models, charge_numbers = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
         return list(self.engine.local_task(plan, 0, models, charge_numbers[0])[2].draws)
 

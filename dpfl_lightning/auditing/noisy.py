@@ -1,4 +1,4 @@
-"""Checks of noised releases: how much noise there is, and how well it hides one planted record."""
+"""Checks of noised releases: the size of the noise, and how well it hides one added record."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
 
-VALUES = 20_000  # noised numbers of each kind: their std is known to 0.5 %
-RATIO = 1.5  # what the white-box canary can tell from the claim, if it is given releases enough
-STEPS = 3000  # local steps that the rounds with and without the canary may take, in all
+VALUES = 20_000  # noised numbers of each kind, so that their std is known to 0.5 %
+RATIO = 1.5  # deviation from the claim that the white-box canary can detect with enough releases
+STEPS = 3000  # total local steps of the rounds with and without the canary
 
-#: data sets of the rig: the canary with its neighbours, and the batch sizes that must not show in the noise
+#: data sets of the harness: the canary with its neighbours, and batch sizes that must not influence the noise
 BATCHES = ("two", "eight")
 WITHOUT, WITH = "without the canary", "with the canary"
 
 
 def noise(subject: AuditTarget, harness: Harness, start: Tensor, significance: float) -> Finding:
-    """The standard deviation of the noise, over batches of different sizes and a round of empty ones.
+    """Check the standard deviation of the noise, over batches of different sizes and a round of empty ones.
 
-    Two releases of one data set differ in their noise alone; a round without records is the sum of its steps' noise.
+    Two releases of one data set differ only in their noise; a round without records is the sum of its steps' noise.
     """
     full = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     cases = [(name, full, 1, together) for name in (NOBODY, *BATCHES) for together in (False, True)]
     cases.append((NOBODY, subject.mechanism, subject.main.steps, False))
-    each = max(3, 1 + math.ceil(VALUES / len(start)))
-    found: dict[str, tuple[float, float]] = {}
+    repeats = max(3, 1 + math.ceil(VALUES / len(start)))
+    ratios: dict[str, tuple[float, float]] = {}
     for name, mechanism, steps, together in cases:
         rate = subject.settings.learning_rate
-        ours = _several(harness, [name], mechanism, steps, rate, start, each, together)[0].double()
-        freedom = (each - 1) * len(start)
-        std = float((ours - ours.mean(dim=0)).square().sum() / freedom) ** 0.5
-        heavy = 1 + 1.5 / steps if subject.laplace else 1  # squares of Laplace noise spread so much more
-        low, high = std_interval(std, int(freedom / heavy), significance / len(cases) / 2)
+        releases = _several(harness, [name], mechanism, steps, rate, start, repeats, together)[0].double()
+        freedom = (repeats - 1) * len(start)
+        std = float((releases - releases.mean(dim=0)).square().sum() / freedom) ** 0.5
+        tail_factor = 1 + 1.5 / steps if subject.laplace else 1  # squares of Laplace noise spread so much more
+        low, high = std_interval(std, int(freedom / tail_factor), significance / len(cases) / 2)
         claimed = subject.planned.noise_std(steps, rate)
-        found[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
-    what = f"std over batches of 0, 2 and 8, {each} releases each"
-    return as_planned("noise", what, "std_over_planned", found, significance)
+        ratios[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
+    what = f"std over batches of 0, 2 and 8, {repeats} releases each"
+    return as_planned("noise", what, "std_over_planned", ratios, significance)
 
 
 def as_planned(
     check: str, what: str, figure: str, found: Mapping[str, tuple[float, float]], significance: float
 ) -> Finding:
-    """Whether 1 lies in every interval of something measured over what was planned; `found` is name -> (low, high)."""
+    """Check whether 1 lies in every interval `found[name] = (low, high)` of a measured / planned value."""
     lowest, highest = min(low for low, _ in found.values()), max(high for _, high in found.values())
     return Finding(
         check=check,
@@ -73,18 +73,20 @@ def canary(
     significance: float,
     most: int,
 ) -> Finding:
-    """Full-batch releases with and without the canary, projected on where it shows: mu of one step.
+    """Estimate mu of one step from full-batch releases with and without the canary, projected on its direction.
 
     Args:
-        gradients: clipped, of the canary and of its neighbours, `[P]`.
-        most: releases of each kind; by default as many as tell `RATIO` x mu from mu.
+        gradients: clipped gradients of the canary and of its neighbours, `[P]`.
+        most: largest number of releases of each kind; by default enough to distinguish `RATIO` * mu from mu.
     """
     if subject.laplace:
         return _laplace_canary(subject, harness, start, significance, most)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
-    own, other = gradients
-    wanted = [own - other] if subject.replace_one else [own, own - other]  # a batch's mean moves along the second
-    directions = torch.stack([one / torch.linalg.vector_norm(one).clamp_min(1e-30) for one in wanted])
+    gradient, other = gradients
+    contrasts = (
+        [gradient - other] if subject.replace_one else [gradient, gradient - other]
+    )  # a batch's mean moves along the second
+    directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
     significance_each = significance / len(directions)
     count = min(most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
     inside, outside = _scores(
@@ -104,7 +106,7 @@ def canary(
         figures={
             "releases": count,
             "tells_ratio": round(1 + (RATIO - 1) * math.sqrt(needed / count), 3),
-            "canary_over_clip": float(torch.linalg.vector_norm(own)) / subject.planned.clip_norm,
+            "canary_over_clip": float(torch.linalg.vector_norm(gradient)) / subject.planned.clip_norm,
             "mu_low": finite_or_none(low),
             "mu_high": finite_or_none(high),
             "mu_claimed": subject.mu,
@@ -115,7 +117,7 @@ def canary(
 
 
 def _laplace_canary(subject: AuditTarget, harness: Harness, start: Tensor, significance: float, most: int) -> Finding:
-    """The likelihood ratio of whole releases with and without the canary: the best test of Laplace noise there is.
+    """Check the likelihood ratio of releases with and without the canary, the best test for Laplace noise.
 
     A gradient that is spread over many parameters shows in it far less than epsilon allows.
     """
@@ -124,11 +126,11 @@ def _laplace_canary(subject: AuditTarget, harness: Harness, start: Tensor, signi
     without, with_it = (_several(harness, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
     scale, count = mechanism.noise_std(1, rate) / mechanism.unit_std, min(most, STEPS)
 
-    def score(found: Tensor) -> Tensor:
-        return ((found - without).abs() - (found - with_it).abs()).sum(dim=1, keepdim=True) / scale
+    def score(releases: Tensor) -> Tensor:
+        return ((releases - without).abs() - (releases - with_it).abs()).sum(dim=1, keepdim=True) / scale
 
-    both = _several(harness, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
-    inside, outside = both.double().cpu().numpy()[..., 0]
+    scores = _several(harness, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
+    inside, outside = scores.double().cpu().numpy()[..., 0]
     delta = subject.settings.delta
     bound = threshold_epsilon(inside, outside, significance, delta)
     claim = subject.accountant.epsilon([subject.planned.event(1)], delta)
@@ -151,9 +153,9 @@ def one_round(
     significance: float,
     most: int,
 ) -> Finding:
-    """A whole round, its records sampled, with and without the canary: how well a threshold tells them apart."""
-    own, other = gradients
-    direction = (own - other if subject.replace_one else own)[None]
+    """Check a whole round with sampled records, with and without the canary, by a threshold on the releases."""
+    canary_gradient, other = gradients
+    direction = (canary_gradient - other if subject.replace_one else canary_gradient)[None]
     count = min(most, max(100, min(1000, STEPS // (2 * subject.main.steps))))
     inside, outside = _scores(
         subject, harness, subject.mechanism, subject.main.steps, start, direction, count, together=True
@@ -182,11 +184,13 @@ def _scores(
     count: int,
     together: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Releases with and without the canary on each direction `[d, P]`, two of `[count, d]`: up is "with"."""
+    """Project releases with and without the canary on directions `[d, P]`: two arrays `[count, d]`, high for "with"."""
     rate = subject.settings.learning_rate
-    names, on = [WITH, WITHOUT], directions.T
-    both = _several(harness, names, mechanism, steps, rate, start, count, together, lambda one: one @ on)
-    inside, outside = (-one.double().cpu().numpy() for one in both)
+    names, projection = [WITH, WITHOUT], directions.T
+    scores = _several(
+        harness, names, mechanism, steps, rate, start, count, together, lambda deltas: deltas @ projection
+    )
+    inside, outside = (-values.double().cpu().numpy() for values in scores)
     return inside, outside
 
 
@@ -201,11 +205,11 @@ def _several(
     together: bool,
     seen: Callable[[Tensor], Tensor] = lambda releases: releases,
 ) -> Tensor:
-    """`count` releases of each data set, `[len(names), count, P]`, or what is `seen` of them, `[n, P] -> [n, d]`."""
+    """Return `count` releases of each data set, `[len(names), count, P]`, mapped by `seen`, `[n, P] -> [n, d]`."""
     parts = []
     for first in range(0, count, harness.copies):
-        now = min(harness.copies, count - first)
-        every = [name for name in names for _ in range(now)]
-        found = harness.releases(every, mechanism, steps, learning_rate, start, together=together)
-        parts.append(seen(found).view(len(names), now, -1))
+        repeats = min(harness.copies, count - first)
+        repeated_names = [name for name in names for _ in range(repeats)]
+        releases = harness.releases(repeated_names, mechanism, steps, learning_rate, start, together=together)
+        parts.append(seen(releases).view(len(names), repeats, -1))
     return torch.cat(parts, dim=1)

@@ -1,4 +1,4 @@
-"""Many canaries in one training run: what the whole schedule of a client gives away."""
+"""Audit with many canaries in one training run: how much the whole schedule of a client reveals."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Mechanism
 
-MOST, FEWEST = 400, 20  # canaries
-_NUMBERS = 1 << 26  # of their gradients that are held at once
+MOST, FEWEST = 400, 20  # limits of the number of canaries
+_NUMBERS = 1 << 26  # numbers of their gradients that are held at once
 DELTAS = np.concatenate([np.logspace(-9, -2, 15), np.linspace(0.02, 0.98, 49)])  # where the claimed curve is evaluated
-USUAL = 0.05  # significance at which audits are compared
+USUAL = 0.05  # significance at which audits are usually compared
 MEMBERS = "included canaries"
 
 
 def number_of_canaries(num_params: int) -> int:
-    """As many as have directions of their own in the net's parameters, within bounds.
+    """Return a number of canaries that have separate directions in the net's parameters, within bounds.
 
     >>> number_of_canaries(650), number_of_canaries(28_938)
     (162, 400)
@@ -51,24 +51,24 @@ def one_run(
     """Train a client through all its rounds on the canaries that a coin included, and guess which they were.
 
     Args:
-        canaries: rows of the rig's pool, `[m]`, and the rows that stand in for who is left out (None: nobody does).
+        canaries: rows of the canaries in the harness's pool, `[m]`, and rows that replace the excluded ones (or None).
         included: `[m]` bool.
 
     Returns:
-        The bound of the claimed (epsilon, delta), and that of the whole claimed curve; each at half the significance.
-        The curve's is the epsilon that is claimed of so much less noise.
+        The bound for the claimed (epsilon, delta), and that for the whole claimed curve, each at half the significance.
+        The epsilon of the curve is the claim for the correspondingly reduced noise.
     """
     scores = _scores(subject, harness, start, canaries, MEMBERS if included.any() else NOBODY)
     tallies, m = guesses(scores, included, numbers_of_guesses(len(scores))), len(scores)
     delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
     levels = (significance / 2, USUAL)
-    plain = [one_run_epsilon(m, tallies, level, delta) for level in levels]
+    epsilons = [one_run_epsilon(m, tallies, level, delta) for level in levels]
     weakness = [one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels]
-    alike = [subject.accountant.epsilon(_weaker(events, one), delta) if one else 0.0 for one in weakness]
-    best, steps = max(tallies, key=lambda one: one[1] / one[0]), sum(event.steps for event in events)
-    figures = {"canaries": m, "tallies": [list(one) for one in tallies], "epsilon_claimed": claim}
+    of_curve = [subject.accountant.epsilon(_weaker(events, one), delta) if one else 0.0 for one in weakness]
+    best, steps = max(tallies, key=lambda tally: tally[1] / tally[0]), sum(event.steps for event in events)
+    figures = {"canaries": m, "tallies": [list(tally) for tally in tallies], "epsilon_claimed": claim}
 
-    def finding(name: str, what: str, bounds: list[float], refuted: bool, **more: float | None) -> Finding:
+    def finding(name: str, what: str, bounds: list[float], refuted: bool, **extra_figures: float | None) -> Finding:
         return Finding(
             check=name,
             what=what,
@@ -76,20 +76,20 @@ def one_run(
             claimed=f"epsilon {at_most(claim)}",
             refuted=refuted,
             confidence=1 - levels[0],
-            figures={**figures, "epsilon_low": bounds[0], "epsilon_low_95": bounds[1], **more},
+            figures={**figures, "epsilon_low": bounds[0], "epsilon_low_95": bounds[1], **extra_figures},
         )
 
-    counted = f"{m} canaries, {steps} steps; {best[1]} of {best[0]} guesses right"
-    most = 1 / weakness[0] if weakness[0] else None
+    description = f"{m} canaries, {steps} steps; {best[1]} of {best[0]} guesses right"
+    factor = 1 / weakness[0] if weakness[0] else None
     return [
-        finding("one run", counted, plain, plain[0] > claim),
-        finding("one run's curve", "the same guesses, the whole claim", alike, weakness[0] > 1, most_noise=most),
+        finding("one run", description, epsilons, epsilons[0] > claim),
+        finding("one run's curve", "the same guesses, the whole claim", of_curve, weakness[0] > 1, most_noise=factor),
     ]
 
 
 def _claimed_curve(subject: AuditTarget, events: Sequence[NoisedEvent], weakness: float) -> Curve:
-    """What the events hide at least, if their noise is divided by `weakness` >= 0."""
-    accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # quick: a whole curve
+    """Return a lower bound of the privacy curve of the events if their noise is divided by `weakness` >= 0."""
+    accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # fast for a whole curve
     queries = [(_weaker(events, max(weakness, 1e-6)), float(delta)) for delta in DELTAS]
     return curve_of_points(accountant.search(queries), DELTAS)
 
@@ -101,18 +101,18 @@ def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]
 def _scores(
     subject: AuditTarget, harness: Harness, start: Tensor, canaries: tuple[Tensor, Tensor | None], members: str
 ) -> np.ndarray:
-    """`[m]`: how much each canary is in the releases of all rounds, one canary's part taken out of another's."""
-    scores, number, now = np.zeros(len(canaries[0])), 0, start
+    """Return how much of each canary is in the releases of all rounds, `[m]`, corrected for the other canaries."""
+    scores, round_number, now = np.zeros(len(canaries[0])), 0, start
     for release in subject.releases:
         mechanism, steps, rate = release.mechanism, release.steps, subject.settings.learning_rate
         for _ in range(release.count):
-            number += 1
-            moved = harness.releases([members], mechanism, steps, rate, now, round=number)[0]
-            if not bool(moved.isfinite().all()):  # the server would not take it either
+            round_number += 1
+            update = harness.releases([members], mechanism, steps, rate, now, round=round_number)[0]
+            if not bool(update.isfinite().all()):  # the server would not accept it either
                 continue
-            summed = -moved * mechanism.expected_batch_size / rate  # of all steps: gradients and noise
+            summed = -update * mechanism.expected_batch_size / rate  # sum of gradients and noise over all steps
             scores += _counts(harness, now, canaries, summed, mechanism, steps)
-            now = now + moved
+            now = now + update
     return scores
 
 
@@ -124,16 +124,16 @@ def _counts(
     mechanism: Mechanism,
     steps: int,
 ) -> np.ndarray:
-    """How often each canary is in a sum of noised gradients `[P]`, `[m]`: a ridge regression on their gradients.
+    """Estimate how often each canary is in a sum of noised gradients `[P]`, `[m]`, by ridge regression on gradients.
 
-    With the prior that a coin and the sampling give, and the planned noise, this is the best linear guess.
+    Given the prior of the coins and the sampling, and the planned noise, this is the best linear estimate.
     """
-    own = harness.gradients(now, canaries[0], mechanism)
-    others = torch.zeros_like(own) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
-    mean = steps * mechanism.sample_rate / 2  # expected of each, included or not
-    ours, rest = own - others, summed - mean * (own + others).sum(dim=0)
+    gradients = harness.gradients(now, canaries[0], mechanism)
+    others = torch.zeros_like(gradients) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
+    mean = steps * mechanism.sample_rate / 2  # expected count of each record
+    contrasts, residual = gradients - others, summed - mean * (gradients + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)
     noise = steps * (mechanism.clip_norm * mechanism.noise_multiplier * mechanism.unit_std) ** 2
-    gram = (ours @ ours.T).double().cpu()
+    gram = (contrasts @ contrasts.T).double().cpu()
     gram.diagonal().add_(noise / prior)
-    return torch.linalg.solve(gram, (ours @ rest).double().cpu()).numpy()
+    return torch.linalg.solve(gram, (contrasts @ residual).double().cpu()).numpy()

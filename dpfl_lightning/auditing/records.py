@@ -1,4 +1,4 @@
-"""Made-up records: an audit's output is shown, so no private record may be in it."""
+"""Dummy records. The output of an audit is shown, so it must not depend on private records."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Batch
 
-SCALES = (1.0, 1.0, 10.0, 1000.0)  # large inputs have gradients that must be clipped
+SCALES = (1.0, 1.0, 10.0, 1000.0)  # large inputs give gradients that must be clipped
 
 
 def made_up(
     like: Population, count: int, seed: int, device: torch.device, dtype: torch.dtype, scales: Sequence[float] = SCALES
 ) -> Batch:
-    """Normal inputs `[count, *X]`, at each of the scales in turn, and random labels `[count]`."""
+    """Draw normal inputs `[count, *X]`, cycling through the scales, and random labels `[count]`."""
     generator = torch.Generator().manual_seed(seed)
     scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * len(like.input_shape))
     x = scale * torch.randn(count, *like.input_shape, generator=generator)
@@ -28,20 +28,20 @@ def made_up(
 
 
 def most_opposed(gradients: Tensor) -> tuple[int, int]:
-    """Two records: one with as large a gradient as any, and the one whose gradient points away from it most.
+    """Find two records: one with about the largest gradient, and the one whose gradient is most opposed to it.
 
-    With copies of the second around it, the first also shows a divisor that counts the records of a batch.
+    With copies of the second around it, the first also reveals a divisor that counts the records of a batch.
 
     Args:
-        gradients: clipped ones, `[n, P]`, n >= 2.
+        gradients: clipped gradients, `[n, P]`, n >= 2.
 
     >>> most_opposed(torch.tensor([[1.0, 0.0], [0.1, 0.0], [-0.6, 0.8]]))
     (0, 2)
     """
     norms = torch.linalg.vector_norm(gradients, dim=1)
     products = gradients @ gradients.T
-    full = norms >= 0.999 * norms.max()
+    strong = norms >= 0.999 * norms.max()
     cosines = products / norms.clamp_min(1e-30)[:, None] / norms.clamp_min(1e-30)
-    cosines = torch.where(full[:, None] & (norms > 0), cosines, torch.inf).fill_diagonal_(torch.inf)
+    cosines = torch.where(strong[:, None] & (norms > 0), cosines, torch.inf).fill_diagonal_(torch.inf)
     canary, other = divmod(int(cosines.argmin()), len(gradients))
     return canary, other

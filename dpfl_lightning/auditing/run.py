@@ -1,4 +1,4 @@
-"""The audit of a run that has not happened: its clients' mechanisms, as planned, through its engine."""
+"""Audit of a run before it happens: its clients' planned mechanisms, through its engine."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
-_POOL = 32  # records among which the canary is chosen
-_STATISTICAL = 7  # checks of a client that chance enters
+_POOL = 32  # records from which the canary is chosen
+_STATISTICAL = 7  # number of checks of a client whose results are random
 
 
 def audit(
@@ -35,38 +35,38 @@ def audit(
     tell: Callable[[int, int], None] = lambda done, total: None,
     only: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Every check of every chosen client, through the real engine, on made-up records.
+    """Run every check of every chosen client, through the real engine, on dummy records.
 
     Args:
-        loop: not run; records and coins follow its seed, noise is fresh.
+        loop: loop that has not run; records and coins follow from its seed, noise is fresh.
         chosen: clients; None takes two, those with the smallest and the largest budget.
-        confidence: with which a sound build passes every check, in (0, 1); shared by all that chance enters.
-        most_releases: with a canary, and as many without, where a check would take more.
-        tell: told (done, all) checks.
-        only: names of the checks to make; None makes all.
+        confidence: probability that a sound build passes every check, in (0, 1); shared by all random checks.
+        most_releases: largest number of releases with a canary in a check, and of those without.
+        tell: called with (done, all) checks.
+        only: names of the checks to run; None runs all.
 
     Returns:
-        Ready for JSON: `clients` (for each `client`, `claim`, and as `findings` the fields of `Finding`), `refuted` and
-        `not_audited` (in words), `confidence`, `engine`, `seed`.
+        A dictionary for JSON: `clients` (each with `client`, `claim`, and the fields of `Finding` in `findings`),
+        `refuted` and `not_audited` (texts), `confidence`, `engine`, `seed`.
 
-    **Privacy** Reads no private record: of the population only shape, classes and sizes.
+    **Privacy** Reads no private record, only the shape, classes and sizes of the population.
 
     Raises:
-        UserError: there is no mechanism to audit, or no such client.
+        UserError: there is no mechanism to audit, or a chosen client does not exist.
     """
-    advice = "A run without privacy claims nothing."
+    advice = "A run without privacy has no claim."
     require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, advice)
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
-    found, left_out = subjects(loop, chosen)
-    significance = (1 - confidence) / (_STATISTICAL * max(1, len(found)))
+    targets, left_out = subjects(loop, chosen)
+    significance = (1 - confidence) / (_STATISTICAL * max(1, len(targets)))
     plans = [
         [run for name, run in _checks(loop, subject, significance, most_releases, left_out) if not only or name in only]
-        for subject in found
+        for subject in targets
     ]
     clients: list[dict[str, Any]] = []
     total, done = sum(map(len, plans)), 0
-    for subject, checks in zip(found, plans, strict=True):
+    for subject, checks in zip(targets, plans, strict=True):
         findings = []
         for check in checks:
             findings += [dataclasses.asdict(finding) for finding in check()]
@@ -74,9 +74,9 @@ def audit(
             tell(done, total)
         clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
     refuted = dict.fromkeys(
-        f"client {one['client']}: {finding['check']}"
-        for one in clients
-        for finding in one["findings"]
+        f"client {client['client']}: {finding['check']}"
+        for client in clients
+        for finding in client["findings"]
         if finding["refuted"]
     )
     return {
@@ -92,23 +92,23 @@ def audit(
 def _checks(
     loop: FederatedLoop, subject: AuditTarget, significance: float, most: int, left_out: list[str]
 ) -> Iterator[tuple[str, Callable[[], Iterable[Finding]]]]:
-    """Every check of a client: its name, and what runs it."""
-    given = loop.module, loop.population, loop.seed
+    """Yield the name of every check of a client, and a function that runs it."""
+    context = loop.module, loop.population, loop.seed
     by_engine = {"sensitivity": exact.sensitivity, "isolation": attacks.isolation, "tiny norms": attacks.tiny_norms}
     for engine in exact.engines():
         for name, check in by_engine.items():
-            yield name, partial(_unless_refused, check, subject, engine, given, left_out)
+            yield name, partial(_unless_refused, check, subject, engine, context, left_out)
     if loop.clients.simulated:
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
-    yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *given, significance)]
+    yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *context, significance)]
     yield "answers", lambda: [attacks.answers(loop, subject)]
     start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
     yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
     yield "noise", lambda: [noisy.noise(subject, scene().harness, start, significance)]
-    yield "canary", lambda: [noisy.canary(subject, scene().harness, start, scene().gradients, significance, most)]
-    yield "round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)]
+    yield ("canary", lambda: [noisy.canary(subject, scene().harness, start, scene().gradients, significance, most)])
+    yield ("round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)])
     yield (
         "one run",
         lambda: one_run.one_run(subject, scene().drawing, start, scene().canaries, scene().included, significance),
@@ -116,11 +116,11 @@ def _checks(
 
 
 def _unless_refused(
-    check: Callable[..., Finding], subject: AuditTarget, engine: str, given: tuple, left_out: list[str]
+    check: Callable[..., Finding], subject: AuditTarget, engine: str, context: tuple, left_out: list[str]
 ) -> list[Finding]:
-    """The finding by one engine, unless the engine cannot run the module."""
+    """Return the finding for one engine, or nothing if the engine cannot run the module."""
     try:
-        return [check(subject, engine, *given)]
+        return [check(subject, engine, *context)]
     except UserError as error:
         left_out.append(f"engine {engine}: {error}")
         return []
@@ -128,14 +128,14 @@ def _unless_refused(
 
 @dataclass(frozen=True)
 class Scene:
-    """What the noisy checks of one client share.
+    """Objects that the noisy checks of one client share.
 
     Args:
-        rig: the run's engine with every data set of theirs, for full and empty batches.
-        drawing: the same, its batches drawn as in the run.
-        gradients: clipped, of the canary and of the records around it, `[P]`.
-        canaries: rows of the one run's `[m]`, and of who stands in for those left out, if somebody does.
-        included: `[m]` bool, how the coins fell.
+        harness: the run's engine with all their data sets, for full and empty batches.
+        drawing: the same engine, with batches drawn as in the run.
+        gradients: clipped gradients of the canary and of the records around it, `[P]`.
+        canaries: rows of the canaries of the one-run check, `[m]`, and rows that replace excluded ones, or None.
+        included: results of the coins, `[m]` bool.
     """
 
     harness: Harness
@@ -154,17 +154,17 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
     ]
     x, y = (torch.cat(both) for both in zip(*parts, strict=True))
     included = np.random.default_rng(seed).random(count) < 0.5
-    own, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
-    here = torch.from_numpy(included)
-    choose = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
-    canary, other = most_opposed(choose.gradients(start, torch.arange(_POOL), subject.planned))
+    canaries, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
+    mask = torch.from_numpy(included)
+    choosing_harness = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
+    canary, other = most_opposed(choosing_harness.gradients(start, torch.arange(_POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
         "eight": torch.arange(8),
         noisy.WITHOUT: torch.tensor([other] * 4),
         noisy.WITH: torch.tensor([other] * (3 if subject.replace_one else 4) + [canary]),
         "everybody": torch.arange(subject.settings.num_records) % len(y),
-        one_run.MEMBERS: torch.where(here, own, others) if subject.replace_one else own[here],
+        one_run.MEMBERS: torch.where(mask, canaries, others) if subject.replace_one else canaries[mask],
     }
 
     def harness(sampling: str) -> Harness:
@@ -172,12 +172,12 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
         streams = Streams()
         return Harness(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
 
-    plain = harness("poisson")
-    shown, around = plain.gradients(start, torch.tensor([canary, other]), subject.planned)
+    poisson_harness = harness("poisson")
+    canary_gradient, other_gradient = poisson_harness.gradients(start, torch.tensor([canary, other]), subject.planned)
     return Scene(
-        harness=plain,
-        drawing=plain if subject.sampling == "poisson" else harness(subject.sampling),
-        gradients=(shown, around),
-        canaries=(own, others if subject.replace_one else None),
+        harness=poisson_harness,
+        drawing=poisson_harness if subject.sampling == "poisson" else harness(subject.sampling),
+        gradients=(canary_gradient, other_gradient),
+        canaries=(canaries, others if subject.replace_one else None),
         included=included,
     )

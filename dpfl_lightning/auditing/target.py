@@ -1,4 +1,4 @@
-"""Who is audited: what a client would release as planned, and what is claimed of it."""
+"""Targets of an audit: what a client plans to release, and the claims about it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Release:
     """`count` releases of one purpose, each of `steps` steps.
 
     Args:
-        planned: the mechanism that was accounted for: what the claim stands on.
-        mechanism: the one that clients will be told to run.
+        planned: the accounted mechanism, on which the claim is based.
+        mechanism: the mechanism that clients will run.
     """
 
     purpose: str
@@ -39,13 +39,13 @@ class Release:
 
 @dataclass(frozen=True)
 class AuditTarget:
-    """One client: its noised sums, and what is claimed of them.
+    """One client: its noised sums, and the claims about them.
 
     Args:
-        client: its number.
-        releases: in the order in which they are planned.
-        settings: its own.
-        accountant: the run's.
+        client: number of the client.
+        releases: releases in the order in which they are planned.
+        settings: settings of the client.
+        accountant: accountant of the run.
         replace_one: whether neighbours differ in a record's value instead of its presence.
         sampling: "poisson" or "shuffle".
     """
@@ -59,13 +59,13 @@ class AuditTarget:
 
     @property
     def claims(self) -> bool:
-        """Whether anything is claimed: something is released, and nothing without noise."""
-        return bool(self.releases) and all(one.planned.noise_multiplier > 0 for one in self.releases)
+        """Whether there is a claim: something is released, and nothing without noise."""
+        return bool(self.releases) and all(release.planned.noise_multiplier > 0 for release in self.releases)
 
     @property
     def main(self) -> Release:
-        """The most frequent one."""
-        return max(self.releases, key=lambda one: one.count)
+        """The most frequent release."""
+        return max(self.releases, key=lambda release: release.count)
 
     @property
     def mechanism(self) -> Mechanism:
@@ -77,25 +77,25 @@ class AuditTarget:
 
     @property
     def laplace(self) -> bool:
-        """Whether the noise is Laplace noise, not Gaussian."""
+        """Whether the noise is Laplace noise instead of Gaussian noise."""
         return isinstance(self.planned, Laplace)
 
     @property
     def mu(self) -> float:
-        """Claimed of one full-batch step: the most that a record moves the sum, over the noise's scale."""
+        """Claimed mu of one full-batch step: how far a record moves the sum / scale of the noise."""
         return (2.0 if self.replace_one else 1.0) / self.planned.noise_multiplier
 
     def events(self) -> list[NoisedEvent]:
-        """Of the whole run."""
-        return [one.planned.event(one.all_steps) for one in self.releases]
+        """Return the accounting events of the whole run."""
+        return [release.planned.event(release.all_steps) for release in self.releases]
 
     @cached_property
     def epsilon(self) -> float:
-        """Claimed of the whole run, at the client's delta."""
+        """Claimed epsilon of the whole run, at the client's delta."""
         return self.accountant.epsilon(self.events(), self.settings.delta)
 
     def as_dict(self) -> dict[str, Any]:
-        """The claim, ready for JSON."""
+        """Return the claim as a dictionary for JSON."""
         return {
             "epsilon": self.epsilon,
             "delta": self.settings.delta,
@@ -104,7 +104,7 @@ class AuditTarget:
             "clip_norm": self.planned.clip_norm,
             "sample_rate": self.planned.sample_rate,
             "expected_batch_size": self.planned.expected_batch_size,
-            "steps": sum(one.all_steps for one in self.releases),
+            "steps": sum(release.all_steps for release in self.releases),
             "accountant": self.accountant.name,
             "adjacency": "replace one record" if self.replace_one else "add or remove one record",
             "sampling": self.sampling,
@@ -112,43 +112,45 @@ class AuditTarget:
 
 
 def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[AuditTarget], list[str]]:
-    """The clients to audit, and in words what is not audited.
+    """Return the clients to audit, and descriptions of what is not audited.
 
     Args:
         loop: its schedule is planned here.
         chosen: clients; None takes the one with the smallest budget and the one with the largest.
 
     Raises:
-        UserError: no such client.
+        UserError: a chosen client does not exist.
     """
     schedule, count = loop.plan_schedule(), loop.population.num_clients
     for client in chosen or ():
         require(0 <= client < count, "--for_clients", f"name clients in 0..{count - 1}, or all", client)
     view = loop.view(ServerState(loop.module.flat[None], (0,) * count))
     clients = range(count) if chosen is None else chosen
-    found = [_subject(loop, view, client, schedule.clients[client]) for client in clients]
-    silent = [one.client for one in found if not one.claims]
-    found = [one for one in found if one.claims]
-    if chosen is None:  # without budgets: most noise and least
-        found.sort(key=lambda one: (one.settings.epsilon, -one.planned.noise_multiplier))
-        found = found[:1] + found[1:][-1:]
-    words = [f"client {client}: nothing is claimed, for it releases without noise, or nothing" for client in silent]
-    for one in found:
-        audited = {release.purpose for release in one.releases}
-        others = [line for line in schedule.clients[one.client].planned if line.count and line.purpose not in audited]
-        words += [f"client {one.client}: {line.count} releases of {line.purpose}" for line in others]
-    return found, words
+    targets = [_subject(loop, view, client, schedule.clients[client]) for client in clients]
+    silent = [target.client for target in targets if not target.claims]
+    targets = [target for target in targets if target.claims]
+    if chosen is None:  # without budgets: the most noise and the least
+        targets.sort(key=lambda target: (target.settings.epsilon, -target.planned.noise_multiplier))
+        targets = targets[:1] + targets[1:][-1:]
+    left_out = [f"client {client}: it has no claim, as it releases without noise, or nothing" for client in silent]
+    for target in targets:
+        audited = {release.purpose for release in target.releases}
+        others = [
+            line for line in schedule.clients[target.client].planned if line.count and line.purpose not in audited
+        ]
+        left_out += [f"client {target.client}: {line.count} releases of {line.purpose}" for line in others]
+    return targets, left_out
 
 
-def _subject(loop: FederatedLoop, view: View, client: int, own: ClientSchedule) -> AuditTarget:
+def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: ClientSchedule) -> AuditTarget:
     settings, releases = loop.settings[client], []
-    for line in own.planned:
+    for line in client_schedule.planned:
         event = line.event
         if not isinstance(event, NoisedEvent) or event.steps * line.count == 0:
             continue
         planned = mechanism_of(event, settings.clip_norm, settings.num_records)
-        told = view.mechanism(client, line.purpose)
-        releases.append(Release(line.purpose, planned, told, event.steps, line.count))
+        mechanism = view.mechanism(client, line.purpose)
+        releases.append(Release(line.purpose, planned, mechanism, event.steps, line.count))
     return AuditTarget(
         client=client,
         releases=tuple(releases),

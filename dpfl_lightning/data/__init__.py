@@ -1,4 +1,4 @@
-"""Data of a run: public data sets, how clients share them, and a user's own data."""
+"""Data of a run: public data sets, their division among clients, and a user's data."""
 
 from dpfl_lightning.data.datasets import Dataset, load
 from dpfl_lightning.data.population import Population

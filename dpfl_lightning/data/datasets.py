@@ -23,7 +23,7 @@ class Dataset:
         x: [n, *X] float32, normalised training inputs.
         y: [n] int64, labels in [0, num_classes); float32 targets of a regression.
         test_x: [m, *X] float32, the official test set.
-        test_y: [m], as `y`.
+        test_y: [m], like `y`.
         num_classes: number of classes; 1 for a regression.
     """
 
@@ -41,24 +41,25 @@ class Dataset:
 
 
 def load(name: str, folder: str | None = None, download: bool = True) -> Dataset:
-    """A data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
+    """Return a data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
     Args:
         name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100`, or scikit-learn's `digits` and `diabetes` (a regression),
-            which are always there.
-        folder: where the files lie: in it, or in its sub folder `name`. None: the system's package, or the cache.
-        download: fetch what is not found; False never opens a connection.
+            which are always available.
+        folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
+            cache.
+        download: whether to download missing files; False never opens a connection.
 
     Returns:
         The training and test records; IDX and CIFAR files keep their official split.
 
     Raises:
-        UserError: unknown name; a file that is missing, truncated or corrupt; as `DataMissing`: nothing found and
-            nothing fetched.
+        UserError: the name is unknown, or a file is missing, truncated or corrupt. `DataMissing`: nothing was found or
+            downloaded.
 
     Privacy:
-        The constants come from the literature, not from the records: nothing is charged for them. Those of `diabetes`
-        were taken from all its records when it was published.
+        The constants come from the literature, not from the records, so nothing is charged for them. Those of
+        `diabetes` were computed from all its records when it was published.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
@@ -77,7 +78,7 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
 
 
 def names() -> list[str]:
-    """The data sets `load` knows.
+    """Return the names of the data sets of `load`.
 
     >>> names()
     ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits', 'diabetes']
@@ -98,7 +99,7 @@ def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float
 
 
 def _read_digits() -> Raw:
-    """Scikit-learn's 1,797 digits with a fixed public 80/20 split."""
+    """Return scikit-learn's 1,797 digits with a fixed public 80/20 split."""
     from sklearn.datasets import load_digits  # slow to import, and only this data set needs it
 
     bunch = load_digits()
@@ -108,7 +109,7 @@ def _read_digits() -> Raw:
 
 
 def _read_diabetes() -> Dataset:
-    """442 patients, ten features of variance 1; the target, a year's progression, as (score - 152) / 77."""
+    """Return 442 patients, ten features of variance 1; the target, a year's progression, as (score - 152) / 77."""
     from sklearn.datasets import load_diabetes
 
     bunch = load_diabetes()
@@ -119,7 +120,7 @@ def _read_diabetes() -> Dataset:
 
 
 def _public_split(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and test rows, always the same."""
+    """Return training and test rows, always the same."""
     order = np.random.default_rng(0).permutation(count)
     train, test = np.split(order, [round(0.8 * count)])
     return train, test

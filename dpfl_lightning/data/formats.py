@@ -1,4 +1,4 @@
-"""The files of public data sets: each format is checked by its own structure and never unpickled."""
+"""File formats of public data sets: each file is checked by its structure and never unpickled."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ class IdxFiles:
     stems = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
     def missing(self, folder: Path) -> list[str]:
-        """Which of the four `folder` lacks."""
+        """Return which of the four files are not in `folder`."""
         return [f"{stem}[.gz]" for stem in self.stems if self._path(folder, stem) is None]
 
     def read(self, folder: Path) -> Raw:
-        """The records of a folder that lacks nothing; images as [n, 1, 28, 28]."""
+        """Read the records of a complete folder; images have shape [n, 1, 28, 28]."""
         paths = [self._path(folder, stem) or folder / stem for stem in self.stems]
         x, y, test_x, test_y = (_read_idx(path, ndim) for path, ndim in zip(paths, (3, 1, 3, 1), strict=True))
         for images, labels, path in ((x, y, paths[0]), (test_x, test_y, paths[2])):
             require(images.shape[1:] == (28, 28), str(path), "hold images of 28 x 28 pixels", images.shape[1:])
-            require(len(images) == len(labels), str(path), f"hold {len(labels)} images, one a label", len(images))
+            require(len(images) == len(labels), str(path), f"hold {len(labels)} images, one per label", len(images))
         return x[:, None], y, test_x[:, None], test_y
 
     @staticmethod
@@ -45,7 +45,7 @@ class IdxFiles:
 
 
 def _read_idx(path: Path, ndim: int) -> np.ndarray:
-    """One IDX file of unsigned bytes: magic 0x0800 + ndim, sizes as big-endian uint32, then the values."""
+    """Read one IDX file of unsigned bytes: magic 0x0800 + ndim, sizes as big-endian uint32, then the values."""
     content = content_of(path)
     header, magic = 4 + 4 * ndim, (0x0800 + ndim).to_bytes(4, "big")
     start = content[:4]
@@ -58,25 +58,25 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 def content_of(path: Path) -> bytes:
-    """The bytes of a file, unzipped where its name ends in .gz."""
+    """Return the bytes of a file, decompressed if its name ends in .gz."""
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.suffix == ".gz" else stored
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"`{path}` must be a whole gzip file, got one with: {error}. {REPLACE}") from error
+        raise UserError(f"`{path}` must be a complete gzip file, got one with: {error}. {REPLACE}") from error
     except OSError as error:
-        raise UserError(f"`{path}` must be readable, got: {error.strerror}. Mend its permissions.") from error
+        raise UserError(f"`{path}` must be readable, got: {error.strerror}. Check its permissions.") from error
 
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """The binary distribution of a CIFAR set, as the tar.gz or unpacked: label bytes, then 3 x 32 x 32 pixels.
+    """The binary distribution of a CIFAR set, as tar.gz or unpacked: label bytes, then 3 x 32 x 32 pixels.
 
     Args:
         archive: name of the tar.gz.
-        folder: the folder inside it.
-        train: its training files, in order.
-        test: its test file.
+        folder: folder inside it.
+        train: training files, in order.
+        test: test file.
         label_bytes: bytes before the pixels; the last of them is the label (CIFAR-100: coarse, then fine).
     """
 
@@ -87,12 +87,12 @@ class CifarFiles:
     label_bytes: int
 
     def missing(self, folder: Path) -> list[str]:
-        """Nothing, or what has to be added to `folder`."""
-        found = (folder / self.archive).is_file() or self._unpacked(folder) is not None
-        return [] if found else [f"{self.archive} (or the files of its folder {self.folder})"]
+        """Return what has to be added to `folder`; empty if it is complete."""
+        complete = (folder / self.archive).is_file() or self._unpacked(folder) is not None
+        return [] if complete else [f"{self.archive} (or the files of its folder {self.folder})"]
 
     def read(self, folder: Path) -> Raw:
-        """The records of a folder that lacks nothing."""
+        """Read the records of a complete folder."""
         unpacked = self._unpacked(folder)
         if unpacked is not None:
             content = {name: (str(unpacked / name), content_of(unpacked / name)) for name in self.files}
@@ -104,7 +104,7 @@ class CifarFiles:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All of its files, the test file last."""
+        """All files, the test file last."""
         return (*self.train, self.test)
 
     def _unpacked(self, folder: Path) -> Path | None:
@@ -112,7 +112,7 @@ class CifarFiles:
         return next((place for place in places if all((place / name).is_file() for name in self.files)), None)
 
     def _unpack(self, path: Path) -> dict[str, tuple[str, bytes]]:
-        """Every file of the archive, in memory: nothing is written, whatever paths it names."""
+        """Read every file of the archive into memory; nothing is written, whatever paths it names."""
         content = {}
         try:
             with tarfile.open(fileobj=io.BytesIO(content_of(path))) as archive:
@@ -122,22 +122,22 @@ class CifarFiles:
                     if stream is not None:
                         content[name] = (f"{path}: {name}", stream.read())
         except tarfile.TarError as error:
-            raise UserError(f"`{path}` must be a whole tar.gz, got one with: {error}. {REPLACE}") from error
-        lacks = [name for name in self.files if name not in content]
+            raise UserError(f"`{path}` must be a complete tar.gz, got one with: {error}. {REPLACE}") from error
+        missing = [name for name in self.files if name not in content]
         must = f"hold the files {', '.join(self.files)}"
-        require(not lacks, str(path), must, f"none named {', '.join(lacks)}", REPLACE)
+        require(not missing, str(path), must, f"none named {', '.join(missing)}", REPLACE)
         return content
 
     def _records(self, where: str, content: bytes) -> tuple[np.ndarray, np.ndarray]:
         size = self.label_bytes + 3 * 32 * 32
-        whole = len(content) > 0 and len(content) % size == 0
-        require(whole, where, f"hold records of {size} bytes each", f"{len(content)} bytes", REPLACE)
+        is_complete = len(content) > 0 and len(content) % size == 0
+        require(is_complete, where, f"hold records of {size} bytes each", f"{len(content)} bytes", REPLACE)
         records = np.frombuffer(content, np.uint8).reshape(-1, size)
         return records[:, self.label_bytes :].reshape(-1, 3, 32, 32), records[:, self.label_bytes - 1]
 
 
 def check_labels(raw: Raw, num_classes: int, place: Path) -> None:
-    """Labels are there, and below `num_classes`; `place` is where they were read from."""
+    """Check that there are labels, all below `num_classes`; `place` is the path that was read."""
     for labels, part in ((raw[1], "training"), (raw[3], "test")):
         require(len(labels) > 0, str(place), f"hold at least one {part} record", 0, REPLACE)
         must = f"hold {part} labels from 0 to {num_classes - 1}"

@@ -1,4 +1,4 @@
-"""Users' own records: pairs of arrays or torch Datasets, as tensors that fit together."""
+"""Users' records: pairs of arrays or torch Datasets, as tensors that fit together."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpfl_lightning.errors import UserError, require
 
 
 def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
-    """x [n, *X] float32 and y [n] (int64, or float32) of one source, checked by themselves."""
+    """Return x [n, *X] float32 and y [n] (int64, or float32) of one source, after checking it."""
     if isinstance(source, TorchDataset):
         source = _collected(source, where)
-    two = isinstance(source, tuple | list) and len(source) == 2
-    require(two, where, "be a pair (x, y) or a torch Dataset of such", type(source).__name__)
+    is_pair = isinstance(source, tuple | list) and len(source) == 2
+    require(is_pair, where, "be a pair (x, y) or a torch Dataset of such", type(source).__name__)
     x, y = (_tensor(part, where) for part in source)
-    require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Bytes of images? Pass x.float() / 255.")
+    require(x.is_floating_point(), f"{where}: x", "be floating", x.dtype, "Pass x.float() / 255 for bytes.")
     require(x.ndim >= 2, f"{where}: x", "have the shape [records, ...]", tuple(x.shape))
     require(len(x) >= 1, f"{where}: x", "hold at least one record", tuple(x.shape))
     require(y.shape == x.shape[:1], f"{where}: y", f"have the shape [{len(x)}]", tuple(y.shape))
@@ -30,12 +30,12 @@ def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
 
 
 def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
-    """All records of a map-style Dataset as x and y."""
+    """Return all records of a map-style Dataset as x and y."""
     if isinstance(source, TensorDataset):
         return source.tensors
-    sized = hasattr(source, "__len__") and not isinstance(source, IterableDataset)
+    has_length = hasattr(source, "__len__") and not isinstance(source, IterableDataset)
     advice = "Collect its records into tensors."
-    require(sized, where, "be a Dataset with a length and an index", type(source).__name__, advice)
+    require(has_length, where, "be a Dataset with a length and an index", type(source).__name__, advice)
     records = [source[row] for row in range(len(source))]  # type: ignore[arg-type]
     require(len(records) >= 1, where, "hold at least one record", 0)
     columns = []
@@ -52,11 +52,11 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
         got = f"{type(value).__name__}: {error}"
-        raise UserError(f"`{where}` must hold numbers, got {got}. An image? Turn it into a tensor.") from error
+        raise UserError(f"`{where}` must hold numbers, got {got}. Convert images to tensors.") from error
 
 
 def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | None) -> int:
-    """Every source fits the first one; returns the number of classes, 1 for a regression."""
+    """Check that every source fits the first one, and return the number of classes, 1 for a regression."""
     first, (first_x, first_y) = next(iter(pairs.items()))
     regression = first_y.is_floating_point()
     for where, (x, y) in pairs.items():
@@ -64,13 +64,13 @@ def check_alike(pairs: Mapping[str, tuple[Tensor, Tensor]], num_classes: int | N
         require(x.shape[1:] == shape, f"{where}: x", f"have records of shape {shape}, as {first}", tuple(x.shape[1:]))
         require(y.dtype == first_y.dtype, f"{where}: y", f"be {first_y.dtype}, as {first}", y.dtype)
     if regression:
-        advice = "Classes? Pass y.long()."
-        require(num_classes in (None, 1), "num_classes", "be 1 where y is floating", num_classes, advice)
+        advice = "Pass y.long() for classes."
+        require(num_classes in (None, 1), "num_classes", "be 1 if y is floating", num_classes, advice)
         return 1
     if num_classes is None:
         num_classes = max(int(y.max()) for _, y in pairs.values()) + 1
     for where, (_, y) in pairs.items():
-        ends = int(y.min()), int(y.max())
+        label_range = int(y.min()), int(y.max())
         must = f"hold classes from 0 to {num_classes - 1}"
-        require(ends[0] >= 0 and ends[1] < num_classes, f"{where}: y", must, ends)
+        require(label_range[0] >= 0 and label_range[1] < num_classes, f"{where}: y", must, label_range)
     return num_classes

@@ -1,7 +1,7 @@
-"""Simulated groups of clients whose data differ: images turned (covariate shift), or classes renamed (concept shift).
+"""Simulated groups of clients with different data: rotated images (covariate shift) or renamed classes (concept shift).
 
 Each kind of groups is a function `(num_clients, input_shape, num_classes, **options) -> Groups`; `grouped` finds one by
-its name. Groups are a simulation: which records a client has is the partition's business, how they look its group's.
+its name. The partition decides which records a client has, and its group how they are shifted.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Shift = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Groups:
-    """Which group each client belongs to, and how records look there.
+    """The group of each client, and the shift of the records.
 
     Args:
-        of: [N] group of each client, from 0; clients of one group follow each other.
-        shift: (x [n, *X], y [n], group) -> the same records as the group has them; group 0 has them as they are.
+        of: [N] group of each client, from 0; clients of one group are consecutive.
+        shift: (x [n, *X], y [n], group) -> the shifted records; those of group 0 are unchanged.
     """
 
     of: tuple[int, ...]
@@ -34,18 +34,18 @@ class Groups:
 
 
 def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_classes: int, /, **options: Any) -> Groups:
-    """The groups called `name`.
+    """Return the groups called `name`.
 
     Args:
         name: one of `names()`.
         num_clients: N, >= 1.
         input_shape: shape X of one record.
         num_classes: number of classes; 1 for a regression.
-        options: `sizes`, clients of each group (in this order, >= 1, N in all); or `count`, for so many groups of sizes
-            as equal as possible, the smaller ones first.
+        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum N); or `count`, the
+            number of groups, whose sizes are then as equal as possible, the smaller ones first.
 
     Raises:
-        UserError: an unknown name or option, sizes that do not fit, records that cannot be shifted so.
+        UserError: a name or option is unknown, sizes do not fit, or records cannot be shifted this way.
 
     Reference:
         Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in Federated
@@ -60,7 +60,7 @@ def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_class
 
 
 def names() -> list[str]:
-    """The groups `grouped` knows.
+    """Return the names of the groups of `grouped`.
 
     >>> names()
     ['rotation', 'label_shift']
@@ -75,9 +75,9 @@ def rotation(
     sizes: Sequence[int] | None = None,
     count: int | None = None,
 ) -> Groups:
-    """Covariate shift: images of group k are turned by 90 k degrees, counter-clockwise; at most four groups."""
+    """Covariate shift: images of group k are rotated by 90 k degrees, counter-clockwise; at most four groups."""
     square = len(input_shape) >= 2 and input_shape[-1] == input_shape[-2]
-    must = f"be label_shift where records are not square images but of shape {input_shape}"
+    must = f"be label_shift if records are not square images but have shape {input_shape}"
     require(square, "data.groups.name", must, "rotation")
     return Groups(_in_order(num_clients, sizes, count, most=4, why="there are 4 quarter turns"), turned)
 
@@ -90,7 +90,7 @@ def label_shift(
     count: int | None = None,
 ) -> Groups:
     """Concept shift: in group k class y is called (y + k) mod `num_classes`; at most `num_classes` groups."""
-    require(num_classes > 1, "data.groups.name", "be rotation where there are no classes to rename", "label_shift")
+    require(num_classes > 1, "data.groups.name", "be rotation if there are no classes to rename", "label_shift")
     of = _in_order(num_clients, sizes, count, most=num_classes, why=f"there are {num_classes} classes")
     return Groups(of, lambda x, y, group: (x, renamed(y, group, num_classes)))
 
@@ -99,7 +99,7 @@ GROUPS: dict[str, Callable[..., Groups]] = {"rotation": rotation, "label_shift":
 
 
 def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Images [..., S, S], each turned by 90 * `group` degrees counter-clockwise; labels stay.
+    """Rotate images [..., S, S] by 90 * `group` degrees counter-clockwise; labels are unchanged.
 
     >>> turned(torch.tensor([[1, 2], [3, 4]]), torch.tensor(0), 1)[0].tolist()
     [[2, 4], [1, 3]]
@@ -108,7 +108,7 @@ def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
-    """Labels (y + `group`) mod `num_classes`.
+    """Return labels (y + `group`) mod `num_classes`.
 
     >>> renamed(torch.tensor([0, 8, 9]), 1, num_classes=10).tolist()
     [1, 9, 0]
@@ -119,18 +119,18 @@ def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
 def stored(
     x: Tensor, y: Tensor, rows_of: Sequence[Tensor], group_of: Sequence[int], shift: Shift
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """One storage of records as their groups have them: a copy of each record for each group that uses it, no other.
+    """Build one storage of shifted records: a copy of each record for each group that uses it.
 
     Args:
-        x: [n, *X] inputs, as they are.
-        y: [n] labels, as they are.
+        x: [n, *X] inputs before the shift.
+        y: [n] labels before the shift.
         rows_of: lists of rows of `x`, in which a row may occur several times.
-        group_of: the group of each list.
-        shift: how records look in a group.
+        group_of: group of each list.
+        shift: shift of the records of a group.
 
     Returns:
-        x [m, *X] and y [m] as the groups have them, and the lists as rows of these. Where no row occurs twice, m is the
-        sum of their lengths.
+        Shifted x [m, *X] and y [m], and the lists as rows of these. If no row occurs twice, m is the sum of their
+        lengths.
     """
     total, last = len(y), max(group_of)
     pairs = torch.cat([group * total + rows for rows, group in zip(rows_of, group_of, strict=True)])
@@ -144,7 +144,7 @@ def stored(
 
 
 def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, most: int, why: str) -> tuple[int, ...]:
-    """[N] group of each client, group 0 first."""
+    """Return the group of each client, [N], group 0 first."""
     key, advice = "data.groups.sizes", "Give sizes: [3, 6, 6, 6], or count: 4 for sizes as equal as possible."
     require((sizes is None) != (count is None), key, "be given, or else data.groups.count, not both", sizes, advice)
     if sizes is None:

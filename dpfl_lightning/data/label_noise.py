@@ -1,4 +1,4 @@
-"""Simulated wrong labels of clients' training records: class y is called (y + 1) mod classes by everybody alike.
+"""Simulated wrong labels of clients' training records: class y becomes (y + 1) mod num_classes at all clients.
 
 Each unit is a function `(rows_of [N], rng, share) -> rows of wrong labels`; `mislabelled` finds one by its name. Test,
 held-out and public records keep their labels.
@@ -22,29 +22,29 @@ from dpfl_lightning.errors import require
 def mislabelled(
     name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
 ) -> Tensor:
-    """Labels [n], of which some in `rows_of` are wrong.
+    """Return labels [n], of which some in `rows_of` are wrong.
 
     Args:
         name: one of `UNITS`.
         y: [n] labels.
-        rows_of: [N] rows of each client's training records; no row of two clients.
-        num_classes: of the data, >= 2.
-        rng: all the randomness.
+        rows_of: [N] rows of each client's training records; clients must not share rows.
+        num_classes: number of classes, >= 2.
+        rng: generator of all randomness.
         options: share, in [0, 1].
 
     Raises:
-        UserError: unknown name or option, a value out of range, no classes, or records that clients share.
+        UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.
 
-    Reference: Wang and Wang (2024) tell portions of wrong labels, but neither which labels nor whether a portion is one
-    of records or of clients; both are here.
+    Reference: Wang and Wang (2024) give portions of wrong labels, but neither which labels are wrong nor whether a
+    portion is one of records or of clients; both are here.
 
     >>> y, clients = torch.tensor([0, 1, 2, 0]), [torch.tensor([0, 1]), torch.tensor([2])]
     >>> mislabelled("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()
     [1, 2, 0, 0]
     """
-    must, rows = "be null where there are no classes to mistake", torch.cat(list(rows_of))
+    must, rows = "be null if there are no classes", torch.cat(list(rows_of))
     require(num_classes > 1 and not y.is_floating_point(), "data.mislabelled", must, name)
-    must = "be null where clients share records: a record has one label"
+    must = "be null if clients share records, because a record has one label"
     require(len(rows.unique()) == len(rows), "data.mislabelled", must, name)
     wrong = call("data.mislabelled", UNITS, name, rows_of, rng, **options)
     changed = y.clone()
@@ -53,12 +53,12 @@ def mislabelled(
 
 
 def of_records(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
-    """So large a share of each client's records."""
+    """Return rows of this share of each client's records."""
     return torch.cat([rows[_some(len(rows), rng, share)] for rows in rows_of])
 
 
 def of_clients(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
-    """All records of so large a share of the clients."""
+    """Return all rows of this share of the clients."""
     chosen = _some(len(rows_of), rng, share)
     return torch.cat([rows_of[client] for client in chosen.tolist()] or [rows_of[0][:0]])
 
@@ -67,6 +67,6 @@ UNITS: dict[str, Callable[..., Tensor]] = {"records": of_records, "clients": of_
 
 
 def _some(total: int, rng: np.random.Generator, share: float) -> Tensor:
-    """A share of `total` at random, a half rounded up."""
+    """Draw a share of `total` at random; a half is rounded up."""
     require(0 <= share <= 1, "data.mislabelled.share", "be in [0, 1]", share)
     return torch.from_numpy(rng.permutation(total)[: math.floor(share * total + 0.5)])

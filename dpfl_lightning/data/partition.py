@@ -1,8 +1,7 @@
-"""Who holds which record: pure functions from labels to one array of indices per client.
+"""Partitions: pure functions from labels to one array of indices per client.
 
-Each partition is a function `(labels [n], num_clients, rng, **options) -> list of num_clients index arrays`
-into `labels`; all but `overlapping` give every record to at most one client. `partition` finds one by its
-name.
+Each partition is a function `(labels [n], num_clients, rng, **options) -> list of num_clients index arrays` into
+`labels`; all but `overlapping` give every record to at most one client. `partition` finds one by its name.
 """
 
 from __future__ import annotations
@@ -24,21 +23,20 @@ def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Ge
     Args:
         name: one of `names()`.
         labels: [n], the class of each record.
-        num_clients: how many clients, >= 1.
-        rng: all the randomness.
-        options: those of the partition, and for all but `sizes` also `records_per_client`: then as many
-            records as all clients need are drawn first and only they are divided. It is the exact size where
-            the partition makes equal parts and the mean size elsewhere; without it all records are divided.
+        num_clients: number of clients, >= 1.
+        rng: generator of all randomness.
+        options: options of the partition, and for all but `sizes` also `records_per_client`: then as many records as
+            all clients need are drawn first, and only these are divided. It is the exact size if the partition makes
+            equal parts, otherwise the mean size; without it all records are divided.
 
     Returns:
         num_clients arrays of indices into `labels`, none of them empty.
 
     Raises:
-        UserError: unknown name or option, more clients or records than there are, a value out of range.
+        UserError: a name or option is unknown, there are too few records, or a value is out of range.
 
     Privacy:
-        The division looks at labels: it stands for how the world dealt the records, and is outside any
-        guarantee.
+        The division reads labels: it simulates how records are distributed in reality, and is outside any guarantee.
 
     >>> labels, rng = np.zeros(10), np.random.default_rng(0)
     >>> [part.size for part in partition("iid", labels, 3, rng)]
@@ -47,17 +45,17 @@ def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Ge
     [2, 2, 2]
     """
     if name in ("overlapping", "sizes") or "records_per_client" not in options:
-        kept = np.arange(len(labels))
+        chosen = np.arange(len(labels))
     else:
-        kept = _some(len(labels), num_clients, options.pop("records_per_client"), rng)
-    enough = 1 <= num_clients <= len(kept) or (name == "overlapping" and num_clients >= 1)
-    require(enough, "num_clients", f"be from 1 to the number of records, {len(kept)}", num_clients)
-    parts = call("data.partition", PARTITIONS, name, labels[kept], num_clients, rng, **options)
-    return [kept[part] for part in parts]
+        chosen = _some(len(labels), num_clients, options.pop("records_per_client"), rng)
+    enough = 1 <= num_clients <= len(chosen) or (name == "overlapping" and num_clients >= 1)
+    require(enough, "num_clients", f"be from 1 to the number of records, {len(chosen)}", num_clients)
+    parts = call("data.partition", PARTITIONS, name, labels[chosen], num_clients, rng, **options)
+    return [chosen[part] for part in parts]
 
 
 def _some(total: int, num_clients: int, each: Any, rng: np.random.Generator) -> np.ndarray:
-    """`each` records for each client, drawn at random and not yet divided."""
+    """Draw `each` records for each client at random, not yet divided."""
     most = total // max(num_clients, 1)
     must = f"be a whole number from 1 to {most}: {num_clients} clients share {total} records"
     advice = "The partition `overlapping` lets clients share records."
@@ -66,7 +64,7 @@ def _some(total: int, num_clients: int, each: Any, rng: np.random.Generator) -> 
 
 
 def names() -> list[str]:
-    """The partitions `partition` knows.
+    """Return the names of the partitions of `partition`.
 
     >>> names()
     ['iid', 'stratified', 'dirichlet', 'shards', 'sizes', 'overlapping']
@@ -84,7 +82,7 @@ def iid(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts
 
 
 def stratified(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
-    """Equal parts with equal shares of every class: records sorted by class are dealt out like cards.
+    """Equal parts with equal shares of every class: records are sorted by class and assigned to clients in turn.
 
     Sizes differ by at most one, and so do the clients' counts of any class.
 
@@ -112,17 +110,17 @@ def dirichlet(
 
     Args:
         labels: [n], the class of each record.
-        num_clients: how many clients.
-        rng: all the randomness.
-        alpha: concentration > 0; the smaller, the fewer classes a client has; infinity gives equal shares.
-        min_records: fewest records of a client, >= 1.
-        max_draws: give up after so many draws.
+        num_clients: number of clients.
+        rng: generator of all randomness.
+        alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
+        min_records: smallest number of records of a client, >= 1.
+        max_draws: largest number of draws.
 
     Raises:
-        UserError: a value out of range, or no draw in `max_draws` gave every client `min_records`.
+        UserError: a value is out of range, or no draw in `max_draws` gave every client `min_records`.
 
     Reference:
-        Class-wise as in the public code of the papers; they state neither a floor nor what to do below it.
+        Class-wise as in the public code of the papers, which state neither a minimum nor what to do below it.
 
     >>> labels = np.repeat([0, 1], 50)
     >>> parts = dirichlet(labels, 4, np.random.default_rng(0), alpha=0.5, min_records=10)
@@ -139,7 +137,7 @@ def dirichlet(
             shares = np.full((len(classes), num_clients), 1 / num_clients)
         else:
             shares = rng.dirichlet(np.full(num_clients, alpha), size=len(classes))
-        # the last end is set, not rounded: every record has a client
+        # the last end is set, not rounded, so that every record belongs to a client
         ends = np.floor(np.cumsum(shares, axis=1) * sizes[:, None] + 1e-9).astype(int)
         ends[:, -1] = sizes
         if np.diff(ends, axis=1, prepend=0).sum(axis=0).min() >= min_records:
@@ -157,19 +155,19 @@ def dirichlet(
 
 
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
-    """Each client gets `max_classes` shards at random, each of one class: it has no more classes than that.
+    """Each client gets `max_classes` random shards of one class each, and so has at most that many classes.
 
-    Cutting the whole list sorted by label, as the papers' code does, lets shards straddle two classes and
-    breaks the bound.
+    If the whole list sorted by label is cut, as in the papers' code, shards may contain two classes and violate the
+    bound.
 
     Args:
         labels: [n], the class of each record.
-        num_clients: how many clients.
-        rng: all the randomness.
-        max_classes: shards of a client; with the number of clients enough that every class has a shard.
+        num_clients: number of clients.
+        rng: generator of all randomness.
+        max_classes: number of shards of a client; large enough that every class has a shard.
 
     Raises:
-        UserError: fewer shards than classes, or a class with fewer records than shards.
+        UserError: there are fewer shards than classes, or a class has fewer records than shards.
 
     >>> labels = np.repeat(np.arange(10), 60)
     >>> parts = shards(labels, 20, np.random.default_rng(0), max_classes=3)
@@ -206,13 +204,13 @@ def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes:
 
 
 def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
-    """Each client draws its own records from all of them, without repetition.
+    """Each client draws records from all of them, without repetition.
 
-    For simulations of more clients than there are records for.
+    It is for simulations of more clients than there are records for.
 
     Privacy:
-        A record may live at several clients: a client's guarantee then covers only that client's releases,
-        which `Population.caveats` says.
+        A record may be at several clients. The guarantee of a client then covers only that client's releases, which
+        `Population.caveats` states.
 
     >>> [part.size for part in overlapping(np.zeros(10), 4, np.random.default_rng(0), records_per_client=8)]
     [8, 8, 8, 8]
@@ -234,15 +232,15 @@ PARTITIONS: dict[str, Callable[..., Parts]] = {
 
 
 def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
-    """What partitions go by: labels as they are, targets of a regression as `bins` classes of equal size.
+    """Return the classes that partitions use: labels unchanged, targets of a regression as `bins` equal classes.
 
     Args:
-        targets: [n], whole numbers or real ones.
+        targets: [n], integers or real numbers.
 
     Privacy:
-        The bins look at all clients' targets: like the division itself they are outside any guarantee.
+        The bins depend on all clients' targets: like the division itself they are outside any guarantee.
 
-    Reference: Ma et al., "The Power of Bias", divide a regression's records by classes; bins are ours.
+    Reference: Ma et al., "The Power of Bias", divide a regression's records by classes; the bins are ours.
 
     >>> as_classes(np.array([5.0, 1.0, 3.0, 9.0]), bins=2).tolist(), as_classes(np.array([2, 7])).tolist()
     ([1, 0, 0, 1], [2, 7])
@@ -253,20 +251,19 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 
 
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
-    """Disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
+    """Return disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
 
-    One rate, test records a training record, serves all clients and classes: the largest for which no class
-    runs out of test records. A count that is not whole is rounded at random to a neighbour (systematic
-    sampling), so a client's share is right to one record a class.
+    One rate (test records per training record) is used for all clients and classes: the largest for which no class runs
+    out of test records. A non-integer count is rounded at random to a neighbour (systematic sampling), so a client's
+    share is accurate to one record in each class.
 
     Args:
         test_labels: [m], the class of each test record.
         class_counts: [num_clients, num_classes], training records of each client and class.
-        rng: all the randomness.
+        rng: generator of all randomness.
 
     Returns:
-        One array of indices into `test_labels` per client, disjoint; empty where a client's share rounds to
-        nothing.
+        One array of indices into `test_labels` per client, disjoint; empty if a client's share rounds to 0.
 
     >>> counts = np.array([[20, 0], [0, 20]])
     >>> shares = matched_shares(np.array([0, 0, 1, 1]), counts, np.random.default_rng(0))
@@ -274,11 +271,11 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
     [[0, 1], [2, 3]]
     """
     num_clients, num_classes = class_counts.shape
-    held, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]
-    both = (held > 0) & (available > 0)
+    needed, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]
+    both = (needed > 0) & (available > 0)
     if not both.any():
         return [np.empty(0, dtype=np.int64) for _ in range(num_clients)]
-    rate = (available[both] / held[both]).min()
+    rate = (available[both] / needed[both]).min()
     shares: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
     for label in np.flatnonzero(both):
         ends = np.floor(rate * np.cumsum(class_counts[:, label]) + rng.uniform()).astype(int)
@@ -289,5 +286,5 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
 
 
 def _shuffled(labels: np.ndarray, label: np.integer, rng: np.random.Generator) -> np.ndarray:
-    """The indices of one class in random order."""
+    """Return the indices of one class in random order."""
     return rng.permutation(np.flatnonzero(labels == label))

@@ -1,4 +1,4 @@
-"""All clients of a run: one shared storage of records, and for each client the rows that are its own."""
+"""All clients of a run: one shared storage of records, and the rows of each client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
 
-# Clients of these partitions are alike: any random part of a test set is like their own records.
+# In these partitions clients have the same distribution: any random part of a test set matches their records.
 _ALIKE = ("iid", "sizes", "overlapping")
 _SHARED = (
     "clients drew their records from one pool, so a record may live at several clients: a client's epsilon "
@@ -33,20 +33,20 @@ class Population:
     """The private records of N clients. Clients hold row numbers, never copies.
 
     Args:
-        x: [n, *X] inputs of every record, whoever it belongs to.
+        x: [n, *X] inputs of the records of all clients.
         y: [n] int64 labels, or float32 targets of a regression.
         train_of: [N] rows of each client's training records.
-        held_out_of: [N] rows of each client's held-out records, none of them a training row; may be empty.
+        held_out_of: [N] rows of each client's held-out records, disjoint from the training rows; may be empty.
         test: [m] rows of the test set of the run, or None.
         num_classes: number of classes; 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
-        caveats: what a guarantee of this run must say of the data, in words.
-        groups: [N] true group of each client of a simulation with groups, else None; `x` and `y` hold the records as
-            the groups have them.
+        caveats: caveats about the data for guarantees of this run.
+        groups: [N] true group of each client in a simulation with groups, else None; `x` and `y` hold the records as
+            shifted for the groups.
 
     Privacy:
-        Engines read records; strategies get `Facts`. Held-out records only ever score a released model:
-        guarantees cover training records, and reports say that held-out records are not covered.
+        Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover
+        training records, and reports say that held-out records are not covered.
     """
 
     x: Tensor
@@ -64,7 +64,7 @@ class Population:
         """N."""
         return len(self.train_of)
 
-    @functools.cached_property  # of a hundred thousand clients it is counted once, not once for each of a round
+    @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
         """[N] training records of each client."""
         return tuple(map(len, self.train_of))
@@ -75,26 +75,26 @@ class Population:
         return tuple(self.x.shape[1:])
 
     def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Training records of a client: `rows` [b] count within its own; returns x [b, *X] and y [b]."""
+        """Return training records of a client: `rows` [b] index its training rows; x [b, *X] and y [b]."""
         return self._rows(self.train_of[client][rows.to(self.x.device)])
 
     def held_out(self, client: int) -> tuple[Tensor, Tensor]:
-        """All held-out records of a client: x [h, *X] and y [h]; h may be 0."""
+        """Return all held-out records of a client: x [h, *X] and y [h]; h may be 0."""
         return self._rows(self.held_out_of[client])
 
     def test_records(self) -> tuple[Tensor, Tensor] | None:
-        """The test set: x [m, *X] and y [m]; None where there is none."""
+        """Return the test set, x [m, *X] and y [m], or None."""
         return None if self.test is None else self._rows(self.test)
 
     def public_records(self) -> tuple[Tensor, Tensor]:
-        """The records that were declared public: x [p, *X] and y [p]; p is 0 where none were."""
+        """Return the records that were declared public: x [p, *X] and y [p]; p may be 0."""
         return self._rows(self.y.new_zeros(0, dtype=torch.long) if self.public is None else self.public)
 
     def _rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         return self.x[rows], self.y[rows]
 
     def to(self, device: torch.device | str) -> Population:
-        """The same population on a device: records move once, the rows of all clients in one go."""
+        """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
             name: value.to(device)
             for name in ("x", "y", "test", "public")
@@ -102,7 +102,7 @@ class Population:
         }
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
-            moved[name] = list(torch.cat(rows).to(device).split([len(one) for one in rows]))
+            moved[name] = list(torch.cat(rows).to(device).split([len(client_rows) for client_rows in rows]))
         return dataclasses.replace(self, **moved)
 
     @classmethod
@@ -121,36 +121,36 @@ class Population:
         mislabelled: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
-        """A public data set dealt out to simulated clients.
+        """Divide a public data set among simulated clients.
 
         Args:
-            dataset: from `load`; its test set stays the test set of the run.
+            dataset: data set from `load`; its test set is the test set of the run.
             num_clients: N.
             partition: a partition of `dpfl_lightning.data.partition` and its options.
-            records_per_client: *training* records of each client (their mean, where the partition makes
-                unequal parts); None deals out all records.
-            held_out_per_client: how many of its own records a client holds out, beside its training records:
-                a count, or a share in (0, 1). With 0 each client gets a disjoint share of the test set
-                instead, whose classes are like those of its training records.
-            test_per_client: instead of such a share each client draws so many of the test records whose classes are
-                like those of its training records, without repetition and whatever the others draw.
-            public_records: the last so many training records belong to no client and are declared public.
-            use_public: deal out the public records instead, the last sixth of which is the test set: for
-                choosing settings without a look at private records.
-            groups: groups of `dpfl_lightning.data.groups` and their options: all records of a client, whether to train
-                or to test, are as its group has them. Then there is no common test set (a test record looks different
-                in every group), and the mean over clients on their own held-out records stands in for it. Public
-                records stay as they are. Partitions and test shares go by the labels before the shift.
-            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have
-                wrong labels. Partitions and test shares go by the right ones.
-            seed: of the division (public).
+            records_per_client: number of *training* records of each client (the mean if the partition makes unequal
+                parts); None divides all records.
+            held_out_per_client: number of records that a client holds out in addition to its training records: a count,
+                or a share in (0, 1). With 0 each client gets a disjoint share of the test set instead, whose classes
+                match those of its training records.
+            test_per_client: if it is given, each client instead draws this number of test records whose classes match
+                those of its training records, without repetition and independently of the other clients.
+            public_records: number of last training records that belong to no client and are declared public.
+            use_public: divide the public records instead, and use their last sixth as the test set: for choosing
+                settings without reading private records.
+            groups: groups of `dpfl_lightning.data.groups` and their options: all training and test records of a client
+                are shifted for its group. Then there is no common test set (a test record differs between groups), and
+                the mean over clients on their held-out records replaces it. Public records are not shifted.
+                Partitions and test shares use the labels before the shift.
+            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
+                labels. Partitions and test shares use the correct labels.
+            seed: seed of the division (public).
 
         Returns:
             The population, on the CPU.
 
         Raises:
-            UserError: more clients, records or held-out records than there are; an unknown partition; groups that do
-                not fit.
+            UserError: there are fewer records than clients or than requested, the partition is unknown, or the groups
+                do not fit.
 
         >>> from dpfl_lightning.data import load
         >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
@@ -160,9 +160,9 @@ class Population:
         (0, 0, 1, 1)
         """
         _check_held_out(held_out_per_client, test_per_client)
-        shifts = None
+        client_groups = None
         if groups is not None:
-            shifts = grouped(groups[0], num_clients, dataset.input_shape, dataset.num_classes, **groups[1])
+            client_groups = grouped(groups[0], num_clients, dataset.input_shape, dataset.num_classes, **groups[1])
         rng = np.random.default_rng(seed)
         name, options = partition[0], dict(partition[1])
         if records_per_client is not None:
@@ -175,10 +175,10 @@ class Population:
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
         if not held_out_per_client:
-            told = (name, labels[test], [labels[rows] for rows in train], kinds, rng)
-            shares = _test_shares(*told) if test_per_client is None else _test_draws(*told, test_per_client)
+            arguments = (name, labels[test], [labels[rows] for rows in train], kinds, rng)
+            shares = _test_shares(*arguments) if test_per_client is None else _test_draws(*arguments, test_per_client)
             held_out = [test.start + share for share in shares]
-        made = cls(
+        population = cls(
             x=x,
             y=y,
             train_of=_tensors(train),
@@ -188,14 +188,16 @@ class Population:
             public=public,
             caveats=(_SHARED,) if name == "overlapping" else (),
         )
-        made = made if shifts is None else made._shifted(shifts)
+        population = population if client_groups is None else population._shifted(client_groups)
         if mislabelled is None:
-            return made
-        y = with_wrong_labels(mislabelled[0], made.y, made.train_of, made.num_classes, rng, **mislabelled[1])
-        return dataclasses.replace(made, y=y)
+            return population
+        y = with_wrong_labels(
+            mislabelled[0], population.y, population.train_of, population.num_classes, rng, **mislabelled[1]
+        )
+        return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
-        """The same clients with their records as their groups have them, and no common test set."""
+        """Return the same clients with records shifted for their groups, and no common test set."""
         public = [] if self.public is None else [self.public]
         rows_of, group_of = [*self.train_of, *self.held_out_of, *public], [*groups.of, *groups.of, *(0 for _ in public)]
         x, y, rows_of = stored(self.x, self.y, rows_of, group_of, groups.shift)
@@ -220,22 +222,22 @@ class Population:
         seed: int = 0,
         num_classes: int | None = None,
     ) -> Population:
-        """Your own data, one source a client.
+        """Create a population from your data, one source for each client.
 
         Args:
-            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (whole
-                numbers: classes; floating: a regression), or a map-style torch Dataset of such (x, y).
+            clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
+                floating: a regression), or a map-style torch Dataset of such (x, y).
             test: the test set of the run in the same form, or None.
-            held_out: share in [0, 1) of each client's records, chosen at random, that it holds out.
-            seed: of that choice.
-            num_classes: number of classes; None: the largest label + 1, which tells the server that this
-                label exists.
+            held_out: share in [0, 1) of each client's records to hold out, chosen at random.
+            seed: seed of that choice.
+            num_classes: number of classes; None is the largest label + 1, which reveals to the server that this label
+                exists.
 
         Returns:
             The population, on the CPU.
 
         Raises:
-            UserError: shapes, types or labels that do not fit, naming the client.
+            UserError: shapes, types or labels do not fit; the message names the client.
 
         >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
         >>> population = Population.from_datasets(hospitals, num_classes=3)
@@ -252,21 +254,21 @@ class Population:
         x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
         ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]
         rows = np.split(np.arange(ends[-1]), ends[:-1])
-        train, held = _cut(rows, held_out, np.random.default_rng(seed))
+        train, held_out_rows = _cut(rows, held_out, np.random.default_rng(seed))
         test_rows = None if test is None else torch.arange(ends[-1], len(y))
-        return cls(x, y, _tensors(train), _tensors(held), test_rows, num_classes)
+        return cls(x, y, _tensors(train), _tensors(held_out_rows), test_rows, num_classes)
 
 
 def _stored(
     dataset: Dataset, public_records: int, use_public: bool
 ) -> tuple[Tensor, Tensor, slice, slice, Tensor | None]:
-    """One storage x, y of all that the run may see; the rows of it to deal out, of the test set, and public."""
+    """Return one storage x, y of all records of the run; its rows to divide, of the test set, and public ones."""
     total = len(dataset.y)
     must = f"be at least 0 and below the {total} records"
     require(0 <= public_records < total, "data.public_records", must, public_records)
     private = total - public_records
     if use_public:
-        advice = "Set it to how many of the last training records are public."
+        advice = "Set it to the number of last training records that are public."
         require(public_records >= 6, "data.public_records", "be at least 6 for use_public", public_records, advice)
         test = slice(public_records - public_records // 6, public_records)
         return dataset.x[private:], dataset.y[private:], slice(0, test.start), test, None
@@ -276,36 +278,36 @@ def _stored(
 
 
 def _check_held_out(held_out: int | float, test_each: int | None) -> None:
-    whole = held_out < 1 or held_out == int(held_out)
-    require(held_out >= 0 and whole, "data.held_out_per_client", "be a count, or a share in [0, 1)", held_out)
-    alone = test_each is None or not held_out
-    advice = "Clients are evaluated on records of their own, or on test records: leave out one of the two."
-    require(alone, "data.test_per_client", f"be null with data.held_out_per_client {held_out}", test_each, advice)
+    is_valid = held_out < 1 or held_out == int(held_out)
+    require(held_out >= 0 and is_valid, "data.held_out_per_client", "be a count, or a share in [0, 1)", held_out)
+    not_both = test_each is None or not held_out
+    advice = "Clients are evaluated on held-out records or on test records: leave out one of the two."
+    require(not_both, "data.test_per_client", f"be null with data.held_out_per_client {held_out}", test_each, advice)
     require(test_each is None or test_each >= 1, "data.test_per_client", "be at least 1, or null", test_each)
 
 
 def _with_held_out(records: int, held_out: int | float) -> int:
-    """How many records a client needs to have so many for training."""
+    """Return how many records a client needs for this number of training records."""
     return records + int(held_out) if held_out >= 1 else round(records / (1 - held_out))
 
 
 def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:
-    """Each client's training rows and held-out rows, at random: a count of its records, or a share of them."""
-    train, held = [], []
+    """Split each client's rows at random into training and held-out rows: a count, or a share of its records."""
+    train, held_out_rows = [], []
     for client, rows in enumerate(rows_of):
         count = int(held_out) if held_out >= 1 else round(held_out * len(rows))
         must = f"leave a training record of the {len(rows)} of client {client}"
         require(count < len(rows), "data.held_out_per_client", must, held_out, "Hold out less, or have fewer clients.")
-        mixed = rng.permutation(rows)
-        train.append(mixed[count:])
-        held.append(mixed[:count])
-    return train, held
+        shuffled = rng.permutation(rows)
+        train.append(shuffled[count:])
+        held_out_rows.append(shuffled[:count])
+    return train, held_out_rows
 
 
 def _test_shares(
     name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator
 ) -> Parts:
-    """A disjoint share of the test set for each client, like its own records."""
+    """Return a disjoint share of the test set for each client that matches its records."""
     if name in _ALIKE:
         return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
     counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
@@ -315,13 +317,13 @@ def _test_shares(
 def _test_draws(
     name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int
 ) -> Parts:
-    """`each` test records for each client, like its own records, whatever the others draw."""
+    """Draw `each` test records for each client that match its records, independently of the other clients."""
     draws = []
     for client, labels in enumerate(labels_of):
-        (like,) = _test_shares(name, test_labels, [labels], num_classes, rng)  # as if it were the only client
-        must = f"be at most {len(like)}, the test records with classes like those of client {client}"
-        require(each <= len(like), "data.test_per_client", must, each)
-        draws.append(rng.choice(like, each, replace=False))
+        (matching,) = _test_shares(name, test_labels, [labels], num_classes, rng)  # as if it were the only client
+        must = f"be at most {len(matching)}, the test records with classes like those of client {client}"
+        require(each <= len(matching), "data.test_per_client", must, each)
+        draws.append(rng.choice(matching, each, replace=False))
     return draws
 
 

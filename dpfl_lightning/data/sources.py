@@ -1,10 +1,9 @@
-"""Where public data sets come from: found on this machine, else fetched and checked.
+"""Sources of public data sets: files on this machine, otherwise downloads that are verified.
 
-A data set is looked for in the given folder; without one in the operating system's package of it, then in the
-user's cache (`DPFL_DATA` moves it), and is else fetched into that cache: from its public addresses, and where
-none answers on a Debian-like machine from Debian's package, for which no root is needed. A fetched file is
-checked against its published md5 before it gets its name; a file that was already there is checked by its own
-structure and is never written to.
+A data set is searched in the given folder; without one in the operating system's package, then in the user's cache
+(`DPFL_DATA` moves it). Otherwise it is downloaded into that cache from its public addresses, or, if none answers on a
+Debian-like machine, from Debian's package without root. A downloaded file is checked against its published md5 before
+it gets its final name. An existing file is checked by its structure and is never changed.
 """
 
 from __future__ import annotations
@@ -28,37 +27,37 @@ from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.folders import cache_folder
 
-TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for its next bytes
+TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for the next bytes
 
 
 class DataMissing(UserError):
-    """A data set that is neither on this machine nor can be fetched; whole runs depend on it, so it can be caught."""
+    """A data set is neither on this machine nor downloadable. A separate class, so that callers can catch it."""
 
 
 @dataclass(frozen=True)
 class DebianPackage:
-    """Debian's package of a data set: its gzip files are Debian's own, so the md5 is of what is in them."""
+    """Debian's package of a data set. Its gzip files differ from the published ones, so the md5 is of their content."""
 
     name: str
     folder: str
     content_md5_of: Mapping[str, str]
 
     def fetch(self, target: Path) -> None:
-        """Put the files into `target`; neither installs anything nor needs root."""
+        """Put the files into `target`; this neither installs anything nor needs root."""
         with tempfile.TemporaryDirectory() as scratch:
             try:
                 _run("apt-get", "download", self.name, cwd=scratch)
-            except subprocess.CalledProcessError:  # no package lists, as in a container: get some of our own
+            except subprocess.CalledProcessError:  # no package lists, as in a container: download them
                 settings = (f"Dir::State={scratch}", f"Dir::Cache={scratch}", "APT::Sandbox::User=root")
-                own = [word for setting in settings for word in ("-o", setting)]
-                _run("apt-get", *own, "update", cwd=scratch)
-                _run("apt-get", *own, "download", self.name, cwd=scratch)
+                apt_options = [argument for setting in settings for argument in ("-o", setting)]
+                _run("apt-get", *apt_options, "update", cwd=scratch)
+                _run("apt-get", *apt_options, "download", self.name, cwd=scratch)
             (package,) = Path(scratch).glob(f"{self.name}_*.deb")
             _run("dpkg-deb", "-x", str(package), "tree", cwd=scratch)
             for file, md5 in self.content_md5_of.items():
                 path = Path(scratch, "tree", self.folder.lstrip("/"), file)
-                got = hashlib.md5(content_of(path), usedforsecurity=False).hexdigest()
-                require(got == md5, file, f"hold data of md5 {md5}", got)
+                actual_md5 = hashlib.md5(content_of(path), usedforsecurity=False).hexdigest()
+                require(actual_md5 == md5, file, f"hold data of md5 {md5}", actual_md5)
                 shutil.copyfile(path, target / file)
 
 
@@ -69,13 +68,13 @@ def _run(*argv: str, cwd: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """What a data set is and where the public has it.
+    """A data set, and where to download it.
 
     Args:
-        layout: how its files are read.
+        layout: format of its files.
         num_classes: number of classes.
-        mean: subtracted from values in [0, 1]; every channel alike.
-        std: divides the rest.
+        mean: subtracted from values in [0, 1], for every channel.
+        std: divisor after that.
         md5_of: published files -> md5.
         mirrors: addresses that hold all of them.
         package: Debian's package of it.
@@ -165,13 +164,13 @@ SOURCES: Mapping[str, Source] = {
 
 
 def find(name: str, source: Source, folder: Path | None, download: bool) -> Path:
-    """The first place that holds the whole data set; fetched if need be."""
+    """Return the first folder that holds the whole data set, downloading it if necessary."""
     if folder is not None:
         return _given(name, source, folder)
     cache = cache_folder(name)
     tried = []
-    installed = [Path(source.package.folder)] if source.package else []
-    for place in [*installed, cache]:
+    system_folders = [Path(source.package.folder)] if source.package else []
+    for place in [*system_folders, cache]:
         missing = source.layout.missing(place)
         if not missing:
             return place
@@ -189,30 +188,30 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
 
 
 def _given(name: str, source: Source, folder: Path) -> Path:
-    """The user's folder or its sub folder `name`. Strict: a slip must not train on data that nobody meant."""
+    """Return the user's folder or its subfolder `name`. It is strict, so that a typo never selects other data."""
     places = (folder, folder / name)
-    lacks = [source.layout.missing(place) for place in places]
-    whole = next((place for place, missing in zip(places, lacks, strict=True) if not missing), None)
-    if whole is None:
-        lacking = min(lacks, key=lambda missing: len(missing))
-        got = f"a folder that lacks {', '.join(lacking)}" if folder.is_dir() else "no such folder"
-        way_out = "Mend the path, or leave it out to use the system's package, the cache or the network."
-        raise UserError(f"`data.folder` must hold the files of {name}, got {str(folder)!r}: {got}. {way_out}")
-    return whole
+    missing_files = [source.layout.missing(place) for place in places]
+    complete = next((place for place, missing in zip(places, missing_files, strict=True) if not missing), None)
+    if complete is None:
+        fewest_missing = min(missing_files, key=lambda missing: len(missing))
+        got = f"a folder that lacks {', '.join(fewest_missing)}" if folder.is_dir() else "no such folder"
+        advice = "Correct the path, or leave it out to use the system's package, the cache or the network."
+        raise UserError(f"`data.folder` must hold the files of {name}, got {str(folder)!r}: {got}. {advice}")
+    return complete
 
 
 def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
-    """Fill `folder` from the first way that works: all files are checked before one of them gets its name."""
+    """Fill `folder` from the first source that works; all files are checked before any gets its final name."""
     cache = folder.parent
     try:
         cache.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=cache).close()
     except OSError as error:
-        tried.append(f"{cache}: cannot write there ({error.strerror}); DPFL_DATA may name another folder")
+        tried.append(f"{cache}: not writable ({error.strerror}); DPFL_DATA may name another folder")
         return False
     lock = os.open(cache, os.O_RDONLY)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of several ranks that begin at once, one fetches
+        fcntl.flock(lock, fcntl.LOCK_EX)  # only one of several ranks downloads
         return not source.layout.missing(folder) or _fetch_into(folder, name, source, tried)
     finally:
         os.close(lock)
@@ -242,14 +241,14 @@ def _ways(source: Source) -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 
 def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
-    pooch.get_logger().setLevel("WARNING")  # our own line says what is fetched
+    pooch.get_logger().setLevel("WARNING")  # `_fetch_into` prints what is downloaded
     get = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
     for file, md5 in md5_of.items():
         pooch.retrieve(mirror + file, known_hash=f"md5:{md5}", fname=file, path=target, downloader=get)
 
 
 def _reason(error: Exception) -> str:
-    """Why a way failed, in a few words."""
+    """Describe briefly why a source failed."""
     if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
         return error.stderr.strip().splitlines()[-1]
     if isinstance(error, subprocess.TimeoutExpired):

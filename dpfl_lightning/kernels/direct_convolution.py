@@ -1,7 +1,7 @@
-"""A convolution whose second derivative is made of convolutions of the kernel's own size.
+"""A convolution whose second derivative consists of convolutions with the same kernel size.
 
 The slope of a kernel's gradient along the input is the input's gradient for another kernel. Torch computes it as a
-convolution with the output's gradient for a kernel, as large as the image: the slowest part of a matching step.
+convolution with the output's gradient as the kernel, as large as the image: the slowest part of a matching step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _X, _KERNEL, _DY = range(3)
 
 
 class DirectConvolution(nn.Module):
-    """Takes the place of a `Conv2d`, with its parameters."""
+    """Replaces a `Conv2d`, with its parameters."""
 
     def __init__(self, layer: nn.Conv2d) -> None:
         super().__init__()
@@ -29,13 +29,13 @@ class DirectConvolution(nn.Module):
 
 
 def takes(layer: nn.Conv2d) -> bool:
-    """Whether `DirectConvolution` can take the layer's place."""
+    """Return whether `DirectConvolution` can replace the layer."""
     return layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
 
 class _Slope(torch.autograd.Function):
-    """The slope of `<dy, convolution of x with the kernel>` along one of the three, of which only the shape counts:
-    along dy that is the convolution itself. It is linear in the two others, so its own slopes are of the same kind."""
+    """The slope of `<dy, convolution of x with the kernel>` along one of the three tensors, of which only the shape is
+    used. Along dy it is the convolution itself. It is linear in the two others, so its slopes are of the same kind."""
 
     generate_vmap_rule = True
 
@@ -60,5 +60,5 @@ class _Slope(torch.autograd.Function):
         three = list(ctx.saved_tensors)
         three[ctx.along] = slope
         wanted = [which != ctx.along and ctx.needs_input_grad[2 + which] for which in (_X, _KERNEL, _DY)]
-        found = [_Slope.apply(which, ctx.geometry, *three) if want else None for which, want in enumerate(wanted)]
-        return None, None, *found
+        slopes = [_Slope.apply(which, ctx.geometry, *three) if needed else None for which, needed in enumerate(wanted)]
+        return None, None, *slopes

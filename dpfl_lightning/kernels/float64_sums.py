@@ -1,4 +1,4 @@
-"""Norms and weighted sums of per-record gradients in float64: what clipping rests on.
+"""Norms and weighted sums of per-record gradients in float64, on which clipping is based.
 
 A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there.
 """
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def summing_dtype(like: Tensor) -> torch.dtype:
-    """The dtype of norms, factors and sums: float64, but on MPS, which has none, that of `like`."""
+    """Return the dtype of norms, factors and sums: float64, except on MPS, where it is that of `like`."""
     return like.dtype if like.device.type == "mps" else torch.float64
 
 
 def row_norms(rows: Tensor, order: int = 2) -> Tensor:
-    """The norms of the rows of `[B, n]`: `[B]` in `summing_dtype`, infinite or NaN where a row is not finite.
+    """Return the norms of the rows of `[B, n]`: `[B]` in `summing_dtype`, infinite or NaN if a row is not finite.
 
     >>> row_norms(torch.tensor([[3.0, 4.0], [0.0, 2.0**100]])).tolist() == [5.0, 2.0**100]
     True
@@ -28,28 +28,28 @@ def row_norms(rows: Tensor, order: int = 2) -> Tensor:
 
 
 def one_hot(factors: Tensor, group: Tensor | None, num_groups: int) -> Tensor:
-    """The matrix `[G, B]` that sums B rows into their groups with `factors` `[B]`."""
+    """Return the matrix `[G, B]` that sums B rows into their groups with `factors` `[B]`."""
     if group is None:
         return factors[None]
     return factors * (group == torch.arange(num_groups, device=group.device)[:, None])
 
 
 def kept(values: Tensor, factors: Tensor) -> Tensor:
-    """`values` `[B, ...]` in the dtype of `factors`, with zeros where a factor is 0, for 0 times NaN is NaN."""
+    """Convert `values` `[B, ...]` to the dtype of `factors`, with zeros where a factor is 0 (as 0 * NaN is NaN)."""
     return values.to(factors.dtype).masked_fill((factors == 0).view(-1, *[1] * (values.dim() - 1)), 0.0)
 
 
 class Products:
     """Gradients `left[j]^T right[j]` of B records for K parameters, by compiled loops: one call for all parameters.
 
-    The loops read float32 and compute in float64 without a copy. They get addresses, for to hand over K tensors takes
-    longer than what they do with small ones.
+    The loops read float32 and compute in float64 without a copy. They take addresses, because passing K tensors would
+    take longer than the computation for small ones.
 
     Args:
         pairs: length K >= 1; left `[B, p]` and right `[B, d]`, float32 on a CPU.
 
     Raises:
-        ValueError: shapes, dtypes or groups are others; the loops check nothing.
+        ValueError: shapes, dtypes or groups do not fit; the loops themselves check nothing.
 
     >>> products = Products([(torch.ones(1, 1), torch.tensor([[3.0, 4.0]]))])
     >>> products.powers(order=2), products.powers(order=1)
@@ -57,8 +57,8 @@ class Products:
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # kept as long as their addresses
-        self._pairs = [tuple(one.resolve_neg().contiguous() for one in pair) for pair in pairs]
+        # stored so that the addresses stay valid
+        self._pairs = [tuple(factor.resolve_neg().contiguous() for factor in pair) for pair in pairs]
         self._records = len(self._pairs[0][0])
         for one in (one for pair in self._pairs for one in pair):
             fits = one.dim() == 2 and len(one) == self._records and one.dtype == torch.float32
@@ -68,7 +68,7 @@ class Products:
         self._table = np.array(table, np.int64)
 
     def powers(self, order: int) -> Tensor:
-        """`|g_j|_2^2`, or `|g_j|_1` for `order` 1, of all parameters together: `[B]` float64, perhaps not finite."""
+        """Return `|g_j|_2^2`, or `|g_j|_1` for `order` 1, over all parameters: `[B]` float64, may not be finite."""
         powers = torch.zeros(self._records, dtype=torch.float64)
         _checked_loops()[0](self._table, order, powers.numpy())
         return powers
@@ -88,14 +88,14 @@ class Products:
         groups = np.zeros(0, np.int64) if group is None else group.contiguous().numpy()
         inside = group is None or (len(groups) and groups.min() >= 0 and groups.max() < len(totals[0]))
         if len(factors) != self._records or len(groups) not in (0, self._records) or not inside:
-            raise ValueError(f"factors and groups in [0, {len(totals[0])}) are needed for {self._records} records")
+            raise ValueError(f"expected factors and groups in [0, {len(totals[0])}) for {self._records} records")
         rows = np.array([(total.data_ptr(), total.stride(0)) for total in totals], np.int64)
         _checked_loops()[1](self._table, rows, len(totals[0]), factors.contiguous().numpy(), groups)
 
 
 @functools.cache
 def _checked_loops() -> tuple[Callable[..., None], Callable[..., None]]:
-    """The compiled loops.
+    """Return the compiled loops.
 
     Raises:
         RuntimeError: they do not reproduce torch's sums on this machine.
@@ -107,11 +107,11 @@ def _checked_loops() -> tuple[Callable[..., None], Callable[..., None]]:
     formed = (left.double()[:, :, None] * right.double()[:, None]).flatten(1)
     table = np.array([(left.data_ptr(), 3, right.data_ptr(), 33)], np.int64)
     factors, group = torch.arange(7).double(), torch.arange(7) % 2
-    alike = []
+    matches = []
     for order in (1, 2):
         powers = torch.zeros(7, dtype=torch.float64)
         loops.add_powers(table, order, powers.numpy())
-        alike.append(torch.allclose(powers, formed.abs().pow(order).sum(dim=1), rtol=1e-12, atol=0))
+        matches.append(torch.allclose(powers, formed.abs().pow(order).sum(dim=1), rtol=1e-12, atol=0))
     for groups in (None, group):
         total = torch.zeros(2, 99, dtype=torch.float64)
         rows = np.array([(total.data_ptr(), 99)], np.int64)
@@ -119,7 +119,7 @@ def _checked_loops() -> tuple[Callable[..., None], Callable[..., None]]:
             table, rows, 2, factors.numpy(), (np.zeros(0, np.int64) if groups is None else group.numpy())
         )
         expected = one_hot(factors, torch.zeros_like(group) if groups is None else group, 2) @ formed
-        alike.append(torch.allclose(total, expected, rtol=1e-12, atol=1e-12))
-    if not all(alike):
-        raise RuntimeError("compiled loops for sums of gradients give wrong ones on this processor: please report it")
+        matches.append(torch.allclose(total, expected, rtol=1e-12, atol=1e-12))
+    if not all(matches):
+        raise RuntimeError("compiled loops give wrong sums of gradients on this processor: please report it")
     return loops.add_powers, loops.add_products

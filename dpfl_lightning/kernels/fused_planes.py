@@ -1,8 +1,7 @@
-"""Instance norm, ReLU and 2x2 mean pooling as one operation, which can be differentiated twice (on a CPU).
+"""Instance norm, ReLU and 2x2 mean pooling as one operation that can be differentiated twice (on a CPU).
 
-Matching gradients moves images along a second derivative. Torch has no second derivative of a norm of its own: it
-writes the first one out in some thirty operations on whole tensors, and takes the slope of each. Here a plane is read
-once and left in the nearest cache for all of it: see `plane_loops.py`.
+Gradient matching moves images along a second derivative. Torch computes the second derivative of a norm by some thirty
+operations on whole tensors and their slopes. Here a plane is read once and stays in the L1 cache: see `plane_loops.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 
 class FusedPlanes(nn.Module):
-    """Takes the place of an instance norm (its parameters), a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to
+    """Replaces an instance norm (its parameters), a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to
     `[B, C, H // 2, W // 2]`.
 
     Raises:
@@ -30,16 +29,16 @@ class FusedPlanes(nn.Module):
         self.weight, self.bias, self.eps = norm.weight, norm.bias, norm.eps
 
     def forward(self, y: Tensor) -> Tensor:
-        scale, shift = (own.expand(y.shape[:2]) for own in (self.weight, self.bias))
+        scale, shift = (parameter.expand(y.shape[:2]) for parameter in (self.weight, self.bias))
         return norm_relu_pool(y, scale, shift, self.eps)
 
 
 def norm_relu_pool(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """The mean over 2x2 of `max(scale * x + shift, 0)`, where x is the normalised plane: `[*, H // 2, W // 2]`.
+    """Return the mean over 2x2 of `max(scale * x + shift, 0)`, with x the normalised plane: `[*, H // 2, W // 2]`.
 
     Args:
         y: `[*, H, W]` on a CPU, float32 or float64.
-        scale, shift: `[*]`, of each plane.
+        scale, shift: value for each plane, `[*]`.
         eps: added to a plane's variance.
 
     >>> plane = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]]])
@@ -69,7 +68,7 @@ class _Forward(torch.autograd.Function):
 
 
 class _FirstOrder(torch.autograd.Function):
-    """What `_Forward` hands back."""
+    """Gradient of `_Forward`."""
 
     @staticmethod
     def forward(y: Tensor, scale: Tensor, shift: Tensor, dz: Tensor, eps: float) -> tuple[Tensor, ...]:
@@ -91,7 +90,7 @@ class _FirstOrder(torch.autograd.Function):
 
 
 class _SecondOrder(torch.autograd.Function):
-    """What `_FirstOrder` hands back, but for the shift, which moves nothing of it."""
+    """Gradient of `_FirstOrder`, without that of the shift, which is zero."""
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -103,7 +102,7 @@ class _SecondOrder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
-        raise NotImplementedError("fused planes have no third derivative: take the module's own `sample_loss`")
+        raise NotImplementedError("fused planes have no third derivative: use the module's `sample_loss`")
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
@@ -111,14 +110,14 @@ class _SecondOrder(torch.autograd.Function):
 
 
 def _in_front(size: int, dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
-    """The arguments with the dimension of `vmap` first: to loops over planes it is one more of them."""
+    """Return the arguments with the dimension of `vmap` first, which the loops treat as another dimension of planes."""
     return [
-        one if not isinstance(one, Tensor) else one.expand(size, *one.shape) if dim is None else one.movedim(dim, 0)
-        for one, dim in zip(arguments, dims, strict=True)
+        a if not isinstance(a, Tensor) else a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+        for a, dim in zip(arguments, dims, strict=True)
     ]
 
 
-#: of each loop, the shapes of what it reads and of what it writes: whole planes, pooled ones, a number for each
+#: shapes that each loop reads and writes: whole planes, pooled planes, one number for each plane
 _SHAPES = {
     "forward": (("plane", "number", "number"), ("pooled",)),
     "first_order": (("plane", "number", "number", "pooled"), ("plane", "number", "number")),
@@ -130,7 +129,7 @@ _SHAPES = {
 
 
 def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
-    """What one of the compiled loops writes, over all planes."""
+    """Run one of the compiled loops over all planes, and return its outputs."""
     from dpfl_lightning.kernels import plane_loops
 
     y, before = inputs[0], inputs[1].shape
@@ -140,8 +139,8 @@ def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
     outputs = tuple(y.new_empty(*before, *shapes[kind]) for kind in writes)
     as_rows = {**shapes, "plane": (height * width,)}
     arrays = [
-        one.detach().contiguous().numpy().reshape(before.numel(), *as_rows[kind])
-        for one, kind in zip((*inputs, *outputs), (*reads, *writes), strict=True)
+        tensor.detach().contiguous().numpy().reshape(before.numel(), *as_rows[kind])
+        for tensor, kind in zip((*inputs, *outputs), (*reads, *writes), strict=True)
     ]
     number = np.dtype(str(y.dtype).removeprefix("torch.")).type
     constants = tuple(map(number, (0.0, 1.0, 0.25, 1.0 / (height * width), eps)))
@@ -151,7 +150,7 @@ def _run(name: str, inputs: Sequence[Tensor], eps: float) -> tuple[Tensor, ...]:
 
 
 def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """The slow reference of `norm_relu_pool`, by torch's own operations."""
+    """Slow reference of `norm_relu_pool`, by torch's operators."""
     mean = y.mean(dim=(-2, -1), keepdim=True)
     x = (y - mean) / ((y - mean).square().mean(dim=(-2, -1), keepdim=True) + eps).sqrt()
     a = (scale[..., None, None] * x + shift[..., None, None]).relu()
@@ -161,7 +160,7 @@ def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def _held_to_torch() -> None:
-    """Compiles the loops on a small example.
+    """Compile the loops, and check them on a small example.
 
     Raises:
         RuntimeError: they do not reproduce torch's numbers on this machine.
@@ -172,13 +171,13 @@ def _held_to_torch() -> None:
     )
 
     def both_orders(operation: Callable[..., Tensor]) -> tuple[Tensor, ...]:
-        own = [one.clone().requires_grad_() for one in (y, scale, shift, along)]
-        z = operation(*own[:3], 1e-5)
-        first = torch.autograd.grad((z * own[3]).sum(), own[:3], create_graph=True)
+        inputs = [tensor.clone().requires_grad_() for tensor in (y, scale, shift, along)]
+        z = operation(*inputs[:3], 1e-5)
+        first = torch.autograd.grad((z * inputs[3]).sum(), inputs[:3], create_graph=True)
         total = (first[0] * slope).sum() + first[1].sum() + first[2].square().sum()
-        return (z, *first, *torch.autograd.grad(total, own))
+        return (z, *first, *torch.autograd.grad(total, inputs))
 
     with torch.enable_grad():
         pairs = list(zip(both_orders(_Forward.apply), both_orders(as_torch), strict=True))
-    if not all(torch.allclose(ours, theirs, rtol=1e-3, atol=1e-4) for ours, theirs in pairs):
-        raise RuntimeError("compiled loops for normed planes give wrong numbers on this processor: please report it")
+    if not all(torch.allclose(fused, expected, rtol=1e-3, atol=1e-4) for fused, expected in pairs):
+        raise RuntimeError("compiled loops give wrong norms of planes on this processor: please report it")

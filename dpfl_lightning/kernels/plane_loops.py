@@ -1,4 +1,4 @@
-"""The loops of `fused_planes.py` (numba): one plane of an image stays in the nearest cache for all that is done to it.
+"""The loops of `fused_planes.py` (numba): a plane of an image stays in the L1 cache for all operations on it.
 
 With x the normalised plane (mean m, r = 1 / sqrt(variance + eps), x = (y - m) r), a = scale x + shift and n numbers:
 
@@ -6,8 +6,8 @@ With x the normalised plane (mean m, r = 1 / sqrt(variance + eps), x = (y - m) r
     da   = dz / 4 where a > 0, else 0;   dscale = sum da x;   dshift = sum da
     dy   = r (h - mean(h) - x mean(h x)),   h = scale da
 
-and the slope of u . dy + p dscale + q dshift, whose terms `second_order` names. Rows and columns that an odd plane has
-beyond its last pair are normalised and not pooled.
+and the slope of u . dy + p dscale + q dshift, whose terms `second_order` names. The last row or column of an odd plane
+is normalised but not pooled.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _loops = functools.partial(compiled, fastmath={"reassoc", "nsz", "contract"})
 
 @_loops
 def _normalise(y, constants, x):  # type: ignore[no-untyped-def]
-    """Fills x, returns r."""
+    """Fill x, and return r."""
     zero, one, _, inverse, eps = constants
     total, squares = zero, zero
     for k in range(len(y)):
@@ -40,7 +40,7 @@ def _normalise(y, constants, x):  # type: ignore[no-untyped-def]
 
 @_loops
 def _passed_on(dz, x, scale, shift, width, constants, da):  # type: ignore[no-untyped-def]
-    """Fills da."""
+    """Fill da."""
     zero, _, quarter, _, _ = constants
     for k in range(len(da)):
         da[k] = zero
@@ -107,7 +107,7 @@ def second_order(y, scale, shift, dz, u, p, q, constants, width, to_y, to_scale,
         mean_u, mean_u_x = sum_u * inverse, sum_u_x * inverse
         apart = sum_u_da - mean_u * sum_da - mean_u_x * sum_da_x  # u . dy / (r scale)
         to_scale[plane] = r * apart
-        # the slope along x, and its mean alone and with x
+        # the mean of the slope along x, and its mean product with x
         mean_to_x = -r * (mean_u * mean_h_x + mean_h * mean_u_x) + p[plane] * sum_da * inverse
         mean_to_x_x = -(r + r) * mean_u_x * mean_h_x + p[plane] * sum_da_x * inverse
         for k in range(len(x)):

@@ -11,12 +11,12 @@ from numba.extending import intrinsic
 
 from dpfl_lightning.kernels.compiled import compiled
 
-COLUMNS = 512  # of a sum at a time: 4 KiB in float64 stay in the nearest cache
+COLUMNS = 512  # columns of a sum at a time: 4 KiB in float64 stay in the L1 cache
 
 
 @intrinsic
 def at(typing: Any, address: Any) -> Any:
-    """The pointer to an address."""
+    """Convert an address to a pointer."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
@@ -25,7 +25,7 @@ def at(typing: Any, address: Any) -> Any:
 
 
 def _add_powers(table, order, powers):  # type: ignore[no-untyped-def]
-    """Add to `powers` `[B]` squares, or absolute values for `order` 1; `table` `[K, 4]` of left, p, right, d."""
+    """Add squares, or absolute values for `order` 1, to `powers` `[B]`; `table` `[K, 4]` holds left, p, right, d."""
     records = len(powers)
     for k in range(len(table)):
         left = carray(at(table[k, 0]), (records, table[k, 1]), np.float32)
@@ -46,10 +46,10 @@ def _add_powers(table, order, powers):  # type: ignore[no-untyped-def]
 
 
 def _add_products(table, totals, num_groups, factors, groups):  # type: ignore[no-untyped-def]
-    """`Products.add`: four records at a time without groups. One with factor 0 is taken for zeros.
+    """Loops of `Products.add`: four records at a time without groups. A record with factor 0 counts as zeros.
 
     Args:
-        totals: `[K, 2]`, the address of each parameter's total and how many numbers its rows are apart.
+        totals: `[K, 2]`, the address of each parameter's total and the distance between its rows.
     """
     records, zeros = len(factors), np.zeros(COLUMNS, np.float32)
     fours = 0 if len(groups) else records // 4 * 4

@@ -1,13 +1,13 @@
-"""Backward pass of a convolution whose output gradient is mostly zeros, as max-pooling leaves it (float32, on a CPU).
+"""Backward pass of a convolution whose output gradient is mostly zeros, as after max-pooling (float32, on a CPU).
 
-Behind a 2x2 max-pool three quarters of a gradient are zeros, and a dense convolution multiplies with them all the same.
-Both gradients of a convolution are sums of weighted windows, one for each number that is not zero:
+After a 2x2 max-pool three quarters of a gradient are zeros, which a dense convolution multiplies all the same. Both
+gradients of a convolution are sums of weighted windows, one for each non-zero number:
 
     dW_j[o] = sum over (h, w) of    dy_j[o, h, w] * the window of x_j at (h, w)
     dx_j    = sum over (o, h, w) of dy_j[o, h, w] * W[o], at that window
 
-A window is `kernel height` runs of `kernel width * channels` neighbouring numbers, which fill vector registers: see
-`windows.py`, whose loops are compiled in a second when a shape of kernel is first met, and held to torch's then.
+A window is `kernel height` runs of `kernel width * channels` contiguous numbers, which fill vector registers. The loops
+in `windows.py` are compiled when a kernel shape first occurs, which takes a second, and are then checked against torch.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from dpfl_lightning.kernels import LANES
 
-MOSTLY_ZEROS = 0.4  # share of numbers other than zero up to which this beats a dense convolution
-SMALLEST_WINDOW = 16  # numbers: below, vector registers are not worth filling
+MOSTLY_ZEROS = 0.4  # largest share of non-zero numbers for which this beats a dense convolution
+SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector registers well
 
 
 def suits(layer: nn.Conv2d, x: Tensor) -> bool:
-    """Whether `sparse_backward` can serve the layer on such an input: a function of shapes, dtype and device alone."""
+    """Return whether `sparse_backward` supports the layer and input; depends on shapes, dtype and device alone."""
     return (
         x.device.type == "cpu"
         and x.dtype == torch.float32
@@ -40,14 +40,14 @@ def suits(layer: nn.Conv2d, x: Tensor) -> bool:
 
 
 def mostly_zeros(dy: Tensor) -> bool:
-    """Whether so few numbers of `dy` are not zero that `sparse_backward` is faster; never ask it of private records."""
+    """Return whether `dy` has few enough non-zero numbers for `sparse_backward`; never use it on private records."""
     return int(dy.count_nonzero()) <= MOSTLY_ZEROS * dy.numel()
 
 
 def sparse_backward(
     layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Each record's gradients of weight and bias, and the gradient of the input.
+    """Return each record's gradients of weight and bias, and the gradient of the input.
 
     Args:
         weight: `[O, C, kh, kw]`.
@@ -90,12 +90,12 @@ def _backward(
 
 @functools.cache
 def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
-    """The compiled loops for one shape of kernel.
+    """Return the compiled loops for one kernel shape.
 
     Raises:
         RuntimeError: they do not reproduce torch's convolution on this machine.
     """
-    from dpfl_lightning.kernels.windows import convolution_backward  # numba: half a second, for those who need it
+    from dpfl_lightning.kernels.windows import convolution_backward  # importing numba takes half a second
 
     loops = convolution_backward(rows, columns * channels)
     generator = torch.Generator().manual_seed(0)
@@ -107,8 +107,8 @@ def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
     true_dx, true_dw, _ = torch.ops.aten.convolution_backward(
         dy, x, weight, None, (1, 1), (0, 0), (1, 1), False, [0, 0], 1, [True, True, False]
     )
-    for ours, true in ((dw[0].permute(0, 3, 1, 2), true_dw), (db[0], dy[0].sum(dim=(1, 2))), (dx, true_dx)):
-        if ours is None or not torch.allclose(ours, true, rtol=1e-4, atol=1e-4):
+    for actual, expected in ((dw[0].permute(0, 3, 1, 2), true_dw), (db[0], dy[0].sum(dim=(1, 2))), (dx, true_dx)):
+        if actual is None or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
             raise RuntimeError(
                 "compiled loops for convolutions give wrong gradients on this processor: please report it"
             )

@@ -1,7 +1,7 @@
 """The loops of `sparse_conv.py`, compiled for this machine's vector registers (numba).
 
-The innermost one, a weighted sum of windows, is written in LLVM's terms: its sums must stay in registers, which neither
-a torch operator nor a loop in Python's words brings about.
+The innermost loop, a weighted sum of windows, is written in LLVM instructions, because its sums must stay in registers;
+neither a torch operator nor a Python loop achieves that.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from numba.extending import intrinsic
 from dpfl_lightning.kernels import LANES
 from dpfl_lightning.kernels.compiled import compiled
 
-SUMS = 6  # vectors summed at once: enough to hide an addition's latency, few enough for 16 registers
+SUMS = 6  # vectors summed at once: enough to hide the latency of an addition, few enough for 16 registers
 PIECE = SUMS * LANES  # numbers of a run that are summed at once
 
 
 @functools.cache
 def convolution_backward(rows: int, run: int) -> Any:
-    """The loops over records and places for windows of `rows` runs of `run` neighbouring float32 numbers.
+    """Return the loops over records and positions for windows of `rows` runs of `run` contiguous float32 numbers.
 
     The compiled function takes flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w
-    `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. Then
-    follow the sizes B, H, W, C, H', W', O, the stride's two numbers and the padding's.
+    `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The
+    other arguments are the sizes B, H, W, C, H', W', O, and two numbers each for stride and padding.
     """
     whole, rest = run // PIECE * PIECE, run % PIECE
     vectors = SUMS if whole else -(-rest // LANES)
@@ -37,14 +37,14 @@ def convolution_backward(rows: int, run: int) -> Any:
         line, window, spots = (width + 2 * pad_w) * channels, rows * run, out_h * out_w
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
         padded, spread = np.zeros(size, np.float32), np.zeros(size, np.float32)
-        # what is not zero in one record's dy, twice: channel by channel, and spot by spot
+        # the non-zero numbers of one record's dy, stored twice: by channel and by spot
         values, places, ends = (
             np.empty(out * spots, np.float32),
             np.empty(out * spots, np.int64),
             np.empty(out, np.int64),
         )
         here, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
-        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # where a spot's window begins
+        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # start of each spot's window
         for spot in range(spots):
             corners[spot] = spot // out_w * down * line + spot % out_w * right * channels
         for record in range(records):
@@ -70,7 +70,7 @@ def convolution_backward(rows: int, run: int) -> Any:
                 begins[spot + 1] = present
             for k in range(size if len(dx) else 0):
                 spread[k] = np.float32(0)
-            for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the nearest cache
+            for r in range(0, rows if len(dx) else 0, some):  # one row of all kernels stays in the L1 cache
                 for spot in range(spots):
                     to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
                     for k in range(0, whole, PIECE):
@@ -102,7 +102,7 @@ def convolution_backward(rows: int, run: int) -> Any:
                 for k in range(width * channels):
                     dx[begin + h * width * channels + k] = spread[corner + h * line + k]
 
-    backward.__qualname__ += f"_{rows}_{run}"  # each has files of its own: numba writes no index that two may share
+    backward.__qualname__ += f"_{rows}_{run}"  # separate cache files, because numba's index files cannot be shared
     return compiled(backward)
 
 
@@ -112,8 +112,8 @@ def weighted_windows(  # type: ignore[no-untyped-def]
 ):
     """`target[at + r target_row + k] (+)= sum_j values[j] source[places[j] + offset + r source_row + k]`.
 
-    For all j in [first, end), r < `rows`, k < `length`; the sums stay in registers while j runs. `rows`, `length` and
-    `add` are known when this is compiled.
+    The loop runs over all j in [first, end), r < `rows`, k < `length`; the sums stay in registers. `rows`, `length` and
+    `add` are compile-time constants.
     """
     of = (target, at, target_row, source, offset, source_row, values, places, first, end, rows, length, add)
     rows, length, add = (known.literal_value for known in (rows, length, add))
@@ -164,7 +164,7 @@ def weighted_windows(  # type: ignore[no-untyped-def]
 
 @intrinsic
 def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
-    """Bit i tells whether `source[at + i]` is not zero (NaN is not), for i < LANES."""
+    """Return a mask whose bit i tells whether `source[at + i]` is non-zero (NaN is), for i < LANES."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -177,7 +177,7 @@ def present_lanes(typing, source, at):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def lowest_lane(typing, mask):  # type: ignore[no-untyped-def]
-    """The number of the lowest bit that is set; one is."""
+    """Return the number of the lowest set bit of a non-zero mask."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
@@ -191,12 +191,12 @@ def _vector(lanes: int) -> Any:
 
 def _load(builder: Any, pointer: Any) -> Any:
     loaded = builder.load(pointer)
-    loaded.align = 4  # of float32: a window begins anywhere
+    loaded.align = 4  # bytes of a float32: a window may begin anywhere
     return loaded
 
 
 def _multiply_add(builder: Any, factor: Any, window: Any, total: Any) -> Any:
-    """`factor * window + total`, rounded once."""
+    """Return `factor * window + total`, rounded once."""
     kind, lanes = window.type, window.type.count
     undefined = ir.Constant(kind, ir.Undefined)
     single = builder.insert_element(undefined, factor, ir.Constant(ir.IntType(32), 0))

@@ -1,4 +1,4 @@
-"""The papers' models by name, and the check that a model can be trained under record-level privacy at all."""
+"""The papers' models by name, and a check that record-level privacy is possible for a model."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _ANY_SHAPE = ("logistic", "linear")
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
-    """A freshly initialised model.
+    """Return a newly initialised model.
 
     Args:
         name: one of `names()`.
-        input_shape: shape X of one record; (channels, height, width) for the convolutional ones.
+        input_shape: shape X of one record; (channels, height, width) for the convolutional models.
         num_classes: number of outputs; 1 for `linear`, the regression.
-        options: those of the model.
+        options: options of the model.
 
     Returns:
         A module [B, *X] -> [B, num_classes].
 
     Raises:
-        UserError: an unknown name or option, a value out of range, an input shape that does not fit.
+        UserError: a name or option is unknown, a value is out of range, or the input shape does not fit.
 
     >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
     28938
@@ -61,22 +61,22 @@ def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options:
 
 
 def names() -> list[str]:
-    """The models `build` knows."""
+    """Return the names of the models of `build`."""
     return list(MODELS)
 
 
 def check_net(net: nn.Module) -> None:
-    """Refuse a model to which record-level privacy cannot be given.
+    """Check that record-level privacy is possible for a model.
 
-    Clipping one record's gradient bounds its influence only if the gradient is that record's own; a layer
-    that mixes records, or that remembers them outside the parameters, breaks this without a trace.
+    Clipping one record's gradient bounds its influence only if the gradient depends on that record alone. A layer that
+    mixes records, or that stores them outside the parameters, silently breaks this.
 
     Args:
         net: any module.
 
     Raises:
-        UserError: a layer that mixes records (BatchNorm, InstanceNorm with running statistics), no trainable
-            parameter, or a parameter that is not floating or has no shape yet; the message names it.
+        UserError: a layer mixes records (BatchNorm, InstanceNorm with running statistics), no parameter is trainable,
+            or a parameter is not floating or has no shape yet; the message names it.
 
     >>> check_net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
     Traceback (most recent call last):
@@ -88,14 +88,14 @@ records of a batch. Use nn.GroupNorm(2, 4) instead.
         mixes = isinstance(layer, _BatchNorm)
         remembers = isinstance(layer, _InstanceNorm) and layer.track_running_stats
         if mixes or remembers:
-            does = "mixes the records of a batch" if mixes else "keeps statistics of records it has seen"
+            problem = "mixes the records of a batch" if mixes else "keeps statistics of records it has seen"
             way_out = _group_norm(layer) if mixes else "track_running_stats=False"
-            got = f"{type(layer).__name__}, which {does}"
+            got = f"{type(layer).__name__}, which {problem}"
             raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out} instead.")
     for name, parameter in net.named_parameters():
-        shaped = not isinstance(parameter, UninitializedParameter)
+        has_shape = not isinstance(parameter, UninitializedParameter)
         kind, advice = type(parameter).__name__, "Pass one batch through the net first."
-        require(shaped, f"net.{name}", "have a shape", kind, advice)
+        require(has_shape, f"net.{name}", "have a shape", kind, advice)
         require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype)
     trainable = any(parameter.requires_grad for parameter in net.parameters())
     require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")

@@ -1,4 +1,4 @@
-"""Differentiable augmentations of images: the same one for the real and the synthetic images of a class."""
+"""Differentiable augmentations of images, shared by the real and the synthetic images of a class."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _MOST_SCALE, _MOST_DEGREES, _CROP, _CUTOUT = 1.2, 15.0, 0.125, 0.5
-NUMBERS = 3  # uniform ones in [0, 1) that decide one augmentation of one image
+NUMBERS = 3  # uniform numbers in [0, 1) that determine the augmentation of an image
 
 
 def _whole(u: Tensor, many: int) -> Tensor:
-    """Each number as one of 0 .. many - 1, all as often; one just below 1 in float64 may be 1 in another dtype."""
+    """Map each number to one of 0 .. many - 1 with equal probability; rounding to 1 in another dtype is handled."""
     return (u * many).long().clamp_max(many - 1)
 
 
@@ -36,18 +36,18 @@ def _rotate(x: Tensor, u: Tensor) -> Tensor:
 
 
 def _warped(x: Tensor, matrix: Tensor) -> Tensor:
-    """The images at linearly moved places, zeros beyond their edges."""
+    """Sample the images at linearly transformed positions, with zeros beyond their edges."""
     affine = F.pad(matrix, (0, 1)).to(x.dtype)
     grid = F.affine_grid(affine, list(x.shape), align_corners=True)
     return F.grid_sample(x, grid, align_corners=True)
 
 
 def _crop(x: Tensor, u: Tensor) -> Tensor:
-    """Moved by whole pixels, zeros where nothing comes in."""
+    """Shift by whole pixels, and fill with zeros."""
     height, width = x.shape[2:]
     reach = [math.floor(_CROP * size + 0.5) for size in (height, width)]
     padded = F.pad(x, (reach[1], reach[1], reach[0], reach[0]))
-    first = [_whole(u[:, axis], 2 * far + 1) for axis, far in enumerate(reach)]
+    first = [_whole(u[:, axis], 2 * shift + 1) for axis, shift in enumerate(reach)]
     rows = first[0][:, None] + torch.arange(height, device=x.device)
     columns = first[1][:, None] + torch.arange(width, device=x.device)
     image = torch.arange(len(x), device=x.device).view(-1, 1, 1)
@@ -55,19 +55,19 @@ def _crop(x: Tensor, u: Tensor) -> Tensor:
 
 
 def _cutout(x: Tensor, u: Tensor) -> Tensor:
-    """A square of zeros around any place, cut off at the edges of the image."""
+    """Set a square at a random position to zero, cut off at the edges of the image."""
     holes = []
     for axis, size in enumerate(x.shape[2:]):
         side = math.floor(_CUTOUT * size + 0.5)
         first = _whole(u[:, axis], size + 1 - side % 2) - side // 2
-        away = torch.arange(size, device=x.device) - first[:, None]
-        holes.append((away >= 0) & (away < side))
+        distance = torch.arange(size, device=x.device) - first[:, None]
+        holes.append((distance >= 0) & (distance < side))
     hole = holes[0][:, None, :, None] & holes[1][:, None, None, :]
     return torch.where(hole, 0.0, x)
 
 
 def _color(x: Tensor, u: Tensor) -> Tensor:
-    """Brightness, then saturation, then contrast."""
+    """Change brightness, then saturation, then contrast."""
     brightness, saturation, contrast = u.to(x.dtype).T[:, :, None, None, None]
     x = x + (brightness - 0.5)
     grey = x.mean(dim=1, keepdim=True)
@@ -89,16 +89,16 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class ClassAugmentation:
-    """One operation for each class, with one set of parameters: every image of the class gets the same.
+    """One operation for each class, with one set of parameters: all images of a class are changed alike.
 
     Args:
         operations: `[num_classes]` names in `OPERATIONS`.
-        numbers: `[num_classes][3]` uniform in [0, 1), which the operation turns into its parameters.
+        numbers: `[num_classes][3]` uniform in [0, 1), from which the operation computes its parameters.
 
-    **Privacy** A record becomes one other record, whatever else there is: what clipping bounds stays bounded.
+    **Privacy** A record is mapped to one record, independently of all others, so clipping still bounds its influence.
 
-    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with its strengths. Here its parameters are
-    values that a server can send, in place of a seed of the global generator.
+    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with its strengths. Here the parameters are
+    values that a server can send, instead of a seed of the global generator.
 
     >>> shift = ClassAugmentation(("flip", "crop"), ((0.0, 0.0, 0.0), (0.5, 0.5, 0.0)))
     >>> shift(torch.tensor([[[[1.0, 2.0]]], [[[1.0, 2.0]]]]), torch.tensor([0, 1]))[:, 0, 0]
@@ -111,30 +111,30 @@ class ClassAugmentation:
 
     @classmethod
     def draw(cls, generator: np.random.Generator, num_classes: int, operations: Sequence[str]) -> ClassAugmentation:
-        """An operation of `operations` for each class, all equally likely, and its numbers."""
+        """Draw a random operation of `operations` for each class, and its numbers."""
         chosen = generator.integers(len(operations), size=num_classes)
         numbers = generator.random((num_classes, NUMBERS))
-        return cls(tuple(operations[one] for one in chosen), tuple(map(tuple, numbers.tolist())))
+        return cls(tuple(operations[name] for name in chosen), tuple(map(tuple, numbers.tolist())))
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        """The images `x` `[B, C, H, W]` of the classes `y` `[B]`, shape kept; differentiable in `x`."""
+        """Augment the images `x` `[B, C, H, W]` of the classes `y` `[B]`, shape kept; differentiable in `x`."""
         numbers = torch.tensor(self.numbers, dtype=x.dtype, device=x.device)
         changed = x
         for name in sorted(set(self.operations)):
-            own = torch.tensor([one == name for one in self.operations], device=y.device)[y]
-            rows = own.nonzero().flatten()
-            if len(rows) == 0:  # a Poisson draw may be empty
+            uses_operation = torch.tensor([operation == name for operation in self.operations], device=y.device)[y]
+            rows = uses_operation.nonzero().flatten()
+            if len(rows) == 0:  # a Poisson sample may be empty
                 continue
             changed = changed.index_put((rows,), OPERATIONS[name](x[rows], numbers[y[rows]]))
         return changed
 
 
 def augmented(x: Tensor, operation: str, generator: torch.Generator | None = None) -> Tensor:
-    """`operation` on the images `x` `[B, C, H, W]`, with parameters of its own for each image.
+    """Apply `operation` to the images `x` `[B, C, H, W]`, with separate parameters for each image.
 
     Args:
         operation: a name in `OPERATIONS`.
-        generator: on the CPU; None is torch's global one.
+        generator: generator on the CPU; None is torch's global one.
     """
     numbers = torch.rand(len(x), NUMBERS, generator=generator, dtype=torch.float64)
     return OPERATIONS[operation](x, numbers.to(x.device, x.dtype))

@@ -1,4 +1,4 @@
-"""The papers' plain convolutional nets and the two linear models, each an `nn.Sequential`."""
+"""The papers' plain convolutional nets and two linear models, each an `nn.Sequential`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dpfl_lightning.errors import UserError, require
 def cnn_small(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """The CNN of the noise-aware and clustered papers: two 5x5 convolutions (16, 32) and one linear layer.
 
-    28,938 parameters for 1x28x28 and 10 classes. No activation on the outputs: the ReLU that the
-    papers' tables print there is taken for a slip.
+    It has 28,938 parameters for 1x28x28 and 10 classes. The outputs have no activation: we take the ReLU in the papers'
+    tables for a mistake.
 
     Reference: Malekmohammadi et al., noise-aware and clustered federated learning, model tables for MNIST.
     """
@@ -26,7 +26,7 @@ def cnn_small(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 def cnn_tiny(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """The selection paper's CNN for MNIST: two 3x3 convolutions (4, 8) and one linear layer.
 
-    4,266 parameters for 1x28x28 and 10 classes; the paper states this count, not the layout.
+    It has 4,266 parameters for 1x28x28 and 10 classes; the paper states this number, not the layout.
     """
     body = [*_stage(input_shape[0], 4, 3, padding=1), *_stage(4, 8, 3, padding=1)]
     return classifier("cnn_tiny", body, input_shape, [num_classes])
@@ -39,10 +39,10 @@ def lenet5(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 
 def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """The selection paper's CNN for FEMNIST: two normed 5x5 convolutions (8, 16) and three linear layers.
+    """The selection paper's CNN for FEMNIST: two normalised 5x5 convolutions (8, 16) and three linear layers.
 
-    67,026 parameters for 1x28x28 and 62 classes. Group norm stands in for the paper's batch norm, which mixes records;
-    the number of parameters is the same.
+    It has 67,026 parameters for 1x28x28 and 62 classes. Group norm replaces the paper's batch norm, which mixes
+    records; the number of parameters is the same.
     """
     body = []
     for layers, channels in ((_stage(input_shape[0], 8, 5, padding=2), 8), (_stage(8, 16, 5, padding=0), 16)):
@@ -51,19 +51,21 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 
 
 def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """Softmax regression on the flattened input; returns one logit a class."""
-    require(num_classes >= 2, "num_classes", "be at least 2 for logistic", num_classes, "A regression? Use linear.")
+    """Softmax regression on the flattened input; returns one logit for each class."""
+    advice = "Use linear for a regression."
+    require(num_classes >= 2, "num_classes", "be at least 2 for logistic", num_classes, advice)
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))
 
 
 def linear(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """Linear regression on the flattened input: one output [B, 1]; 11 parameters for ten features."""
-    require(num_classes == 1, "num_classes", "be 1 for linear, a regression", num_classes, "Classes? Use logistic.")
+    advice = "Use logistic for classes."
+    require(num_classes == 1, "num_classes", "be 1 for linear, a regression", num_classes, advice)
     return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), 1))
 
 
 def classifier(name: str, body: list[nn.Module], input_shape: Sequence[int], widths: Sequence[int]) -> nn.Sequential:
-    """`body`, then linear layers of the given output widths with ReLU between them."""
+    """Return `body`, then linear layers of the given output widths with ReLU between them."""
     layers = [*body, nn.Flatten()]
     features = _num_features(name, layers, input_shape)
     for width in widths:
@@ -73,12 +75,12 @@ def classifier(name: str, body: list[nn.Module], input_shape: Sequence[int], wid
 
 
 def _stage(channels_in: int, channels_out: int, kernel_size: int, padding: int) -> list[nn.Module]:
-    # max(ReLU(x)) = ReLU(max(x)): in this order ReLU sees a quarter of the numbers
+    # max(ReLU(x)) = ReLU(max(x)): in this order ReLU processes a quarter of the numbers
     return [nn.Conv2d(channels_in, channels_out, kernel_size, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
 
 
 def _num_features(name: str, layers: list[nn.Module], input_shape: Sequence[int]) -> int:
-    """Outputs of `layers` for one record, by trying; an error means that the image is too small for them."""
+    """Return the number of outputs of `layers` for one record; an error means that the image is too small."""
     try:
         with torch.no_grad():
             return nn.Sequential(*layers)(torch.zeros(1, *input_shape)).shape[1]

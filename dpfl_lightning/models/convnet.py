@@ -15,7 +15,7 @@ POOLINGS: dict[str, Callable[[], list[nn.Module]]] = {
     "max": lambda: [nn.MaxPool2d(2)],
     "none": lambda: [],
 }
-NORMS: dict[str, Callable[[int, int, int], list[nn.Module]]] = {  # of channels, height and width
+NORMS: dict[str, Callable[[int, int, int], list[nn.Module]]] = {  # functions of channels, height and width
     "instance": lambda channels, height, width: [nn.GroupNorm(channels, channels)],
     "group": lambda channels, height, width: [nn.GroupNorm(4, channels)],
     "layer": lambda channels, height, width: [nn.LayerNorm([channels, height, width])],
@@ -32,9 +32,9 @@ def convnet(
     norm: str = "instance",
     pooling: str = "avg",
 ) -> nn.Module:
-    """`depth` blocks of [3x3 convolution, norm, activation, 2x2 pooling], then one linear layer.
+    """Return `depth` blocks of [3x3 convolution, norm, activation, 2x2 pooling], then one linear layer.
 
-    320,010 parameters for 3x32x32, 317,706 for 1x28x28 (whose first padding of 3 makes it 32x32).
+    It has 320,010 parameters for 3x32x32 and 317,706 for 1x28x28, where a first padding of 3 makes images 32x32.
 
     Args:
         input_shape: (channels, height, width).
@@ -45,8 +45,8 @@ def convnet(
         norm: instance, group (4 groups), layer or none; each sees one record at a time.
         pooling: avg, max or none.
 
-    Reference: Zhao, Mopuri and Bilen (2021), dataset condensation; its fifth norm, batch, mixes
-    records and has no place under record-level privacy.
+    Reference: Zhao, Mopuri and Bilen (2021), dataset condensation. Its fifth norm, batch, mixes records and is not
+    possible with record-level privacy.
     """
     require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
     for option, value, known in (

@@ -1,4 +1,4 @@
-"""A module's loss for nets that a server trains or matches by itself, with layers that are faster on a CPU."""
+"""A module's loss with layers that are faster on a CPU, for nets that the server trains or matches."""
 
 from __future__ import annotations
 
@@ -15,33 +15,34 @@ from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.fast import random_example
 from dpfl_lightning.privacy.clipping.reference import Params
 
-_ALIKE = 1e-3  # relative: rounding in float32 is far below, another net far above
+_ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the difference to another net
 
 
 class FastLoss:
-    """`module.sample_loss`, which several threads may call at a time, with faster layers if it is on a CPU.
+    """Thread-safe `module.sample_loss`, with faster layers on a CPU.
 
-    In the sequential parts of its net a convolution is a `DirectConvolution`, and an instance norm, a ReLU and a 2x2
-    mean pooling in a row are `FusedPlanes`. The same numbers up to rounding, and the same names of parameters.
-    Derivatives of third order are refused where planes are fused. A net that computes something else with such layers,
-    for it slices its sequential parts or hooks a layer of them, keeps its own.
+    In the sequential parts of the net, each convolution becomes a `DirectConvolution`, and each sequence of instance
+    norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`. Numbers are equal up to rounding, and parameter names are
+    unchanged. Fused planes have no derivatives of third order. If the result differs for a net, because it slices its
+    sequential parts or hooks one of their layers, its layers are not replaced.
 
     Args:
-        module: copied; a forward pass swaps a net's parameters in, so every thread has a copy of its own.
+        module: module to copy; a forward pass swaps a net's parameters, so every thread uses a separate copy.
         x, y: records and labels `[B, ...]`, B >= 0; only shape and dtype are read, for random ones on which the two
-            nets are compared.
-        second_order: whether slopes of gradients are wanted, for which convolutions are replaced; it does not speed up
-            plain gradients.
+        nets
+            are compared.
+        second_order: whether derivatives of gradients are needed, for which convolutions are replaced; this does not
+            speed up plain gradients.
     """
 
     def __init__(self, module: Model, x: Tensor, y: Tensor, second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
         for part in _sequential(self.module.net):
-            for at, layers in _faster(part, second_order).items():
+            for position, layers in _faster(part, second_order).items():
                 replaced = True
-                for place, layer in enumerate(layers, start=at):
-                    part[place] = layer
+                for index, layer in enumerate(layers, start=position):
+                    part[index] = layer
         if replaced and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._own = threading.local()
@@ -52,20 +53,20 @@ class FastLoss:
         return self._own.module.sample_loss(params, x, y)
 
 
-def _alike(fast: Model, plain: Model, x: Tensor, y: Tensor) -> bool:
-    """Whether losses of random records and their gradients are the same up to rounding."""
-    _, x, y = random_example(plain.net, x, y, plain.flat.dtype)
-    plain = copy.deepcopy(plain)  # what a forward pass leaves in a net is not left in the caller's
-    expected = _losses_and_slope(plain, x, y)
+def _alike(fast: Model, original: Model, x: Tensor, y: Tensor) -> bool:
+    """Return whether the losses of random records and their gradients are equal up to rounding."""
+    _, x, y = random_example(original.net, x, y, original.flat.dtype)
+    original = copy.deepcopy(original)  # a forward pass may change the state of a net
+    expected = _losses_and_slope(original, x, y)
     try:
-        found = _losses_and_slope(fast, x, y)
-    except Exception:  # a user's forward may raise anything when a layer is not the one it knows
+        actual = _losses_and_slope(fast, x, y)
+    except Exception:  # a user's forward pass may raise anything for an unexpected layer
         return False
-    return all(_close(*pair) for pair in zip(found, expected, strict=True))
+    return all(_close(*pair) for pair in zip(actual, expected, strict=True))
 
 
 def _losses_and_slope(module: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """`[B]`, and the gradient of their sum `[P]`; dropout falls alike each time."""
+    """Return the losses `[B]` and the gradient of their sum `[P]`, with the same dropout each time."""
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(0)
         theta = module.flat.requires_grad_()
@@ -73,9 +74,9 @@ def _losses_and_slope(module: Model, x: Tensor, y: Tensor) -> tuple[Tensor, Tens
         return losses.detach(), torch.autograd.grad(losses.sum(), theta)[0]
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    """By their lengths: single numbers may be nothing but rounding, as the slope of a bias before a norm is."""
-    return found.shape == expected.shape and bool((found - expected).norm() <= _ALIKE * expected.norm())
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    """Compare by norm, because single numbers may be pure rounding, such as the slope of a bias before a norm."""
+    return actual.shape == expected.shape and bool((actual - expected).norm() <= _ALIKE * expected.norm())
 
 
 def _sequential(net: nn.Module) -> list[nn.Sequential]:
@@ -83,17 +84,17 @@ def _sequential(net: nn.Module) -> list[nn.Sequential]:
 
 
 def _faster(part: nn.Sequential, second_order: bool) -> dict[int, list[nn.Module]]:
-    """Layers that can take the place of some in a row, by the place of the first."""
-    found: dict[int, list[nn.Module]] = {}
+    """Return layers that replace consecutive ones, by the position of the first."""
+    replacements: dict[int, list[nn.Module]] = {}
     layers = list(part)
-    for at, layer in enumerate(layers):
-        if not all(own.device.type == "cpu" for own in layer.parameters()):
+    for position, layer in enumerate(layers):
+        if not all(parameter.device.type == "cpu" for parameter in layer.parameters()):
             continue
         if second_order and type(layer) is nn.Conv2d and direct_convolution.takes(layer):
-            found[at] = [DirectConvolution(layer)]
-        elif type(layer) is nn.GroupNorm and _can_be_fused(layer, layers[at + 1 : at + 3]):
-            found[at] = [FusedPlanes(layer), nn.Identity(), nn.Identity()]
-    return found
+            replacements[position] = [DirectConvolution(layer)]
+        elif type(layer) is nn.GroupNorm and _can_be_fused(layer, layers[position + 1 : position + 3]):
+            replacements[position] = [FusedPlanes(layer), nn.Identity(), nn.Identity()]
+    return replacements
 
 
 def _can_be_fused(norm: nn.GroupNorm, following: list[nn.Module]) -> bool:

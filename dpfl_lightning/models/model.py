@@ -11,7 +11,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.models import check_net
 from dpfl_lightning.privacy.clipping.reference import Params
 
-FORWARD_CHUNK = 100  # records of a forward pass without gradients: their activations stay in the caches
+FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that activations stay in the caches
 
 
 class Model(nn.Module):
@@ -21,14 +21,14 @@ class Model(nn.Module):
         net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
 
     Raises:
-        UserError: a layer mixes records (BatchNorm), nothing is trainable, or `personal` names no parameter.
+        UserError: a layer mixes records (BatchNorm), no parameter is trainable, or `personal` names no parameter.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15
     """
 
-    #: names of parameters of `net` that never leave the client; the engine keeps them for each client. Empty: those
-    #: that the net itself names in an attribute `personal`, if any
+    #: names of parameters of `net` that never leave the client; the engine stores them for each client. If it is empty,
+    #: the net's attribute `personal` is used, if there is one
     personal: tuple[str, ...] = ()
 
     def __init__(self, net: nn.Module) -> None:
@@ -41,22 +41,22 @@ class Model(nn.Module):
             require(name in self._shapes, "personal", f"name parameters of the net ({', '.join(self._shapes)})", name)
 
     def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
-        """One loss per record `[B]` for `x [B, *X]`, `y [B]`; record j's loss may depend on record j alone.
+        """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
 
-        What every engine differentiates: with a batch of one under `vmap` by the reference, with whole chunks by the
-        fast engine.
+        Every engine differentiates it: the reference under `vmap` with batches of one, the fast engine with whole
+        chunks.
         """
         return self.loss(functional_call(self.net, dict(params), (x,)), y)
 
     def loss(self, output: Tensor, y: Tensor) -> Tensor:
-        """One loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""
+        """Return one loss per record `[B]`: cross entropy for integer targets, squared error for real ones."""
         if y.is_floating_point():
             return F.mse_loss(output.reshape(y.shape), y, reduction="none")
         return F.cross_entropy(output, y, reduction="none")
 
     @property
     def num_params(self) -> int:
-        """P: trainable parameters of the net."""
+        """P, the number of trainable parameters of the net."""
         return sum(shape.numel() for shape in self._shapes.values())
 
     @property
@@ -74,11 +74,11 @@ class Model(nn.Module):
 
     @property
     def personal_mask(self) -> Tensor:
-        """Which entries of the flat vector `[P]` (bool) stay with the client."""
+        """Mask `[P]` (bool) of the entries of the flat vector that stay with the client."""
         parts = [torch.full((shape.numel(),), name in self.personal) for name, shape in self._shapes.items()]
         return torch.cat(parts)
 
     def unflatten(self, flat: Tensor) -> dict[str, Tensor]:
-        """`flat` `[P]` as named views that share its memory."""
+        """Return `flat` `[P]` as named views that share its memory."""
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}

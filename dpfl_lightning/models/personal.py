@@ -1,4 +1,4 @@
-"""A personal input transformation before a shared net: what PRIVATEFL gives each client."""
+"""A personal input transformation before a shared net, as in PRIVATEFL."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class InputTransform(nn.Module):
-    """`scale * x + shift`: one scale a channel (of images) or a feature, one shift a number; at first the identity.
+    """`scale * x + shift`: one scale for each channel (of images) or feature, one shift for each number.
 
-    785 parameters for 1x28x28, 3,075 for 3x32x32, 20 for ten features.
+    It begins as the identity. It has 785 parameters for 1x28x28, 3,075 for 3x32x32, 20 for ten features.
 
     Reference: Yang et al. (2023), PRIVATEFL.
     """
@@ -28,7 +28,7 @@ class InputTransform(nn.Module):
 
 
 class PersonalInput(nn.Sequential):
-    """A net whose input each client transforms in its own way.
+    """A net with a separate input transformation for each client.
 
     Attributes:
         personal: names of the parameters that stay with each client; `ClientModule` reads them.

@@ -1,4 +1,4 @@
-"""Residual nets of basic blocks whose norm layers see one record at a time."""
+"""Residual nets of basic blocks whose norm layers do not mix records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NORMS = ("group", "none")
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: the identity, or a 1x1 convolution where the shape changes."""
+    """Two 3x3 convolutions with a shortcut: the identity, or a 1x1 convolution if the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int, norm: str) -> None:
         super().__init__()
@@ -38,16 +38,16 @@ def resnet18(input_shape: Sequence[int], num_classes: int, norm: str = "group") 
         num_classes: number of outputs.
         norm: group (two groups, as many parameters as BatchNorm), or none.
 
-    Reference: He et al. (2016). The noise-aware and clustered papers use it for CIFAR-10, every BatchNorm
-    replaced so.
+    Reference: He et al. (2016). The noise-aware and clustered papers use it for CIFAR-10, with every BatchNorm replaced
+    this way.
     """
     return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (2, 2, 2, 2), num_classes, norm)
 
 
 def resnet34(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
-    """ResNet-34, otherwise as `resnet18`.
+    """ResNet-34, otherwise like `resnet18`.
 
-    `norm: none` with 10 outputs has the 21,272,778 parameters the noise-aware paper reports for CIFAR-100.
+    `norm: none` with 10 outputs has the 21,272,778 parameters that the noise-aware paper reports for CIFAR-100.
     """
     return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (3, 4, 6, 3), num_classes, norm)
 
@@ -68,7 +68,7 @@ def _imagenet_stem(channels: int, norm: str) -> list[nn.Module]:
 def _resnet(
     stem: list[nn.Module], widths: Sequence[int], blocks: Sequence[int], num_classes: int, norm: str
 ) -> nn.Sequential:
-    """`stem`, stages of basic blocks that halve the image from the second on, image mean, linear layer."""
+    """Return `stem`, stages of basic blocks that halve the image from the second on, image mean, linear layer."""
     body, channels = list(stem), widths[0]
     for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
         for block in range(count):

@@ -157,15 +157,20 @@ def flip(content: bytes) -> bytes:
 
 BAD_IDX = {
     "truncated": (TRAIN_X, False, cut, "must hold 9424 bytes for its shape"),
-    "truncated gz": (TRAIN_X, True, cut, "must be a whole gzip file"),
-    "checksum": (TEST_X, True, flip, "must be a whole gzip file, got one with: CRC check failed"),
-    "not gzip": (TEST_Y, True, lambda content: b"<html>404</html>", "must be a whole gzip file"),
+    "truncated gz": (TRAIN_X, True, cut, "must be a complete gzip file"),
+    "checksum": (TEST_X, True, flip, "must be a complete gzip file, got one with: CRC check failed"),
+    "not gzip": (TEST_Y, True, lambda content: b"<html>404</html>", "must be a complete gzip file"),
     "magic": (TRAIN_Y, False, flip, "must start with the IDX magic number 00000801"),
     "empty": (TRAIN_Y, False, lambda content: b"", "must start with the IDX magic number"),
     "header only": (TRAIN_X, False, lambda content: content[:7], "must hold an IDX header of 16 bytes"),
     "longer": (TEST_Y, False, lambda content: content + b"\0", "must hold 13 bytes for its shape"),
     "labels beyond": (TEST_Y, False, lambda content: idx(np.full(5, 10)), "must hold test labels from 0 to 9, got 10"),
-    "fewer labels": (TRAIN_Y, False, lambda content: idx(np.zeros(11)), "must hold 11 images, one a label, got 12"),
+    "fewer labels": (
+        TRAIN_Y,
+        False,
+        lambda content: idx(np.zeros(11)),
+        "must hold 11 images, one per label, got 12",
+    ),
     "other size": (TEST_X, False, lambda content: idx(np.zeros((5, 32, 32))), "images of 28 x 28 pixels"),
 }
 
@@ -189,7 +194,7 @@ def test_no_records_is_refused(tmp_path):
         load("mnist", str(folder), download=False)
 
 
-@pytest.mark.parametrize("spoil, message", [(cut, "must be a whole gzip file"), (flip, "CRC check failed")])
+@pytest.mark.parametrize("spoil, message", [(cut, "must be a complete gzip file"), (flip, "CRC check failed")])
 def test_bad_cifar_archive_is_named(tmp_path, spoil, message):
     layout = cifar_layout("cifar10")
     (tmp_path / layout.archive).write_bytes(spoil(tar_gz(cifar_files("cifar10"), layout.folder)))
@@ -208,7 +213,7 @@ def test_cifar_archive_that_lacks_a_file(tmp_path):
 
 def test_cifar_archive_that_is_no_tar(tmp_path):
     (tmp_path / "cifar-100-binary.tar.gz").write_bytes(gzip.compress(b"not a tar" * 100))
-    with pytest.raises(UserError, match=r"must be a whole tar\.gz"):
+    with pytest.raises(UserError, match=r"must be a complete tar\.gz"):
         load("cifar100", str(tmp_path), download=False)
 
 
@@ -240,7 +245,7 @@ def test_given_folder_must_exist_and_be_whole(tmp_path):
         load("mnist", str(tmp_path / "typo"))
     files = idx_files()
     del files[TEST_Y]
-    with pytest.raises(UserError, match=rf"a folder that lacks {TEST_Y}\[.gz\]\. Mend the path"):
+    with pytest.raises(UserError, match=rf"a folder that lacks {TEST_Y}\[.gz\]\. Correct the path"):
         load("mnist", str(write(tmp_path / "given", files)))
 
 
@@ -326,7 +331,7 @@ def test_download_false_opens_no_connection(server, mirrored):
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch, mirrored):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("DPFL_DATA", str(tmp_path / "file" / "below"))
-    with pytest.raises(UserError, match=r"cannot write there .*DPFL_DATA may name another folder"):
+    with pytest.raises(UserError, match=r"not writable .*DPFL_DATA may name another folder"):
         load("mnist")
 
 

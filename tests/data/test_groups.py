@@ -225,13 +225,13 @@ def test_wrong_groups_are_named(kind, message):
 def test_data_that_cannot_be_shifted_so_is_named():
     data = dataset()
     flat = Dataset("flat", data.x.flatten(1), data.y, data.test_x.flatten(1), data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"must be label_shift where records are not square images but of shape \(4,\)"):
+    with pytest.raises(UserError, match=r"must be label_shift if records are not square images but have shape \(4,\)"):
         Population.partitioned(flat, num_clients=2, groups=("rotation", {"count": 2}))
     wide = Dataset("wide", data.x[..., :1], data.y, data.test_x[..., :1], data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"not square images but of shape \(1, 2, 1\), got 'rotation'"):
+    with pytest.raises(UserError, match=r"not square images but have shape \(1, 2, 1\), got 'rotation'"):
         Population.partitioned(wide, num_clients=2, groups=("rotation", {"count": 2}))
     regression = Dataset("regression", data.x, data.y.float(), data.test_x, data.test_y.float(), 1)
-    with pytest.raises(UserError, match=r"`data.groups.name` must be rotation where there are no classes to rename"):
+    with pytest.raises(UserError, match=r"`data.groups.name` must be rotation if there are no classes to rename"):
         Population.partitioned(regression, num_clients=2, groups=("label_shift", {"count": 2}))
     turned_targets = Population.partitioned(regression, num_clients=2, groups=("rotation", {"count": 2}))
     assert turned_targets.y.dtype == torch.float32

@@ -207,7 +207,7 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         shutil.copy(other.clients.folder.ledger_file, ledger),
         shutil.copy(head_file(other.clients.folder.ledger_file), head),
     )
-    with pytest.raises(UserError, match=f"must be the ledger of run {begun['run']}, which the checkpoint is of"):
+    with pytest.raises(UserError, match=f"must be the ledger of run {begun['run']}, to which the checkpoint belongs"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
     ledger.unlink(), head.unlink()

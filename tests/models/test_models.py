@@ -144,8 +144,8 @@ def test_building_a_model_draws_only_its_own_parameters():
         ("lenet5", (1, 8, 8), 10, {}, "`input_shape` must be large enough for lenet5"),
         ("resnet20", (3, 32, 32), 10, {"norm": "batch"}, "`model.norm` must be one of group, none"),
         ("cnn_small", (10,), 10, {}, r"It takes images, not records of shape \(10,\)"),
-        ("linear", (10,), 3, {}, "`num_classes` must be 1 for linear, a regression, got 3. Classes"),
-        ("logistic", (10,), 1, {}, "`num_classes` must be at least 2 for logistic, got 1. A regression"),
+        ("linear", (10,), 3, {}, "`num_classes` must be 1 for linear, a regression, got 3. Use logistic"),
+        ("logistic", (10,), 1, {}, "`num_classes` must be at least 2 for logistic, got 1. Use linear"),
         ("cnn_small", (1, 28, 28), 0, {}, "`num_classes` must be at least 1"),
     ],
 )

@@ -239,28 +239,31 @@ OTHER_HEADER = ledger_file.header_line(replace(HEADER, run="ff" * 16))
 DAMAGE = {
     "edited": (lambda ls: edited(ls, 4), "line 4 a line that was edited, or"),
     "the last one edited": (lambda ls: edited(ls, 7), "line 7 a line that was edited, or"),
-    "edited, its chain too": (lambda ls: forged(ls, 4, cheaper), "line 5 .* follows one that was put in or rewritten"),
+    "edited, its chain too": (
+        lambda ls: forged(ls, 4, cheaper),
+        "line 5 .* follows one that was inserted or rewritten",
+    ),
     "the last one edited, its chain too": (
         lambda ls: forged(ls, 7, cheaper),
-        "line 7 another chain than `ledger.head`",
+        "line 7 a chain that differs from that in `ledger.head`",
     ),
-    "removed": (lambda ls: [*ls[:3], *ls[4:]], "line 4 what does not follow line 3: of 7 lines 1 were removed"),
+    "removed": (lambda ls: [*ls[:3], *ls[4:]], "line 4 a line that does not follow line 3: 1 of 7 were removed"),
     "cut off": (
         lambda ls: ls[:5],
         r"the 7 lines that `ledger.head` counts, got 5: 2 were cut off its end, after line 5",
     ),
     "all cut off": (lambda ls: [], r"the 7 lines that `ledger.head` counts, got 0"),
-    "repeated": (lambda ls: [*ls[:4], ls[3], *ls[4:]], "line 5 line 4 again"),
-    "the last one repeated": (lambda ls: [*ls, ls[-1]], "line 8 line 7 again"),
-    "appended to itself": (lambda ls: ls + ls, "line 8 line 1 again: the file was appended to itself"),
-    "swapped": (lambda ls: [*ls[:3], ls[4], ls[3], *ls[5:]], "line 4 what belongs after the present line 5"),
+    "repeated": (lambda ls: [*ls[:4], ls[3], *ls[4:]], "line 5 a copy of line 4"),
+    "the last one repeated": (lambda ls: [*ls, ls[-1]], "line 8 a copy of line 7"),
+    "appended to itself": (lambda ls: ls + ls, "line 8 a copy of line 1: the file was appended to itself"),
+    "swapped": (lambda ls: [*ls[:3], ls[4], ls[3], *ls[5:]], "line 4 the line that belongs after line 5"),
     "another one appended": (lambda ls: [*ls, OTHER_HEADER], "line 8 the header of another ledger"),
-    "words": (lambda ls: [*ls[:2], b"nonsense\n", *ls[2:]], "line 3 no line of this program: b'nonsense"),
-    "appended words": (lambda ls: [*ls, b"{}\n"], r"line 8 no line of this program: b'\{\}"),
-    "an empty line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3 no line of this program"),
+    "words": (lambda ls: [*ls[:2], b"nonsense\n", *ls[2:]], "line 3 an invalid line: b'nonsense"),
+    "appended words": (lambda ls: [*ls, b"{}\n"], r"line 8 an invalid line: b'\{\}"),
+    "an empty line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3 an invalid line"),
     "an unknown event": (
         lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")],
-        "line 8 no line of this program",
+        "line 8 an invalid line",
     ),
     "zeros": (lambda ls: [*ls[:3], b"\0\0\n", *ls[4:]], r"got 3: 4 were cut off its end, after line 3"),
     "header edited": (lambda ls: [ls[0].replace(b"0.0001", b"0.01  "), *ls[1:]], "line 1 a header that was edited"),
@@ -269,7 +272,7 @@ DAMAGE = {
         "line 2 a line that was edited, or that follows one",
     ),
     "no header": (lambda ls: ls[1:], "line 1 a charge: the header was removed"),
-    "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 no header"),
+    "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 an invalid header"),
     "another header": (
         lambda ls: [OTHER_HEADER, *ls[1:]],
         f"run {HEADER.run}, .*got that of run {'ff' * 16} in line 1",
@@ -305,7 +308,7 @@ SEEN_WITHOUT_HEAD = [name for name in DAMAGE if "last" not in name and "cut off"
 @pytest.mark.parametrize("what", [*SEEN_WITHOUT_HEAD, "the last one repeated"])
 def test_what_shows_without_a_head(written, what):
     if what == "another header":
-        words = "line 2 a line that was edited, or that follows one that was put in"
+        words = "line 2 a line that was edited, or that follows one that was inserted"
     elif what == "removed":
         words = "line 4 .*or lines were removed"
     else:
@@ -320,7 +323,7 @@ def test_an_end_cut_off_does_not_show_without_a_head_but_nobody_goes_on_with_it(
     written.write_bytes(b"".join(lines_of(written)[:5]))
     head_file(written).unlink()
     assert len(read_ledger(written)) == 4
-    with pytest.raises(UserError, match=r"ledger.head` must lie beside the ledger, got no such file"):
+    with pytest.raises(UserError, match=r"ledger.head` must exist beside the ledger, got no such file"):
         Ledger(written, HEADER)
     assert not head_file(written).exists()
 
@@ -357,7 +360,9 @@ def test_a_checkpoint_tells_another_runs_ledger(written, tmp_path):
     for round in (1, 2, 3, 4):
         other.charge([charge(0, round), charge(1, round)])
     other.close()
-    with pytest.raises(UserError, match=f"run {HEADER.run}, which the checkpoint is of, got that of run {'ee' * 16}"):
+    with pytest.raises(
+        UserError, match=f"run {HEADER.run}, to which the checkpoint belongs, got that of run {'ee' * 16}"
+    ):
         Ledger(other.path, HEADER, read_head(written))
 
 
@@ -369,7 +374,7 @@ def test_a_ledger_rewritten_with_its_head_differs_from_the_checkpoint(written):
         cheap.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
     cheap.close()
     assert len(read_ledger(written)) == 6, "the chain has no key: it holds by itself"
-    with pytest.raises(UserError, match="line 7 another chain than the checkpoint has for it"):
+    with pytest.raises(UserError, match="line 7 a chain that differs from that in the checkpoint"):
         Ledger(written, HEADER, saved)
 
 
@@ -399,5 +404,5 @@ def test_a_well_chained_line_that_means_nothing_is_an_error(written, field, valu
 
     written.write_bytes(b"".join(forged(lines, 7, change)))
     head_file(written).unlink()
-    with pytest.raises(UserError, match="line 7 no charge of this program"):
+    with pytest.raises(UserError, match="line 7 an invalid charge"):
         read_ledger(written)

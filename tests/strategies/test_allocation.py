@@ -246,7 +246,7 @@ def test_equal_clients_share_what_is_left_over():
         ({"noise_factor": [1.0, math.inf, 2.0], "lower": 1}, "client 1, got 1.0. A client without a budget"),
         ({"noise_factor": [1.0, -1.0, 2.0]}, "`noise_factor` must be >= 0"),
         ({"noise_factor": [1.0, math.nan, 2.0]}, "`noise_factor` must be >= 0"),
-        ({"noise_factor": []}, "`noise_factor` must hold one number a client"),
+        ({"noise_factor": []}, "`noise_factor` must hold one number for each client"),
         ({"exponent": 0}, "`exponent` must be above 0"),
         ({"anchor": -1.0}, "`anchor` must be >= 0"),
         ({"bias_cost": math.nan}, "`bias_cost` must be finite"),

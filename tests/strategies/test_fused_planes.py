@@ -55,7 +55,7 @@ def test_loops_that_do_not_reproduce_torchs_numbers_are_not_used(monkeypatch):
 
     monkeypatch.setattr(plane_loops, "forward", wrong)
     fused_planes._held_to_torch.cache_clear()
-    with pytest.raises(RuntimeError, match="wrong numbers on this processor"):
+    with pytest.raises(RuntimeError, match="wrong norms of planes on this processor"):
         FusedPlanes(nn.GroupNorm(2, 2))
     fused_planes._held_to_torch.cache_clear()
 

@@ -173,19 +173,15 @@ class Rdp:
         best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
-    def _rdp(self, compositions: Sequence[Composed]) -> np.ndarray:
-        """Return the RDP of each composition, [len(compositions), orders]; each distinct mechanism is computed once."""
-        pairs = sorted(
-            {(rate, noise) for composition in compositions for rate, noise, _ in composition.gaussian if noise > 0}
-        )
+    def _rdp(self, many: Sequence[Composed]) -> np.ndarray:
+        """Return the RDP of each composition, [len(many), orders]; each distinct mechanism is computed once."""
+        pairs = sorted({(rate, noise) for one in many for rate, noise, _ in one.gaussian if noise > 0})
         rates, noises = np.array(pairs).reshape(-1, 2).T
         divergences = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
         table = dict(zip(pairs, divergences, strict=True))
-        total = np.array([self._unsampled_rdp(composition) for composition in compositions]).reshape(
-            len(compositions), len(self.orders)
-        )
-        for row, composition in zip(total, compositions, strict=True):
-            for rate, noise, steps in composition.gaussian:
+        total = np.array([self._unsampled_rdp(one) for one in many]).reshape(len(many), len(self.orders))
+        for row, one in zip(total, many, strict=True):
+            for rate, noise, steps in one.gaussian:
                 row += steps * table[rate, noise] if noise > 0 else math.inf
         return total
 
@@ -195,9 +191,7 @@ class Rdp:
         if composition.noiseless:
             return np.full(len(order), math.inf)
         ranges = [(epsilon * self.sensitivity, count) for epsilon, count in composition.selection]
-        zcdp = sum(
-            count * selection_epsilon * selection_epsilon / 8 for selection_epsilon, count in ranges
-        )  # a float's square may be infinite, `**` raises
+        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # a float's square may be infinite, `**` raises
         laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in composition.laplace]
         return sum(laplace, order * zcdp)
 
@@ -347,10 +341,7 @@ def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """
     finite = np.isfinite(mu) & (mu > 0)
     safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
-    low, high = (
-        np.zeros_like(safe),
-        safe**2 / 2 + safe * np.sqrt(-2 * np.log(delta)),
-    )  # Phi(-x) <= exp(-x^2 / 2)
+    low, high = (np.zeros_like(safe), safe**2 / 2 + safe * np.sqrt(-2 * np.log(delta)))  # Phi(-x) <= exp(-x^2 / 2)
     for _ in range(60):
         middle = (low + high) / 2
         fits = gaussian_delta(middle, safe) <= delta

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from dpfl_lightning.privacy.accounting.events import (
-    Caveat,
-    Event,
-    NoisedEvent,
-    NonPrivateEvent,
-    repeated,
-)
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
 
 
 @dataclass(frozen=True)

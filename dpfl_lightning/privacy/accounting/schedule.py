@@ -16,13 +16,7 @@ from scipy.optimize import elementwise
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.accounting.accountant import Accountant, rounded_up
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
-from dpfl_lightning.privacy.accounting.events import (
-    Event,
-    GaussianEvent,
-    LaplaceEvent,
-    NoisedEvent,
-    repeated,
-)
+from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, LaplaceEvent, NoisedEvent, repeated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 _TOLERANCE = 1e-6  # relative tolerance of the solved noise
@@ -102,9 +96,7 @@ def calibrate(
 
 
 def cut_to_budgets(
-    schedules: Sequence[ClientSchedule],
-    accountant: Accountant,
-    on_progress: Callable[[int, int], None] | None = None,
+    schedules: Sequence[ClientSchedule], accountant: Accountant, on_progress: Callable[[int, int], None] | None = None
 ) -> list[ClientSchedule]:
     """Reduce the count of the most frequent noised sum to what the budget allows beside all other releases.
 
@@ -181,10 +173,7 @@ def affordable_count(
 
 
 def affordable_counts(
-    offers: Sequence[Offer],
-    accountant: Accountant,
-    most: int,
-    on_progress: Callable[[int, int], None] | None = None,
+    offers: Sequence[Offer], accountant: Accountant, most: int, on_progress: Callable[[int, int], None] | None = None
 ) -> list[int]:
     """Return `affordable_count` of many clients, limited to `most`, in vectorised batches.
 
@@ -224,13 +213,7 @@ def _largest_counts(offers: Sequence[Offer], accountant: Accountant, most: int) 
 
 def _check(schedule: ClientSchedule) -> None:
     if any(line.unsolved for line in schedule.planned):
-        require(
-            schedule.target_epsilon > 0,
-            "epsilon",
-            "be above 0",
-            schedule.target_epsilon,
-            "null means no budget.",
-        )
+        require(schedule.target_epsilon > 0, "epsilon", "be above 0", schedule.target_epsilon, "null means no budget.")
         pure = schedule.delta == 0 and not any(isinstance(line.event, GaussianEvent) for line in schedule.planned)
         if math.isfinite(schedule.target_epsilon) and not pure:
             advice = "It is usually below 1 / number of records."

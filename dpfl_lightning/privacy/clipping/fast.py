@@ -312,11 +312,7 @@ def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
 
 
 def clipped_sum_for(
-    net: nn.Module,
-    sample_loss: SampleLoss | None,
-    example_x: Tensor,
-    example_y: Tensor,
-    chunk: int | None = None,
+    net: nn.Module, sample_loss: SampleLoss | None, example_x: Tensor, example_y: Tensor, chunk: int | None = None
 ) -> tuple[ClippedSum, str]:
     """Return the fastest clipped sum that is correct for this model, and a description with the reason.
 
@@ -453,10 +449,8 @@ def _reached_in_company(
     alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
 
     def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
-        for name, unit_signals in fast.signals(params, some_x, some_y).items():
-            for actual, separate in zip(
-                unit_signals, zip(*(signals[name] for signals in alone), strict=True), strict=True
-            ):
+        for name, together in fast.signals(params, some_x, some_y).items():
+            for actual, separate in zip(together, zip(*(signals[name] for signals in alone), strict=True), strict=True):
                 expected = torch.cat(separate).flatten(1).to(params_dtype)
                 distance = (actual[places].flatten(1) - expected).norm(dim=1)
                 if not (distance <= tolerance * expected.norm(dim=1)).all():

@@ -24,15 +24,11 @@ class ChunkGradients:
 
     def __init__(self, grads: ByName, order: int) -> None:
         self.order = order
-        self.by_name = {name: parameter_grads.measurable(order) for name, parameter_grads in grads.items()}
-        pairs = {
-            name: pair
-            for name, parameter_grads in self.by_name.items()
-            if (pair := _float32_pair(parameter_grads)) is not None
-        }
+        self.by_name = {name: form.measurable(order) for name, form in grads.items()}
+        pairs = {name: pair for name, form in self.by_name.items() if (pair := _float32_pair(form)) is not None}
         self.together = list(pairs)
         self.products = Products(list(pairs.values())) if pairs else None
-        self.alone = {name: parameter_grads for name, parameter_grads in self.by_name.items() if name not in pairs}
+        self.alone = {name: form for name, form in self.by_name.items() if name not in pairs}
 
     @property
     def terms(self) -> int:

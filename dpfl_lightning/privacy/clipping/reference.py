@@ -198,12 +198,7 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tenso
 
     def one_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
         losses = sample_loss(params, x[None], y[None])
-        require(
-            losses.shape == (1,),
-            "sample_loss",
-            "return one loss for each record, shape (B,)",
-            tuple(losses.shape),
-        )
+        require(losses.shape == (1,), "sample_loss", "return one loss for each record, shape (B,)", tuple(losses.shape))
         return losses[0]
 
     return vmap(grad(one_loss), in_dims=(None, 0, 0), randomness="different")

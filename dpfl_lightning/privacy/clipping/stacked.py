@@ -35,13 +35,7 @@ class StackedSums(Protocol):
     """
 
     def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor,
-        clip_norm: Tensor,
-        order: int = 2,
+        self, params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -62,12 +56,7 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
 
     def sums(
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        mask: Tensor,
-        clip_norm: Tensor,
-        order: int = 2,
+        params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
     ) -> tuple[Tensor, Tensor]:
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, size of the parameter]

@@ -1,4 +1,4 @@
-"""What a ledger looks like on disk, and its verification: header, charges, chain, head."""
+"""File format of a ledger, and its verification: header, charges, chain, head."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _EVENTS = {
     "unprotected": NonPrivateEvent,
 }
 _KINDS = {kind: name for name, kind in _EVENTS.items()}
-_NO_CHAIN = b"0" * 32  # before the first line
+_NO_CHAIN = b"0" * 32  # chain before the first line
 _TAIL = len(b', "chain": "%s"}\n' % _NO_CHAIN)
-_CHANGED = "What a changed ledger says proves nothing: take an unchanged copy (MLflow keeps one), or start a new run."
+_CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
 
 @dataclass(frozen=True)
 class Charge:
-    """One release of one client, before it happens.
+    """One release of one client, recorded before it happens.
 
     Args:
-        purpose: which line of the client's schedule pays ("train", ...).
-        event: what it costs.
-        number: of this charge among those of the client in this round, from 0: each has noise of its own.
+        purpose: purpose in the client's schedule ("train", ...).
+        event: accounting event of the release.
+        number: number of this charge among those of the client in this round, from 0; each has separate noise.
     """
 
     client: int
@@ -49,18 +49,18 @@ class Charge:
 
 @dataclass(frozen=True)
 class Header:
-    """What the charges mean, for a reader who has nothing but the file. Equal are those that mean the same.
+    """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
     Args:
-        accountant: its name.
-        adjacency: key of the relation, "add_remove" or "replace_one".
+        accountant: name of the accountant.
+        adjacency: key of the adjacency, "add_remove" or "replace_one".
         sampling: key of the sampling, "poisson" or "shuffle".
-        delta: of each client.
-        epsilon: each client's budget; inf is none.
-        caveats: what every guarantee of the run says besides, in words.
-        identity: what decides the run's releases, ready for JSON, see `federated.identity`: a run goes on with the same
-            or not at all.
-        run: random name of the run, hexadecimal: tells two ledgers of one configuration apart.
+        delta: delta of each client.
+        epsilon: budget of each client; inf means none.
+        caveats: additional caveats of every guarantee of the run.
+        identity: everything that determines the run's releases, ready for JSON, see `federated.identity`; a run can be
+            continued only with the same identity.
+        run: random name of the run, hexadecimal; distinguishes two ledgers of the same configuration.
     """
 
     accountant: str
@@ -75,12 +75,12 @@ class Header:
 
 @dataclass(frozen=True)
 class Head:
-    """How far a ledger goes. Kept outside of it, this shows what the chain cannot: an end cut off, a whole rewritten.
+    """Position of a ledger's end. A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot.
 
     Args:
-        run: of the header.
-        lines: whole lines, the header's included.
-        chain: of the last of them, hexadecimal.
+        run: run of the header.
+        lines: number of complete lines, including the header.
+        chain: chain of the last line, hexadecimal.
     """
 
     run: str
@@ -93,13 +93,14 @@ class Head:
 
 @dataclass(frozen=True)
 class Verified:
-    """What `verify` found.
+    """Result of `verify`.
 
     Args:
-        end: where the file ends.
-        head: where the file beside it says that it ends, at most one charge earlier; None: there is no such file.
-        size: bytes of all whole lines.
-        torn: bytes after them: a line that is being written, or that a crash tore. Its charge was never returned from.
+        end: end of the file.
+        head: content of the head file, at most one charge earlier; None if there is no such file.
+        size: number of bytes of all complete lines.
+        torn: number of bytes after them: a line that is being written or that a crash interrupted. Its charge never
+            completed.
     """
 
     header: Header
@@ -110,28 +111,29 @@ class Verified:
 
 
 def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None = None) -> Verified:
-    """Read a ledger, `take` each charge, and check that it is what was written. Neither locks nor changes the file.
+    """Read a ledger, `take` each charge, and check that the file is unchanged. It neither locks nor changes the file.
 
-    Every line's `chain` is a digest of the line before's `chain` and of its own content (blake2b, 16 bytes), and
+    Every line's `chain` is a digest of the line before's `chain` and of its content (blake2b, 16 bytes), and
     `ledger.head` beside the file repeats the last one.
 
-    **Guarantees** Found are: lines changed, removed, moved, repeated or put in; with the head, lines cut off the end;
-    with a checkpoint, both cut, or another run's. Not found is a forger who writes the whole file and its head anew,
-    for the chain has no key (anybody may verify a copy): compare `end` with the head in `result.json`, or in MLflow.
+    **Guarantees** It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut
+    off the end; with a checkpoint, that both were cut or belong to another run. It does not detect a forger who
+    rewrites the whole file and its head, because the chain has no key (so that anybody can verify a copy): compare
+    `end` with the head in `result.json`, or in MLflow.
 
     Args:
-        checkpoint: a head that the ledger had earlier: it must still hold these lines.
+        checkpoint: an earlier head of the ledger, whose lines it must still hold.
 
     Raises:
-        UserError: it is not; the message says which line, and what was found.
+        UserError: the file was changed; the message names the line and the problem.
     """
-    head = read_head(path)  # first: a run may be writing, and the ledger is never behind its head
+    head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
     heads = [(f"`{head_file(path).name}`", head), ("the checkpoint", checkpoint)]
-    must = [(source, one) for source, one in heads if one is not None]
+    known_heads = [(source, known_head) for source, known_head in heads if known_head is not None]
     header, lines, size, torn, chain = None, 0, 0, 0, _NO_CHAIN
     with open(path, "rb") as file:
         for line in file:
-            if not line.endswith(b"\n") or b"\0" in line:  # zeros: a crash after the file had grown
+            if not line.endswith(b"\n") or b"\0" in line:  # a crash after the file had grown leaves zeros
                 torn = len(line) + sum(map(len, file))
                 break
             lines += 1
@@ -140,21 +142,21 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
             size, chain = size + len(line), _stated(line)
             if header is None:
                 header = _first(path, line)
-                _check_run(path, header, must)
+                _check_run(path, header, known_heads)
             else:
                 take(_charge(path, lines, line, len(header.delta)))
-            for source, one in must:
-                if lines == one.lines and chain.decode() != one.chain:
-                    found = f"another chain than {source} has for it: it, or the whole up to it, was rewritten"
-                    raise _changed(path, lines, found)
-    for source, one in must:
-        if lines < one.lines:
+            for source, known_head in known_heads:
+                if lines == known_head.lines and chain.decode() != known_head.chain:
+                    reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
+                    raise _changed(path, lines, reason)
+    for source, known_head in known_heads:
+        if lines < known_head.lines:
             raise UserError(
-                f"`{path}` must hold the {one.lines} lines that {source} counts, got {lines}: "
-                f"{one.lines - lines} were cut off its end, after line {lines}. {_CHANGED}"
+                f"`{path}` must hold the {known_head.lines} lines that {source} counts, got {lines}: "
+                f"{known_head.lines - lines} were cut off its end, after line {lines}. {_CHANGED}"
             )
     if header is None:
-        raise UserError(f"`{path}` must begin with a ledger's header, got no whole line. Is it the right file?")
+        raise UserError(f"`{path}` must begin with a ledger's header, got no complete line. Is it the right file?")
     return Verified(header, Head(header.run, lines, chain.decode()), head, size, torn)
 
 
@@ -162,7 +164,7 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
 
 
 def header_line(header: Header) -> bytes:
-    """The first line."""
+    """Return the first line."""
     fields = {
         "ledger": VERSION,
         "run": header.run,
@@ -171,7 +173,7 @@ def header_line(header: Header) -> bytes:
         "sampling": header.sampling,
         "clients": len(header.delta),
         "delta": _one_or_all(header.delta),
-        "epsilon": _one_or_all([finite_or_none(own) for own in header.epsilon]),
+        "epsilon": _one_or_all([finite_or_none(budget) for budget in header.epsilon]),
         "caveats": header.caveats,
         "identity": header.identity,
     }
@@ -179,40 +181,40 @@ def header_line(header: Header) -> bytes:
 
 
 def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
-    """The lines of these charges, after one with this chain."""
-    before = chain.encode()
+    """Yield the lines of these charges, after a line with this chain."""
+    previous = chain.encode()
     for charge in charges:
         place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
         body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
-        line = _sealed(body.encode(), before)
-        before = _stated(line)
+        line = _sealed(body.encode(), previous)
+        previous = _stated(line)
         yield line
 
 
 def chain_of(line: bytes) -> str:
-    """The chain that a line states."""
+    """Return the chain stored in a line."""
     return _stated(line).decode()
 
 
 def head_file(path: Path) -> Path:
-    """Where the head of a ledger lies: `ledger.head` beside `ledger.jsonl`."""
+    """Return the path of a ledger's head: `ledger.head` beside `ledger.jsonl`."""
     return path.with_suffix(".head")
 
 
 def head_bytes(head: Head) -> bytes:
-    """Of one length, so that one write over the old ones replaces them."""
+    """Return bytes of constant length, so that one write replaces the old head."""
     return json.dumps(head.as_dict()).ljust(127).encode() + b"\n"
 
 
 def read_head(path: Path) -> Head | None:
-    """The head beside a ledger; None without one, or with one that was never written.
+    """Return the head beside a ledger; None if there is none, or if it was never written.
 
     Raises:
         UserError: the file is damaged.
     """
-    beside = head_file(path)
+    path_of_head = head_file(path)
     try:
-        content = beside.read_bytes()
+        content = path_of_head.read_bytes()
     except FileNotFoundError:
         return None
     if not content.strip(b"\0"):
@@ -221,16 +223,16 @@ def read_head(path: Path) -> Head | None:
         head = Head(**json.loads(content))
     except (ValueError, TypeError):
         raise UserError(
-            f"`{beside}` must hold the run, lines and chain of `{path.name}`, got {content[:80]!r}. {_CHANGED}"
+            f"`{path_of_head}` must hold the run, lines and chain of `{path.name}`, got {content[:80]!r}. {_CHANGED}"
         ) from None
     return head
 
 
 def read_header(path: Path) -> Header | None:
-    """The header of a ledger; None where its first line was not written yet.
+    """Return the header of a ledger; None if its first line is not written yet.
 
     Raises:
-        UserError: it was changed.
+        UserError: the header was changed.
     """
     with open(path, "rb") as file:
         line = file.readline()
@@ -242,13 +244,13 @@ def read_header(path: Path) -> Header | None:
 
 
 def is_begun(path: Path) -> bool:
-    """Whether a header was written, or the head says that it was."""
+    """Return whether a header was written, or the head says so."""
     with open(path, "rb") as file:
         return b"\n" in file.readline() or read_head(path) is not None
 
 
 def _sealed(body: bytes, before: bytes) -> bytes:
-    """A whole line: its content without the closing brace, and its chain."""
+    """Return a complete line from its content without the closing brace, with its chain."""
     chain = hashlib.blake2b(before + body, digest_size=16).hexdigest().encode()
     return b'%s, "chain": "%s"}\n' % (body, chain)
 
@@ -280,10 +282,10 @@ def _first(path: Path, line: bytes) -> Header:
         if version == VERSION:
             return _header(fields)
     except (KeyError, TypeError, ValueError):
-        raise _changed(path, 1, f"no header: {line[:80]!r}") from None
+        raise _changed(path, 1, f"an invalid header: {line[:80]!r}") from None
     raise UserError(
         f"`{path}` must have format {VERSION}, got {version!r} in line 1. "
-        "Read it with the version of this program that wrote it."
+        "Read it with the version of this package that wrote it."
     )
 
 
@@ -292,11 +294,11 @@ def _header(fields: dict[str, Any]) -> Header:
 
     def each(value: Any) -> tuple[float, ...]:
         values = value if isinstance(value, list) else [value] * count
-        return tuple(math.inf if own is None else float(own) for own in values)
+        return tuple(math.inf if value is None else float(value) for value in values)
 
-    words = {name: str(fields[name]) for name in ("accountant", "adjacency", "sampling", "run")}
+    texts = {name: str(fields[name]) for name in ("accountant", "adjacency", "sampling", "run")}
     header = Header(
-        **words,
+        **texts,
         delta=each(fields["delta"]),
         epsilon=each(fields["epsilon"]),
         caveats=(*fields["caveats"],),
@@ -314,7 +316,7 @@ def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
             raise ValueError(charge.client)
         return charge
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _changed(path, number, f"no charge of this program: {line[:80]!r}") from None
+        raise _changed(path, number, f"an invalid charge: {line[:80]!r}") from None
 
 
 def _charge_of(fields: dict[str, Any]) -> Charge:
@@ -323,45 +325,47 @@ def _charge_of(fields: dict[str, Any]) -> Charge:
     return Charge(**fields, event=_EVENTS[event.pop("kind")](**event))
 
 
-def _check_run(path: Path, header: Header, must: Sequence[tuple[str, Head]]) -> None:
-    for source, one in must:
-        if one.run != header.run:
+def _check_run(path: Path, header: Header, heads: Sequence[tuple[str, Head]]) -> None:
+    for source, head in heads:
+        if head.run != header.run:
             raise UserError(
-                f"`{path}` must be the ledger of run {one.run}, which {source} is of, got that of run {header.run} in "
-                "line 1. Put back the ledger and the head that this run wrote, or start a new run."
+                f"`{path}` must be the ledger of run {head.run}, to which {source} belongs, got that of run "
+                f"{header.run} in line 1. Restore the ledger and the head of this run, or start a new run."
             )
 
 
-# ---- what is wrong with a line
+# ---- messages about changed lines
 
 
-def _changed(path: Path, number: int, found: str) -> UserError:
-    return UserError(f"`{path}` must be as it was written, got in line {number} {found}. {_CHANGED}")
+def _changed(path: Path, number: int, reason: str) -> UserError:
+    return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {_CHANGED}")
 
 
 def _found(path: Path, number: int, head: Head | None) -> str:
-    """What became of the first line whose chain does not fit."""
+    """Describe what happened to the first line whose chain does not fit."""
     with open(path, "rb") as file:
         lines = list(file)
     line, kind = lines[number - 1], _kind(lines[number - 1])
     if kind == "old charge" and number == 1:
-        return "a charge without a chain: the ledger is from an older version of this program"
+        return "a charge without a chain: the ledger is from an older version of this package"
     if kind not in ("header", "charge"):
-        return f"no line of this program: {line[:80]!r}"
+        return f"an invalid line: {line[:80]!r}"
     if line in lines[: number - 1]:
         first = lines.index(line) + 1
-        return f"line {first} again" + (": the file was appended to itself" if first == 1 else "")
+        return f"a copy of line {first}" + (": the file was appended to itself" if first == 1 else "")
     if kind == "header":
         return "a header that was edited" if number == 1 else "the header of another ledger, appended to this one"
     if number == 1:
         return "a charge: the header was removed"
     for other, before in enumerate(lines, start=1):
         if _follows(line, _stated(before)):
-            return f"what belongs after the present line {other}: lines changed places"
+            return f"the line that belongs after line {other}: lines were moved"
     if head is not None and len(lines) < head.lines:
-        return f"what does not follow line {number - 1}: of {head.lines} lines {head.lines - len(lines)} were removed"
-    way = "that was put in or rewritten" if head is not None else "that was put in or rewritten, or lines were removed"
-    return f"a line that was edited, or that follows one {way}: its content and line {number - 1} do not give its chain"
+        return f"a line that does not follow line {number - 1}: {head.lines - len(lines)} of {head.lines} were removed"
+    cause = "that was inserted or rewritten" + ("" if head is not None else ", or lines were removed")
+    return (
+        f"a line that was edited, or that follows one {cause}: its content and line {number - 1} do not give its chain"
+    )
 
 
 def _kind(line: bytes) -> str | None:

@@ -1,4 +1,4 @@
-"""The append-only account of what each client has released: the only source of an epsilon that was spent."""
+"""The append-only record of what each client has released: the only source of spent epsilons."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from dpfl_lightning.privacy.ledger import file as ledger_file
 from dpfl_lightning.privacy.ledger.file import Charge, Head, Header
 from dpfl_lightning.runtime.files import sync_folder
 
-_sync = getattr(os, "fdatasync", os.fsync)  # the new length of a file included; not every system has it
+_sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length; not every system has it
 
 
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    Each line is chained to the one before, and `ledger.head` beside the file says how far it goes: see
-    `ledger_file.verify` for what that shows and what it does not.
+    Each line is chained to the one before, and `ledger.head` beside the file stores the position of its end;
+    `ledger_file.verify` describes what this detects.
 
     Args:
-        path: of a new ledger, or of one to go on with, which is verified.
-        header: what its charges mean.
-        checkpoint: a head that it had earlier: it must still hold these lines.
+        path: path of a new ledger, or of one to continue, which is verified.
+        header: meaning of its charges.
+        checkpoint: an earlier head of the ledger, whose lines it must still hold.
 
-    **Guarantees** A charge that was returned from is on disk: a crash afterwards never under-reports. A torn last line
-    is one whose charge was never returned from, so nothing was released for it, and it is cut off; a whole line that
-    the head does not count yet is kept, and is paid.
+    **Guarantees** A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one
+    whose charge never completed, so nothing was released for it, and it is cut off; a complete line that the head does
+    not count yet is kept and counts as paid.
 
     **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
     others.
 
     Raises:
-        UserError: another process writes the same ledger; it was changed; it is another run's.
+        UserError: another process writes the same ledger, the ledger was changed, or it belongs to another run.
     """
 
     def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:
@@ -61,7 +61,7 @@ class Ledger:
     def charge(self, charges: Sequence[Charge]) -> None:
         """Write the charges and sync.
 
-        A write that fails closes the ledger: what lies on disk is then known again only after it is verified.
+        A failed write closes the ledger, because the state on disk is unknown until it is verified.
         """
         if not charges:
             return
@@ -74,26 +74,26 @@ class Ledger:
             self._remember(charge)
 
     def charges(self, client: int, round: int) -> int:
-        """How often the client was charged in that round: the number of its next charge."""
+        """Return how many charges the client has in that round: the number of its next charge."""
         return self._charges[client, round]
 
     def used(self, client: int, purpose: str) -> int:
-        """How many releases of `purpose` the client has paid for: an integer to compare with its schedule."""
+        """Return how many releases of `purpose` the client has paid for; compare it with the schedule."""
         return len(self._paid[client].get(purpose, ()))
 
     def paid(self, client: int) -> Mapping[str, Sequence[Event]]:
-        """What the client has paid for, by purpose, in order."""
+        """Return what the client has paid for, by purpose, in order."""
         return {purpose: tuple(events) for purpose, events in self._paid[client].items()}
 
     def events(self, client: int) -> list[Event]:
-        """Everything the client has paid for, in order."""
+        """Return everything the client has paid for, in order."""
         return list(self._events[client])
 
     def close(self) -> None:
         self._files.close()
 
     def _begin(self, header: Header) -> None:
-        """Also over what a crash left of a first line."""
+        """Write the header, also over an incomplete first line that a crash left."""
         self._file.truncate(0)
         self.head = Head(header.run, 0, "")
         self._open_head()
@@ -105,8 +105,8 @@ class Ledger:
         _check_same(self.path, verified.header, header)
         if verified.head is None and verified.end.lines > 1:
             raise UserError(
-                f"`{ledger_file.head_file(self.path)}` must lie beside the ledger, got no such file: whether lines "
-                "were cut off the ledger's end cannot be seen. Put it back, or start a new run."
+                f"`{ledger_file.head_file(self.path)}` must exist beside the ledger, got no such file: lines cut off "
+                "the ledger's end cannot be detected without it. Restore it, or start a new run."
             )
         self.head = verified.end
         self._open_head()
@@ -115,7 +115,7 @@ class Ledger:
             self._write_head()
 
     def _append(self, lines: Sequence[bytes]) -> None:
-        """On disk when it returns: first the lines, then that they are there."""
+        """Write the lines to disk, and then the head."""
         rest = memoryview(b"".join(lines))
         while rest:
             rest = rest[self._file.write(rest) :]
@@ -138,10 +138,10 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Charge]:
-    """The charges of a ledger file, verified.
+    """Return the verified charges of a ledger file.
 
     Raises:
-        UserError: it was changed: see `ledger_file.verify`.
+        UserError: the file was changed, see `ledger_file.verify`.
     """
     charges: list[Charge] = []
     ledger_file.verify(path, charges.append)
@@ -161,16 +161,16 @@ def _locked(path: Path) -> FileIO:
 
 
 def _check_same(path: Path, begun: Header, now: Header) -> None:
-    """Refuse to go on with a run of another identity."""
+    """Raise UserError if the headers have different identities."""
     fields = [{**header.identity, **vars(header), "run": None, "identity": None} for header in (begun, now)]
     check_same(path.parent, *fields)
 
 
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse to go on with the run in `folder`, which began with `begun`, with anything else.
+    """Check that the run in `folder`, which began with the settings `begun`, is continued with the same ones.
 
     Raises:
-        UserError: it says what differs.
+        UserError: a setting differs; the message names it.
     """
     if (difference := first_difference(begun, now)) is not None:
         key, before, after = difference
@@ -181,7 +181,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """The first key, dotted, at which two nested mappings differ, and both values; None if they are equal.
+    """Return the first (dotted) key at which two nested mappings differ, and both values; None if they are equal.
 
     >>> first_difference({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1, 3]}})
     ('a.c of client 1', 2, 3)

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compose every epsilon again from them alone."""
+"""`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.runtime.text import columns
 
 _TOGETHER = (
-    "Together: client 3 of one run is taken for client 3 of the others, with the same records, and what it released in "
-    "all of them is composed. At a client's largest delta."
+    "Together: client 3 of one run is assumed to be client 3 of the others, with the same records. Its releases in all "
+    "runs are composed, at its largest delta."
 )
 
 
-def main(words: Sequence[str]) -> int:
-    """The command, of the words that follow `plan`."""
-    options = _parse(words)
+def main(argv: Sequence[str]) -> int:
+    """Run the command with the arguments that follow `plan`."""
+    options = _parse(argv)
     try:
-        report = read([ledger_of(one) for one in options.ledger], options.accountant, options.delta)
+        report = read([ledger_of(folder) for folder in options.ledger], options.accountant, options.delta)
     except UserError as error:
         if options.json:
             print(json.dumps({"ledgers": options.ledger, "verified": False, "error": str(error)}))
@@ -52,10 +52,10 @@ def main(words: Sequence[str]) -> int:
 
 
 def ledger_of(folder: str | Path) -> Path:
-    """The ledger of a run's folder, or the file itself.
+    """Return the ledger in a run's folder, or the file itself.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such file.
     """
     path = Path(folder)
     path = path / "ledger.jsonl" if path.is_dir() else path
@@ -65,13 +65,13 @@ def ledger_of(folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """What one client has released.
+    """Releases of one client.
 
     Args:
-        releases: purpose -> how many.
-        steps: noised steps of all of them.
-        epsilon: of all of them, composed again; inf is no guarantee.
-        budget: what it was to stay within; inf is none. Several runs together have none.
+        releases: purpose -> number of releases.
+        steps: noised steps of all releases.
+        epsilon: epsilon of all releases, composed again; inf means no guarantee.
+        budget: budget of the run; inf means none. Several runs together have none.
     """
 
     releases: dict[str, int]
@@ -81,7 +81,7 @@ class Account:
     budget: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON: None where epsilon is infinite, or there is no budget."""
+        """Return a dictionary for JSON; an infinite epsilon or budget is None."""
         return {
             "releases": self.releases,
             "steps": self.steps,
@@ -93,13 +93,13 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """Verified ledgers, composed.
+    """Verified and composed ledgers.
 
     Args:
-        ledgers: the files, and what was found in each.
-        accountant: that composed them.
-        overrides: what was asked for in place of the headers'.
-        accounts: of each client.
+        ledgers: the files, and the result of verifying each.
+        accountant: name of the accountant that composed them.
+        overrides: options that replace those of the headers.
+        accounts: account of each client.
         weakest: the guarantee with the largest epsilon.
     """
 
@@ -110,8 +110,8 @@ class LedgerReport:
     weakest: Guarantee
 
     def as_dict(self) -> dict[str, Any]:
-        """Ready for JSON."""
-        rows = [{"client": client, **own.as_dict()} for client, own in enumerate(self.accounts)]
+        """Return a dictionary for JSON."""
+        rows = [{"client": client, **account.as_dict()} for client, account in enumerate(self.accounts)]
         return {
             "verified": True,
             "ledgers": [_as_dict(path, verified) for path, verified in self.ledgers],
@@ -122,25 +122,25 @@ class LedgerReport:
         }
 
     def text(self) -> str:
-        """For a person: what was verified, a row for each client, the weakest guarantee."""
+        """Return what was verified, a row for each client, and the weakest guarantee."""
         head = ["client", "releases", "steps", "epsilon", "budget", "delta"]
         rows = [
             [
                 client,
-                ", ".join(f"{count} {purpose}" for purpose, count in own.releases.items()) or "none",
-                own.steps,
-                epsilon(own.epsilon),
-                "none" if math.isinf(own.budget) else f"{own.budget:g}",
-                f"{own.delta:g}",
+                ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
+                account.steps,
+                epsilon(account.epsilon),
+                "none" if math.isinf(account.budget) else f"{account.budget:g}",
+                f"{account.delta:g}",
             ]
-            for client, own in enumerate(self.accounts)
+            for client, account in enumerate(self.accounts)
         ]
-        over = [str(client) for client, own in enumerate(self.accounts) if own.epsilon > own.budget]
+        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.budget]
         return "\n".join(
             [
                 *(line for one in self.ledgers for line in _what_was_verified(*one)),
                 *([_TOGETHER] if len(self.ledgers) > 1 else []),
-                *(f"In place of the ledger's own {name}: {value}." for name, value in self.overrides.items()),
+                *(f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()),
                 columns([head, *rows]),
                 *([f"Above its budget: client {', '.join(over)}."] if over else []),
                 f"Largest epsilon: {self.weakest.words()}",
@@ -149,22 +149,22 @@ class LedgerReport:
 
 
 def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
-    """Verify ledgers and compose their events again, all in one; reads only, so a run may be writing one of them.
+    """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
     Args:
-        paths: of different runs of the same clients: client 3 of one must be client 3 of the others, with the same
-            records, which no ledger can show.
-        accountant: instead of the headers'.
-        delta: of every client instead of the headers' (the largest of a client's), in (0, 1).
+        paths: ledgers of different runs of the same clients: client 3 of one must be client 3 of the others, with the
+            same records, which a ledger cannot show.
+        accountant: accountant to use instead of the headers'.
+        delta: delta of every client instead of the headers' (the largest of a client's), in (0, 1).
 
     **Privacy** Arithmetic on public facts.
 
     Raises:
-        UserError: a ledger was changed, the accountant cannot compose the events, or runs that do not go together.
+        UserError: a ledger was changed, the accountant cannot compose the events, or the runs do not fit together.
     """
-    require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "Usual is below 1 / records.")
-    kinds: dict[Event, int] = {}
-    events: defaultdict[int, list[int]] = defaultdict(list)  # client -> numbers of its events: most clients' are equal
+    require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
+    kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
+    events: defaultdict[int, list[int]] = defaultdict(list)  # client -> numbers of its events
     releases: defaultdict[int, Counter[str]] = defaultdict(Counter)
 
     def take(charge: Charge) -> None:
@@ -172,46 +172,49 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
         releases[charge.client][charge.purpose] += 1
 
     ledgers = tuple((path, verify(path, take)) for path in paths)
-    header, known = _together([verified.header for _, verified in ledgers], accountant), list(kinds)
-    judge = get_accountant(header.accountant, header.adjacency)
+    header, known_events = _together([verified.header for _, verified in ledgers], accountant), list(kinds)
+    chosen = get_accountant(header.accountant, header.adjacency)
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
-    keys = [(tuple(events[client]), own) for client, own in enumerate(deltas)]
-    queries = {key: ([known[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
-    found = dict(zip(queries, _epsilons(list(queries.values()), judge), strict=True))
+    keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
+    queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
+    epsilons = dict(zip(queries, _epsilons(list(queries.values()), chosen), strict=True))
     steps = {key: sum(_steps(event) for event in queries[key][0]) for key in queries}
-    weakest = max(found, key=lambda key: found[key])
+    weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
         ledgers,
-        judge.name,
+        chosen.name,
         {name: value for name, value in (("accountant", accountant), ("delta", delta)) if value is not None},
         tuple(
-            Account(dict(releases[client]), steps[key], found[key], key[1], header.epsilon[client])
+            Account(dict(releases[client]), steps[key], epsilons[key], key[1], header.epsilon[client])
             for client, key in enumerate(keys)
         ),
-        _promise(*queries[weakest], found[weakest], judge, header),
+        _promise(*queries[weakest], epsilons[weakest], chosen, header),
     )
 
 
 def _together(headers: Sequence[Header], accountant: str | None) -> Header:
-    """What the charges of all ledgers mean together, composed by `accountant` or by the one that all have."""
+    """Combine the headers of all ledgers; the accountant is `accountant` or the one that all have."""
     first = headers[0]
-    require(len({one.run for one in headers}) == len(headers), "--ledger", "name each run once", first.run)
-    for name, of in (("clients", lambda one: len(one.delta)), ("adjacency", lambda one: one.adjacency)):
-        values = {of(one): None for one in headers}
+    require(len({header.run for header in headers}) == len(headers), "--ledger", "name each run once", first.run)
+    for name, value_of in (
+        ("clients", lambda header: len(header.delta)),
+        ("adjacency", lambda header: header.adjacency),
+    ):
+        values = {value_of(header): None for header in headers}
         require(len(values) == 1, "--ledger", f"be of runs with the same {name}", ", ".join(map(str, values)))
-    judges = list(dict.fromkeys(one.accountant for one in headers))
+    accountants = list(dict.fromkeys(header.accountant for header in headers))
     must = "be given for runs with several accountants"
-    require(accountant is not None or len(judges) == 1, "--accountant", must, ", ".join(judges))
+    require(accountant is not None or len(accountants) == 1, "--accountant", must, ", ".join(accountants))
     if len(headers) == 1:
         return dataclasses.replace(first, accountant=accountant or first.accountant)
     return dataclasses.replace(
         first,
         accountant=accountant or first.accountant,
-        # of Poisson draws and shuffled batches together no more is proven than of the latter
-        sampling=next((one.sampling for one in headers if one.sampling != "poisson"), first.sampling),
-        delta=tuple(map(max, *(one.delta for one in headers))),
+        # Poisson samples and shuffled batches together are proven no better than shuffled batches
+        sampling=next((header.sampling for header in headers if header.sampling != "poisson"), first.sampling),
+        delta=tuple(map(max, *(header.delta for header in headers))),
         epsilon=(math.inf,) * len(first.epsilon),
-        caveats=tuple(dict.fromkeys(words for one in headers for words in one.caveats)),
+        caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
 
 
@@ -228,21 +231,24 @@ def _as_dict(path: Path, verified: Verified) -> dict[str, Any]:
     }
 
 
-def _epsilons(queries: Sequence[tuple[list[Event], float]], judge: Accountant) -> list[float]:
-    """Of each client, or of all that are equal; an accountant answers many at once."""
-    many = [judge.search(queries[start : start + judge.together]) for start in range(0, len(queries), judge.together)]
-    return [float(one) for one in np.concatenate(many)]
+def _epsilons(queries: Sequence[tuple[list[Event], float]], accountant: Accountant) -> list[float]:
+    """Return the epsilon of each query; an accountant computes many at once."""
+    many = [
+        accountant.search(queries[start : start + accountant.together])
+        for start in range(0, len(queries), accountant.together)
+    ]
+    return [float(epsilon) for epsilon in np.concatenate(many)]
 
 
-def _promise(events: list[Event], delta: float, epsilon: float, judge: Accountant, header: Header) -> Guarantee:
-    """The guarantee of these events, whose epsilon is known: RDP's `bound` would load Opacus, and torch, for it."""
-    if type(judge) is Rdp:
-        pure = rounded_up(composed(events, delta).pure(judge.sensitivity), 6)
-        how = PURE if 0 < pure == epsilon < math.inf else judge.description
+def _promise(events: list[Event], delta: float, epsilon: float, accountant: Accountant, header: Header) -> Guarantee:
+    """Return the guarantee of events with known epsilon. For RDP, `bound` is avoided because it would import torch."""
+    if type(accountant) is Rdp:
+        pure = rounded_up(composed(events, delta).pure(accountant.sensitivity), 6)
+        method = PURE if 0 < pure == epsilon < math.inf else accountant.description
     else:
-        how = judge.bound(events, delta)[1]
+        method = accountant.bound(events, delta)[1]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, judge, sampling, found=(epsilon, how))
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, found=(epsilon, method))
 
 
 def _steps(event: Event) -> int:
@@ -250,25 +256,25 @@ def _steps(event: Event) -> int:
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:
-    end, head, beside = verified.end, verified.head, head_file(path).name
-    said = [f"{path}: {end.lines} lines, run {end.run}. Each follows from the one before: none was changed or removed."]
+    end, head, head_name = verified.end, verified.head, head_file(path).name
+    messages = [f"{path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed."]
     if head is None:
-        said.append(f"No {beside} lies beside it: whether lines were cut off its end cannot be seen.")
+        messages.append(f"There is no {head_name} beside it, so lines cut off its end cannot be detected.")
     elif head.lines < end.lines:
-        more = end.lines - head.lines
-        said.append(f"It agrees with {beside}, which counts {more} less: a charge in progress, or before a crash.")
+        missing = end.lines - head.lines
+        messages.append(f"It agrees with {head_name}, which counts {missing} less: a charge in progress, or a crash.")
     else:
-        said.append(f"It ends where {beside} says: none was cut off.")
+        messages.append(f"Its end agrees with {head_name}: no line was cut off.")
     if verified.torn:
-        said.append(
-            f"The last {verified.torn} bytes are no whole line: it is being written, or a crash tore it. Its charge "
-            "was never returned from, so nothing was released for it."
+        messages.append(
+            f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
+            "Its charge never completed, so nothing was released for it."
         )
-    said.append(
-        "A ledger and a head that were both written anew would pass, too: compare this head's chain, "
-        f"{end.chain}, with the one in `result.json`, or in MLflow (tag `ledger_head`)."
+    messages.append(
+        "A ledger and a head that were both rewritten would also pass: compare this head's chain, "
+        f"{end.chain}, with the one in `result.json` or in MLflow (tag `ledger_head`)."
     )
-    return said
+    return messages
 
 
 class _Parser(argparse.ArgumentParser):
@@ -276,19 +282,19 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}. See --help.")
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = _Parser(
         prog="python -m dpfl_lightning.plan",
-        description="Verify ledgers, and compose every client's epsilon again from their events alone. Reads only.",
+        description="Verify ledgers, and compute every client's epsilon again from their events alone. Reads only.",
         allow_abbrev=False,
     )
-    several = "ledger.jsonl of a run, or the run's folder; several are composed: runs of the same clients"
-    parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=several)
-    parser.add_argument("--accountant", help="compose by this one instead of the run's own (prv is tighter, slower)")
-    parser.add_argument("--delta", type=float, help="of every client, in (0, 1), instead of the run's own")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
-    options, rest = parser.parse_known_args(words)
+    ledger_help = "ledger.jsonl of a run, or the run's folder; several runs of the same clients are composed"
+    parser.add_argument("--ledger", metavar="FILE", nargs="+", required=True, help=ledger_help)
+    parser.add_argument("--accountant", help="use this accountant instead of the run's (prv is tighter, slower)")
+    parser.add_argument("--delta", type=float, help="delta of every client, in (0, 1), instead of the run's")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object on the last line")
+    options, rest = parser.parse_known_args(argv)
     if rest:
         key = rest[0].removeprefix("--").partition("=")[0]
-        raise UserError(f"`{key}` must be a key of --ledger, got another one. There are accountant, delta and json.")
+        raise UserError(f"`{key}` must be an option of --ledger (accountant, delta or json), got an unknown one.")
     return options
