@@ -106,7 +106,7 @@ def _recording(hook):
     return call
 
 
-for _hook in (*HOOKS, "on_fit_start", "on_round_end", "on_fit_end"):
+for _hook in (*HOOKS, "on_fit_start", "on_round_start", "on_round_end", "on_fit_end"):
     if callable(getattr(Recorder, _hook)):
         setattr(Recorder, _hook, _recording(_hook))
 
@@ -128,6 +128,7 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     def one_round(before, after, last):
         verbs = [
             ("stop", before),
+            ("on_round_start", before),
             ("replan", before),
             ("plan_round", before),
             ("needs_updates", after),

@@ -61,7 +61,7 @@ def test_a_round_of_too_few_clients_is_left_out(privacy, before, make_loop):
     own, away = Distillation(**SMALL | {"min_participants": 3}), Away({2: (0, 3), 3: (1,)})
     loop = few(make_loop, privacy, [away, own] if before else [own, away], rounds=3)
     seen = asked(loop)
-    with pytest.warns(UserNotice, match="round 2: 2 clients would be asked, fewer than the 3"):
+    with pytest.warns(UserNotice, match="round 2: 2 clients could take part, fewer than the 3"):
         assert loop.run().rounds == 3
     assert seen == [4, 3]
     charged = [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
@@ -89,7 +89,7 @@ def test_rounds_go_on_while_a_later_one_has_enough(make_loop):
     own = Distillation(**SMALL | {"min_participants": 2, "participation_fraction": 0.5})
     loop = few(make_loop, privacy, [own], rounds=30)
     seen = asked(loop)
-    with pytest.warns(UserNotice, match="1 client would be asked, fewer than the 2"):
+    with pytest.warns(UserNotice, match="1 client could take part, fewer than the 2"):
         result = loop.run()
     assert set(seen) == {2} and len(seen) < result.rounds
 

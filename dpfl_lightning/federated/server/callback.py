@@ -17,6 +17,9 @@ class Callback:
     def on_fit_start(self, view: View) -> None:
         """Called before the first round, or before the first one after a resume."""
 
+    def on_round_start(self, view: View) -> None:
+        """Called before each round."""
+
     def on_round_end(self, view: View, report: RoundReport) -> None:
         """Called after each round, when it is on disk."""
 

@@ -55,15 +55,16 @@ class ServerLoop(Run):
                 error.add_note(f"The run is kept; when this is mended, {again}")
                 raise
             result = self._end(reason, finished=True)
-            check_signals()  # one that came in the last round
+            check_signals()  # a signal that came in the last round
             return result
 
     def all_rounds(self, state: ServerState, check_signals: Callable[[], None]) -> str:
-        """Rounds until the last one, until nobody can pay, or until a strategy's `stop`; returns the reason."""
+        """Rounds until the last one, until no client can pay, or until a strategy stops the run; returns the reason."""
         while state.round < self.last_round:
             check_signals()
             if reason := reason_to_stop(self.strategies, self.view(state)):
                 return reason
+            notify(self.watching, "on_round_start", self.view(state))
             begun = time.perf_counter()
             self.traffic.begin_round()
             after, plan, weights = self.one_round(state)
@@ -83,7 +84,7 @@ class ServerLoop(Run):
         return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
-        """Every line is one hook, or one message to the clients."""
+        """One round. Every line calls one hook, or sends one message to the clients."""
         self._replan(state)
         view = self.view(state)
         plan = _if_enough(fold(self.strategies, "plan_round", view.plan(self.first_purpose), view))
@@ -97,10 +98,9 @@ class ServerLoop(Run):
             return self._unmoved(state, plan)
         plan = arrived
         self.totals.noise_std |= dict(zip(updates.clients, updates.noise_std, strict=True))
-        raw_weights = (
-            aggregate.raw_weights(self.strategies, plan, updates, view) if raw_weights is None else raw_weights
-        )  # [K, C]
-        weights = aggregate.normalised(raw_weights)  # an empty row leaves its model alone
+        if raw_weights is None:
+            raw_weights = aggregate.raw_weights(self.strategies, plan, updates, view)  # [K, C]
+        weights = aggregate.normalised(raw_weights)  # a row of zeros leaves its model unchanged
         combined = sole_answer(self.strategies, "combine", updates, weights, view)
         combined = aggregate.combine(raw_weights, updates) if combined is None else combined
         combined = fold(self.strategies, "scale", combined, view)
@@ -110,15 +110,17 @@ class ServerLoop(Run):
         return dataclasses.replace(state, round=plan.round), plan, weights
 
     def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:
-        """A round in which nothing arrived."""
+        """The result of a round without updates."""
         return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), len(plan.clients))
 
 
 def _if_enough(plan: RoundPlan) -> RoundPlan:
-    """The plan, or a plan of nobody where clients are left, but fewer than its strategy asks together."""
+    """The plan, or a plan without clients if fewer are left than its strategy requires."""
     left = len(plan.clients)
     if left == 0 or left >= plan.fewest:
         return plan
-    words = f"{left} client{'s' * (left > 1)} would be asked, fewer than the {plan.fewest} that must be; nobody is"
-    warnings.warn(f"round {plan.round}: {words}, and models stay as they are", UserNotice, stacklevel=2)
+    words = f"{left} client{'s' * (left > 1)} could take part, fewer than the {plan.fewest} that are required"
+    warnings.warn(
+        f"round {plan.round}: {words}; no client trains, and models stay as they are", UserNotice, stacklevel=2
+    )
     return plan.only(lambda client: False)
