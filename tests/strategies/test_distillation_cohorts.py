@@ -106,7 +106,7 @@ def test_clients_whose_charge_is_refused_count_as_absent(make_loop, monkeypatch)
     monkeypatch.setattr(Budgets, "charge_round", refusing)
     loop = few(make_loop, None, [Distillation(**SMALL | {"min_participants": 3})], rounds=3)
     seen = asked(loop)
-    with pytest.warns(UserNotice, match="round 2: 2 clients would be asked"):
+    with pytest.warns(UserNotice, match="round 2: 2 clients could take part"):
         loop.run()
     assert seen == [4, 4]
 
