@@ -100,7 +100,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
     rows = dict(_rows(bases, table))
     lines = {key: Row(**_fields(Row, entry)) for key, entry in rows.items()}
     settings = {key: Column(**_fields(Column, entry)) for key, entry in columns.items()}
-    own = [
+    cell_rows = [
         lines[row].cell or row
         for row, column in itertools.product(lines, settings)
         if not (lines[row].experiment or settings[column].experiment)
@@ -112,7 +112,7 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
         name=name,
         rows=lines,
         columns=settings,
-        cells={cell: _spec(table, makers[cell], columns) for cell in dict.fromkeys(own)},
+        cells={cell: _spec(table, makers[cell], columns) for cell in dict.fromkeys(cell_rows)},
         comparison=_comparison(table.get("comparison"), lines),
         draw=_draw(table),
         summary=function(table["summary"]) if table.get("summary") else None,

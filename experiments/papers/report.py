@@ -231,6 +231,13 @@ def _minutes(seconds: float) -> str:
 # ---- pages
 
 
+def _on_page(experiment: Experiment, scale: str, results: Path, path: Path) -> str:
+    """The report, or one line for a table without finished cells, which `list` shows."""
+    if finished(results, experiment, scale):
+        return report(experiment, scale, results, page_file=path)
+    return f"**{experiment.name}** {experiment.title}: no cell is made yet (scale {scale})."
+
+
 def page(path: Path, results: Path) -> str:
     """A page with its tables written from the files of finished cells.
 
@@ -249,7 +256,7 @@ def page(path: Path, results: Path) -> str:
         chosen = find([block[2]])
         if block[3] is None:
             return f"{block[1]}{listing(chosen, results)}\n{block[4]}"
-        reports = [report(experiment, experiment.scale(block[3]), results, page_file=path) for experiment in chosen]
+        reports = [_on_page(experiment, experiment.scale(block[3]), results, path) for experiment in chosen]
         return f"{block[1]}{chr(10).join(reports)}\n{block[4]}"
 
     return _BLOCK.sub(filled, text)
