@@ -19,8 +19,8 @@ def fake(**changed) -> Experiment:
         rows={"ours": Row("ours"), "theirs": Row("theirs"), "formula": Row("formula", "noise", "formulas")},
         columns={"a": Column("A"), "b": Column("B")},
         cells={
-            **dict.fromkeys(("ours", "theirs"), Training(lambda row, column, scale: [])),
-            "formulas": Computation(lambda column, departures: {"noise": 1.0}),
+            **dict.fromkeys(("ours", "theirs"), Training(lambda row, column, scale: {})),
+            "formulas": Computation(lambda column, overrides: {"noise": 1.0}),
         },
         scales={"small": "few", "paper": "many"},
     )

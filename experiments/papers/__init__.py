@@ -1,1 +1,1 @@
-"""Tables and figures of papers, made again: declarations, the cells that are finished, and ours beside the paper's."""
+"""Tables and figures of papers: declarations, finished cells, and reports beside the papers' numbers."""

@@ -1,6 +1,6 @@
-"""`python -m experiments.papers NAME`: the papers' tables and figures, made here and shown beside the paper's.
+"""`python -m experiments.papers NAME` makes tables and figures of papers and shows them beside the paper's numbers.
 
-`list` shows the names. Any key of `fit` can be set: what changes the numbers is kept apart from the declared ones.
+`list` prints the names. Any key of `fit` can be set; cells with other options are kept in a folder of their options.
 """
 
 from __future__ import annotations
@@ -17,23 +17,24 @@ from dpfl_lightning.config.options import FREE, nearest_key
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.fit import fit, seed_list
 from dpfl_lightning.runtime.launcher import launched
-from experiments.papers.cells import RESULTS, Cell, Departures, finished, missing_files, wanted
+from experiments.papers.cells import RESULTS, Cell, Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
 from experiments.papers.report import as_dict, figure_path, listing, page, report
-from experiments.papers.run import EXPERIMENT, Work, make, without_data
+from experiments.papers.run import EXPERIMENT, RunnerOptions, make, spec, without_data
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: keys that decide how a run is executed and told, not its numbers; `--seeds` and the run's own folder stand for two
+#: keys that decide how a run is executed and reported, not its numbers
 _FREE_KEYS = (*FREE, "data.folder", "data.download")
-_OWN_FLAG = {"seed": "--seeds", "output_dir": "--runs"}
+#: keys that this command sets by flags
+_FLAG_OF = {"seed": "--seeds", "output_dir": "--runs"}
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
-    overrides, words = split(sys.argv[1:] if argv is None else argv)
+    set_by_user, words = split(sys.argv[1:] if argv is None else argv)
     options = _parse(words)
     require(launched().size == 1, "reproduce", "be one process", launched().size, "--jobs makes several cells at once.")
     first, *names = options.names
@@ -41,126 +42,122 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(listing(find(names) if names else list(experiments().values()), options.results))
         return 0
     chosen = [one.restricted(options.rows, options.columns) for one in find(options.names)]
-    departures, free = _sorted_out(overrides)
+    overrides, free = _sorted_out(set_by_user)
     for experiment in chosen:
-        _check_departures(experiment, departures)
+        _check_overrides(experiment, overrides)
     if options.page:
         page(options.page, options.results)
-    work = Work(fit, options.results, options.runs, free, options.again)
-    complete = options.show or _make_missing(chosen, options, departures, work)
+    runner = RunnerOptions(fit, options.results, options.runs, free, options.again)
+    complete = options.show or _make_missing(chosen, options, overrides, runner)
     if not options.no_table:
-        _tell(chosen, options, departures, free)
+        _report(chosen, options, overrides, free)
     return 0 if complete else 1
 
 
 def _make_missing(
-    chosen: Sequence[Experiment], options: argparse.Namespace, departures: Departures, work: Work
+    chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, runner: RunnerOptions
 ) -> bool:
-    """Make every missing cell; returns whether all could be made. What could not is said, at once and at the end."""
-    asked = {cell: None for one in chosen for cell in wanted(one, one.scale(options.scale), options.seeds, departures)}
-    left = list(asked) if work.again else missing_files(list(asked), work.results)
-    there, lacking = without_data(left, work)
-    for sentence in lacking:
+    """Make every missing cell; prints the reason of each failure and returns whether there was none."""
+    required: dict[Cell, None] = {}
+    for experiment in chosen:
+        scale = experiment.scale(options.scale)
+        required |= dict.fromkeys(required_cells(experiment, scale, options.seeds, overrides))
+    missing = list(required) if runner.again else missing_cells(list(required), runner.results)
+    available, without = without_data(missing, runner)
+    for sentence in without:
         print(sentence, file=sys.stderr)
     try:
-        failed = _make_all(there, work, options.jobs)
+        failures = _make_all(available, runner, options.jobs)
     except KeyboardInterrupt:
         print("Finished cells are kept, and the same command goes on with the others.", file=sys.stderr)
         raise
-    for sentence in failed:
+    for sentence in failures:
         print(f"not made: {sentence}", file=sys.stderr)
-    return not (lacking or failed)
+    return not (without or failures)
 
 
-def _make_all(cells: Sequence[Cell], work: Work, jobs: int | None) -> list[str]:
-    """Computed cells here, trained ones here or in processes of their own."""
+def _make_all(cells: Sequence[Cell], runner: RunnerOptions, jobs: int | None) -> list[str]:
+    """Make computed cells in this process, and trained ones here or in several processes."""
     from experiments.papers.jobs import fitting, make_at_once
-    from experiments.papers.run import how
 
-    computed = [cell for cell in cells if isinstance(how(cell), Computation)]
+    computed = [cell for cell in cells if isinstance(spec(cell), Computation)]
     trained = [cell for cell in cells if cell not in computed]
-    problems = make(computed, work)
-    at_once = min(jobs or fitting(trained, work), len(trained))
-    return problems + (make_at_once(trained, work, at_once) if at_once > 1 else make(trained, work))
+    failures = make(computed, runner)
+    at_once = min(jobs or fitting(trained, runner), len(trained))
+    return failures + (make_at_once(trained, runner, at_once) if at_once > 1 else make(trained, runner))
 
 
-def _tell(
-    chosen: Sequence[Experiment], options: argparse.Namespace, departures: Departures, free: Sequence[str]
+def _report(
+    chosen: Sequence[Experiment], options: argparse.Namespace, overrides: Overrides, free: Sequence[str]
 ) -> None:
-    """The tables, figures and pages, for people, programs and MLflow."""
+    """Print tables, and write figures, the page, JSON and MLflow runs."""
     for experiment in chosen:
         scale = experiment.scale(options.scale)
-        figure = _draw(experiments()[experiment.name], scale, options.results, departures)  # never of some rows only
-        text = report(experiment, scale, options.results, departures)
+        figure = _draw(experiments()[experiment.name], scale, options.results, overrides)  # with all rows
+        text = report(experiment, scale, options.results, overrides)
         print(f"\n{text}\n")
         if not options.show:
-            _track(experiment, scale, text, figure, departures, free)
+            _track(experiment, scale, text, figure, overrides, free)
     if options.page:
         options.page.write_text(page(options.page, options.results), encoding="utf-8")
     if options.json:
-        told = [as_dict(one, one.scale(options.scale), options.results, departures) for one in chosen]
-        print(json.dumps(told[0] if len(told) == 1 else told))
+        tables = [as_dict(one, one.scale(options.scale), options.results, overrides) for one in chosen]
+        print(json.dumps(tables[0] if len(tables) == 1 else tables))
 
 
-def _draw(experiment: Experiment, scale: str, results: Path, departures: Departures) -> Figure | None:
-    """The figure of what is made, also kept as a file; None where there is nothing to draw."""
-    if experiment.draw is None:
-        return None
-    found = finished(results, experiment, scale, departures)
-    if not found:
-        return None
-    panels = experiment.draw(found)
-    if not any(panel.series for panel in panels):
+def _draw(experiment: Experiment, scale: str, results: Path, overrides: Overrides) -> Figure | None:
+    """The figure of the finished cells, also kept as a file; None where there is nothing to draw."""
+    cells = finished(results, experiment, scale, overrides)
+    panels = experiment.panels(cells) if cells else []
+    if not panels:
         return None
     from dpfl_lightning.reporting.figures import panels_figure, save_svg
 
-    figure = panels_figure(experiment.title, [panel for panel in panels if panel.series])
-    path = figure_path(experiment, scale, results, departures)
+    figure = panels_figure(experiment.title, panels)
+    path = figure_path(experiment, scale, results, overrides)
     path.parent.mkdir(parents=True, exist_ok=True)
     save_svg(figure, path)
     return figure
 
 
 def _track(
-    experiment: Experiment, scale: str, text: str, figure: Figure | None, departures: Departures, free: Sequence[str]
+    experiment: Experiment, scale: str, text: str, figure: Figure | None, overrides: Overrides, free: Sequence[str]
 ) -> None:
-    """Table and figure as a run of their own beside those of the cells."""
-    cell = Cell(experiment.name, "", "", scale, None, departures)
-    words = ["--privacy", "null", "--tracking.experiment", EXPERIMENT, *free]
-    tracking = load(words)[0].tracking
+    """Log table and figure as an MLflow run beside those of the cells."""
+    tracking = load(["--privacy", "null", "--tracking.experiment", EXPERIMENT, *free])[0].tracking
     if tracking is None:
         return
     from dpfl_lightning.reporting.mlflow import log_report
 
-    tags = {"experiment": experiment.name, "scale": scale, **dict(departures)}
-    name = cell.place.parent.as_posix()
+    tags = {"experiment": experiment.name, "scale": scale, **dict(overrides)}
+    name = Cell(experiment.name, "", "", scale, None, overrides).place.parent.as_posix()
     log_report(tracking.experiment, name, tags, text, figure, tracking.uri)
 
 
 # ---- options
 
 
-def _sorted_out(overrides: Sequence[tuple[str, str]]) -> tuple[Departures, tuple[str, ...]]:
-    """What changes numbers, sorted, and what does not, as words.
+def _sorted_out(set_by_user: Sequence[tuple[str, str]]) -> tuple[Overrides, tuple[str, ...]]:
+    """The overrides that change numbers, sorted, and the arguments that do not.
 
     Raises:
         UserError: a key or value that no run could take.
     """
-    load(["--privacy.epsilon=1", *(f"--{key}={text}" for key, text in overrides)])
-    departures, free = {}, []
-    for key, text in overrides:
-        require(key not in _OWN_FLAG, f"--{key}", f"be given as {_OWN_FLAG.get(key)} here", text)
+    load(["--privacy.epsilon=1", *(f"--{key}={text}" for key, text in set_by_user)])
+    overrides, free = {}, []
+    for key, text in set_by_user:
+        require(key not in _FLAG_OF, f"--{key}", f"be given as {_FLAG_OF.get(key)} here", text)
         if any(key == one or key.startswith(f"{one}.") for one in _FREE_KEYS):
             free.append(f"--{key}={text}")
         else:
-            departures[key] = text
-    return tuple(sorted(departures.items())), tuple(free)
+            overrides[key] = text
+    return tuple(sorted(overrides.items())), tuple(free)
 
 
-def _check_departures(experiment: Experiment, departures: Departures) -> None:
-    """A computed cell takes only what its formulas know."""
-    takes = [made.takes for made in experiment.cells.values() if isinstance(made, Computation)]
-    for key, text in departures:
+def _check_overrides(experiment: Experiment, overrides: Overrides) -> None:
+    """A computed cell takes only the keys of its formulas."""
+    takes = [cell.takes for cell in experiment.cells.values() if isinstance(cell, Computation)]
+    for key, text in overrides:
         for known in takes:
             must = f"be one of {', '.join(known) or 'none'} for {experiment.name}, which is computed from formulas"
             require(key in known, f"--{key}", must, text)
@@ -174,19 +171,19 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m experiments.papers",
         description="Tables and figures of papers: makes the cells that are missing, keeps each as one JSON file, and "
-        "shows ours beside the paper's. Any key of fit can be set, too, as in --privacy.accountant paper_ma.",
+        "shows them beside the paper's numbers. Any key of fit can be set, too, as in --privacy.accountant paper_ma.",
         exit_on_error=False,
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("names", metavar="NAME", nargs="*", help="tables or figures, or a paper (all of its own); or: list")
+    add("names", metavar="NAME", nargs="*", help="tables or figures, or a paper (all its tables); or: list")
     add("--scale", metavar="small|paper", help="small: fewer rounds, where the table has it (the default); paper")
     add("--seeds", type=seed_list, metavar="N,N,...", help="of trained cells (as declared)")
     add("--rows", type=_names, metavar="NAME,...", help="only these methods")
     add("--columns", type=_names, metavar="NAME,...", help="only these settings")
-    add("--again", action="store_true", help="make finished cells anew")
-    add("--show", action="store_true", help="run nothing: only show what is made")
-    add("--jobs", type=int, metavar="N", help="trained cells at once (as many as leave no core without work)")
+    add("--again", action="store_true", help="make finished cells again")
+    add("--show", action="store_true", help="run nothing: only show finished cells")
+    add("--jobs", type=int, metavar="N", help="trained cells at once (as many as keep all cores busy)")
     add("--json", action="store_true", help="print one JSON object on the last line")
     add("--page", type=Path, metavar="FILE", help="write the tables between this Markdown page's marks")
     add("--no_table", action="store_true", help="only make cells: show no table, track no figure")

@@ -1,7 +1,6 @@
-"""What a table or figure of a paper is: rows, columns, the paper's numbers, and how each cell is made.
+"""The parts of an experiment: rows, columns, the paper's numbers, and how each cell is made.
 
-Declarations are data: they import neither torch nor matplotlib, and a new paper needs no other code than its own
-declarations (`example.py` is the smallest).
+`declarations` builds them from YAML; they import neither torch nor matplotlib.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-#: `{name: number or list of numbers}`, what a finished cell came to
+#: `{name: number or list of numbers}`, the values of a finished cell
 Values = Mapping[str, Any]
 #: (row, column) -> the finished cells of all seeds, as their files hold them
-Found = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+Cells = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -29,14 +28,13 @@ class Training:
     """A cell that is one run of `fit`, or a study with the data and the net of its options.
 
     Args:
-        words: `words(row, column, scale)`, arguments of `python -m dpfl_lightning.fit` without seed, as a person types
-            them.
-        recorder: makes the watcher that reads the cell's values off the run; None: accuracies, see `Recorder`.
-        study: makes the cell from a `Making`, in place of that run, or from it and more: `values` and the rest.
+        options: `options(row, column, scale)`: dotted keys of the run without seed, and `config`, a file of options.
+        recorder: makes the callback that reads the cell's values off the run; None is `Recorder`.
+        study: makes the cell from a `CellContext` in place of that run; returns `values` and other keys of the file.
     """
 
-    words: Callable[[str, str, str], Sequence[str]]
-    recorder: Callable[[str, str], Recorder] | None = None
+    options: Callable[[str, str, str], Mapping[str, Any]]
+    recorder: Callable[[], Recorder] | None = None
     study: Callable[[Any], Mapping[str, Any]] | None = None
 
 
@@ -45,7 +43,7 @@ class Computation:
     """A cell that is computed in seconds, without data and without seed.
 
     Args:
-        compute: `compute(column, departures) -> values`.
+        compute: `compute(column, overrides) -> values`.
         takes: keys that a user may set for it, such as privacy.accountant.
     """
 
@@ -54,14 +52,12 @@ class Computation:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A second cell that a row's numbers need, such as a reference: of the same scale, seed and departures.
+class Reference:
+    """A second cell that the numbers of a row need, of the same scale, seed and overrides.
 
     Args:
-        experiment: whose cell it is.
-        row: of cells.
-        column: of cells.
-        values: `values(own, beside)` -> further values of the row's cell, from what both files hold.
+        experiment: that has the cell; `row` and `column` of the cell.
+        values: `values(cell, reference)` -> further values of the row's cell, from the contents of both files.
     """
 
     experiment: str
@@ -72,41 +68,46 @@ class Beside:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of numbers, all read off one kind of cell.
+    """A line of numbers, all read from one kind of cell.
 
     Args:
-        title: what the table calls it.
-        value: which of the cell's values it shows.
-        cell: whose cells they are; None is the row's own. Rows that read different values of the same cells share it.
-        experiment: that has these cells; None is the row's own.
-        beside: the other cell that each of them is read together with.
-        column: of the cells, for a row that reads the same one in every column because settings do not touch it.
+        title: in the table.
+        value: the value of the cell that the row shows.
+        cell: row of the cells; None is the row's name. Rows that read different values of the same cells share it.
+        experiment: that has these cells; None is the row's experiment.
+        reference: the cell that each of them is compared with.
+        column: of the cells, for a row that reads the same cell in every column.
+        series: title in figures; None is `title`.
     """
 
     title: str
     value: str = "accuracy"
     cell: str | None = None
     experiment: str | None = None
-    beside: Beside | None = None
+    reference: Reference | None = None
     column: str | None = None
+    series: str | None = None
 
 
 @dataclass(frozen=True)
 class Column:
-    """A setting. Another experiment's column may hold its cells, as when two tables show the same run."""
+    """A setting; `cell` and `experiment` name the column of another experiment that has its cells, if any.
+
+    Args:
+        title: in the table.
+        cell: column of the cells; None is the column's name.
+        experiment: that has the cells.
+        x: place on the horizontal axis of figures.
+    """
 
     title: str
     cell: str | None = None
     experiment: str | None = None
-
-
-def as_words(options: Mapping[str, str]) -> list[str]:
-    """Options of `fit` as a person types them."""
-    return [word for key, text in options.items() for word in (f"--{key}", text)]
+    x: float | None = None
 
 
 class Tolerance(NamedTuple):
-    """How far from the paper's a number may be, and why if that is special; `within` None is not compared."""
+    """The allowed distance from the paper's number, and why it is special; `within` None is not compared."""
 
     within: float | None
     why: str = ""
@@ -114,15 +115,15 @@ class Tolerance(NamedTuple):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How ours is held to the paper's.
+    """How our numbers are compared with the paper's.
 
     Args:
         tolerance: of every cell, >= 0.
         relative: differences and tolerances are shares of the paper's number instead of in its unit.
-        better: `higher` or `lower`: a number that is better than the paper's by more is fine, too, and the best row of
-            a column is told; empty: neither. Row -> one of these, where rows are numbers of several kinds: nobody is
-            best then.
-        special: (row, column) -> the tolerance of that cell; column "" is all of the row's.
+        better: `higher` or `lower`: a number that is better than the paper's by more than the tolerance is accepted,
+            and the report names the best row of a column; empty: neither. Row -> one of these for rows of several
+            quantities; no row is then the best.
+        special: (row, column) -> the tolerance of that cell; column "" is the whole row.
     """
 
     tolerance: float
@@ -139,7 +140,7 @@ class Comparison:
         return self.special.get((row, column)) or self.special.get((row, ""), Tolerance(self.tolerance))
 
     def holds(self, row: str, column: str, ours: float, paper: float) -> bool:
-        """Whether ours is within the tolerance, or better."""
+        """Whether our number is within the tolerance, or better."""
         difference = self.difference(ours, paper)
         better = self.better if isinstance(self.better, str) else self.better.get(row, "")
         beyond = {"higher": difference > 0, "lower": difference < 0}.get(better, False)
@@ -158,7 +159,7 @@ class Panel:
     Args:
         title: above it.
         x: label of the horizontal axis; `y` of the vertical one.
-        series: name -> points (x, y) or (x, y, half height of the band around y); x are words where `kind` is bars.
+        series: name -> points (x, y) or (x, y, half height of the band around y); x are texts where `kind` is bars.
         kind: lines, points, or bars (side by side for each x).
         log: axes with a logarithmic scale: "", "x", "y" or "xy".
     """
@@ -176,22 +177,22 @@ class Experiment:
     """A table or figure.
 
     Args:
-        name: `paper.table`, what a person types.
-        title: which table or figure, and of what; a few words.
+        name: `paper.table`, the argument of the command.
+        title: which table or figure, and of what.
         shows: what its numbers are, with the unit.
         rows: name -> row.
         columns: name -> column.
-        cells: row's name -> how that row's cells are made; rows that only read other cells have none.
-        scales: name -> what it means, for example "60 rounds"; the first one is the default.
-        paper: row's name -> the paper's number for each column, None where it has none.
-        comparison: of ours and the paper's; None where the paper's numbers cannot be compared.
-        seeds: scale -> its seeds; others have seed 0.
-        minutes: scale -> guess for one cell on two cores, until a finished one tells.
-        decimals: of the numbers that are shown.
-        shown: whether it is a table; a figure without numbers of its own is not.
-        draw: the figure's panels from the cells found; None is no figure.
-        summary: Markdown of what follows from many cells together, such as a rank correlation; empty where there are
-            too few. None is none.
+        cells: row of cells -> how they are made; none for rows that read cells of other experiments.
+        scales: name -> description, for example "60 rounds"; the first one is the default.
+        paper: row -> the paper's number for each column, None where it has none.
+        comparison: of our numbers with the paper's; None where they cannot be compared.
+        seeds: scale -> its seeds; other scales have seed 0.
+        minutes: scale -> guess for one cell on two cores, until a finished one is there.
+        decimals: of the numbers in the table.
+        shown: whether there is a table; False for a figure without numbers of its cells.
+        draw: `draw(experiment, cells)`: the panels of its figure; None is no figure.
+        summary: `summary(experiment, cells)`: Markdown of what follows from many cells together, such as a rank
+            correlation; empty where there are too few cells.
         notes: what a reader must know, one sentence each.
     """
 
@@ -208,32 +209,38 @@ class Experiment:
     minutes: Mapping[str, float] = field(default_factory=dict)
     decimals: int = 2
     shown: bool = True
-    draw: Callable[[Found], Sequence[Panel]] | None = None
-    summary: Callable[[Found], str] | None = None
+    draw: Callable[[Experiment, Cells], Sequence[Panel]] | None = None
+    summary: Callable[[Experiment, Cells], str] | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for row, numbers in self.paper.items():
             assert row in self.rows and len(numbers) == len(self.columns), f"{self.name}: the paper's {row}"
-        own = {self.source(row, column)[1] for row in self.rows for column in self.columns if self.owns(row, column)}
-        assert own <= set(self.cells), f"{self.name}: how are the cells of {own - set(self.cells)} made?"
+        sources = [self.source(row, column) for row in self.rows for column in self.columns]
+        missing = {row for name, row, _ in sources if name == self.name} - set(self.cells)
+        assert not missing, f"{self.name}: how are the cells of {missing} made?"
 
     def source(self, row: str, column: str) -> tuple[str, str, str]:
-        """(experiment, row, column) of the cell in which a number of this table stands."""
+        """(experiment, row, column) of the cell that holds a number of this table."""
         line, setting = self.rows[row], self.columns[column]
-        where = line.column or setting.cell or column
-        return line.experiment or setting.experiment or self.name, line.cell or row, where
+        place = line.column or setting.cell or column
+        return line.experiment or setting.experiment or self.name, line.cell or row, place
 
-    def owns(self, row: str, column: str) -> bool:
-        """Whether that cell is its own."""
-        return self.source(row, column)[0] == self.name
-
-    def reference(self, row: str, column: str) -> float | None:
-        """The paper's number."""
+    def paper_number(self, row: str, column: str) -> float | None:
+        """The paper's number of a cell."""
         return self.paper[row][list(self.columns).index(column)] if row in self.paper else None
 
+    def panels(self, cells: Cells) -> list[Panel]:
+        """The panels of its figure, without empty series and empty panels."""
+        drawn = self.draw(self, cells) if self.draw else ()
+        made = [
+            dataclasses.replace(panel, series={name: points for name, points in panel.series.items() if points})
+            for panel in drawn
+        ]
+        return [panel for panel in made if panel.series]
+
     def scale(self, name: str | None) -> str:
-        """A scale by its name, the default for None or where there is only one.
+        """A scale by its name; the first one for None or where there is only one.
 
         Raises:
             UserError: there is no such scale.
@@ -245,7 +252,7 @@ class Experiment:
         return name
 
     def restricted(self, rows: Sequence[str] | None, columns: Sequence[str] | None) -> Experiment:
-        """The same with some rows and columns only.
+        """The same experiment with some rows and columns only.
 
         Raises:
             UserError: it has no such row or column.
@@ -260,4 +267,4 @@ class Experiment:
         for name in names or ():
             must = f"be some of {', '.join(known)} for {self.name}"
             require(name in known, key, must, name, nearest(name, known))
-        return {name: one for name, one in known.items() if names is None or name in names}
+        return {name: entry for name, entry in known.items() if names is None or name in names}

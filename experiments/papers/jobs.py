@@ -1,4 +1,4 @@
-"""Several cells at once: each is a process of this command of its own, with its share of the cores."""
+"""Make several cells at once, each in a process of this command with its share of the cores."""
 
 from __future__ import annotations
 
@@ -10,58 +10,60 @@ from pathlib import Path
 
 from dpfl_lightning.runtime.stopping import passed_on
 from experiments.papers.cells import Cell, path_of, read
-from experiments.papers.run import Work, duration, headline, only, options_of, seconds_of
+from experiments.papers.run import RunnerOptions, cli_args, duration, headline, options_of, seconds_of
 
 
-def fitting(cells: Sequence[Cell], work: Work) -> int:
-    """How many runs leave no core without work: one run's clients are trained side by side, but no more than these."""
+def fitting(cells: Sequence[Cell], runner: RunnerOptions) -> int:
+    """The number of runs that keeps all cores busy: a run trains its clients in parallel, at most one core each."""
     import torch
 
     from dpfl_lightning.runtime.threads import cores
 
     if not cells:
         return 1
-    options = [options_of(cell, work) for cell in cells]
-    on_gpu = torch.cuda.is_available() and any(one.engine.device != "cpu" for one in options)
-    return 1 if on_gpu else max(1, min(len(cells), cores() // max(one.clients.count for one in options)))
+    options = [options_of(cell, runner) for cell in cells]
+    on_gpu = torch.cuda.is_available() and any(run.engine.device != "cpu" for run in options)
+    return 1 if on_gpu else max(1, min(len(cells), cores() // max(run.clients.count for run in options)))
 
 
-def make_at_once(cells: Sequence[Cell], work: Work, jobs: int) -> list[str]:
-    """As `make`, `jobs` trained cells at the same time; what each says goes into a log beside its run.
+def make_at_once(cells: Sequence[Cell], runner: RunnerOptions, jobs: int) -> list[str]:
+    """As `make`, `jobs` trained cells at the same time; the output of each goes to a log beside its run.
 
     Ctrl-C reaches every process, which ends as it would alone; SIGTERM is passed on.
     """
     from dpfl_lightning.runtime.threads import cores
 
     share = ["--engine.workers", str(max(1, cores() // jobs))]
-    work.say(f"{len(cells)} cells, {jobs} at once: about {duration(seconds_of(cells, work.results) / jobs)}")
-    failed: list[str] = []
+    runner.log(f"{len(cells)} cells, {jobs} at once: about {duration(seconds_of(cells, runner.results) / jobs)}")
+    failures: list[str] = []
     started: list[subprocess.Popen] = []
     with ThreadPoolExecutor(jobs) as pool, passed_on(started):
-        running = {pool.submit(_process, cell, work, share, started): cell for cell in cells}
+        running = {pool.submit(_process, cell, runner, share, started): cell for cell in cells}
         try:
             for number, done in enumerate(as_completed(running), start=1):
                 cell, problem = running[done], done.result()
                 if problem:
-                    failed.append(f"{cell}: {problem}")
-                    work.say(f"not made ({number} of {len(cells)}): {failed[-1]}")
+                    failures.append(f"{cell}: {problem}")
+                    runner.log(f"not made ({number} of {len(cells)}): {failures[-1]}")
                 else:
-                    held = read(path_of(work.results, cell))
-                    work.say(f"{number} of {len(cells)}, {cell}: {headline(held)}in {duration(held['seconds'])}")
+                    content = read(path_of(runner.results, cell))
+                    runner.log(
+                        f"{number} of {len(cells)}, {cell}: {headline(content)}in {duration(content['seconds'])}"
+                    )
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return failed
+    return failures
 
 
-def _process(cell: Cell, work: Work, share: Sequence[str], started: list[subprocess.Popen]) -> str:
-    """Make one cell in a process, which joins those that were started; returns why it could not be made, or nothing."""
-    log = work.runs / cell.place.with_name(f"{cell.place.name}.log")
+def _process(cell: Cell, runner: RunnerOptions, share: Sequence[str], started: list[subprocess.Popen]) -> str:
+    """Make one cell in a process, which is added to `started`; returns the reason of a failure, or nothing."""
+    log = runner.runs / cell.place.with_name(f"{cell.place.name}.log")
     log.parent.mkdir(parents=True, exist_ok=True)
-    flags = ["--results", str(work.results), "--runs", str(work.runs), "--jobs", "1", "--no_table"]
-    command = [sys.executable, "-m", "experiments.papers", *only(cell), *flags, *["--again"] * work.again]
+    flags = ["--results", str(runner.results), "--runs", str(runner.runs), "--jobs", "1", "--no_table"]
+    command = [sys.executable, "-m", "experiments.papers", *cli_args(cell), *flags, *["--again"] * runner.again]
     with open(log, "w") as file:
-        process = subprocess.Popen([*command, *share, *work.free], stdout=file, stderr=subprocess.STDOUT)
+        process = subprocess.Popen([*command, *share, *runner.free], stdout=file, stderr=subprocess.STDOUT)
         started.append(process)
         status = process.wait()
     return "" if status == 0 else f"{_last_line(log).removeprefix(f'not made: {cell}: ')} (all of it in {log})"
@@ -69,4 +71,4 @@ def _process(cell: Cell, work: Work, share: Sequence[str], started: list[subproc
 
 def _last_line(log: Path) -> str:
     lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "the process said nothing"
+    return lines[-1] if lines else "the process printed nothing"

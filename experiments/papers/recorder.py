@@ -1,4 +1,4 @@
-"""What is read off a run: accuracies of clients, how equal they are, and their mean over rounds."""
+"""Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
 
-_MOST_CLIENTS = 100  # single clients of more are not kept
+_MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 
 
 class Recorder(Callback):
-    """Watches one run; afterwards `found` is what its cell holds.
+    """Watches one run; afterwards `record` is the content of its cell.
 
-    `found["values"]` are numbers that tables show; overwrite `_values` for a paper that reads others. The rest is for
+    `record["values"]` are numbers that tables show; override `_values` for a paper that reads others. The rest is for
     figures: `clients` and `curve` (round -> mean accuracy; of a resumed run without the round before it was stopped).
     `device` is where the run computed.
 
@@ -24,7 +24,7 @@ class Recorder(Callback):
     """
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.record: dict[str, Any] = {}
         self.device = ""
         self._curve: dict[int, float] = {}
 
@@ -40,10 +40,10 @@ class Recorder(Callback):
         values = self._values(view, result)
         if "accuracy" in values:
             self._curve[result.rounds] = values["accuracy"]
-        self.found = {"values": values, "curve": {str(at): one for at, one in self._curve.items()}}
+        self.record = {"values": values, "curve": {str(at): accuracy for at, accuracy in self._curve.items()}}
         if len(result.clients) <= _MOST_CLIENTS:
             names = ("accuracy", "epsilon_spent", "epsilon_budget", "batch_size", "num_records", "noise_multiplier")
-            self.found["clients"] = {name: [client[name] for client in result.clients] for name in names}
+            self.record["clients"] = {name: [client[name] for client in result.clients] for name in names}
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         return accuracies(result.clients, result.test_accuracy)
@@ -53,6 +53,18 @@ class Recorder(Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._curve = dict(state["curve"])
+
+
+def guarantee_of(result: RunResult) -> dict[str, Any]:
+    """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells keep them."""
+    spent = [client["epsilon_spent"] for client in result.clients]
+    epsilon = None if None in spent else max(spent)
+    return {"epsilon_max": epsilon, "guarantee": result.guarantee, "rounds": result.rounds}
+
+
+def numbers_of(result: RunResult) -> dict[str, float]:
+    """The metrics of a run that are single numbers."""
+    return {name: value for name, value in result.metrics.items() if isinstance(value, float)}
 
 
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
@@ -69,18 +81,18 @@ def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None
         what was measured.
 
     >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
-    >>> found = accuracies(two, None)
-    >>> found["accuracy"], found["accuracy_weighted"], found["accuracy_std"], found["accuracy_smallest"]
+    >>> values = accuracies(two, None)
+    >>> values["accuracy"], values["accuracy_weighted"], values["accuracy_std"], values["accuracy_smallest"]
     (62.5, 56.25, 12.5, 75.0)
     """
     known = sorted(
         (100 * client["accuracy"], client["num_records"]) for client in clients if client["accuracy"] is not None
     )
-    found = {} if test_accuracy is None else {"test_accuracy": 100 * test_accuracy}
+    values = {} if test_accuracy is None else {"test_accuracy": 100 * test_accuracy}
     if known:
         each = [accuracy for accuracy, _ in known]
         fifth, fewest = -(-len(each) // 5), min(records for _, records in known)
-        found |= {
+        values |= {
             "accuracy": fmean(each),
             "accuracy_weighted": sum(a * n for a, n in known) / sum(n for _, n in known),
             "accuracy_std": pstdev(each),
@@ -91,4 +103,4 @@ def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None
             "accuracy_best_fifth": fmean(each[-fifth:]),
             "accuracy_smallest": fmean(accuracy for accuracy, records in known if records == fewest),
         }
-    return found
+    return values

@@ -1,4 +1,4 @@
-"""Ours beside the paper's: one table for the terminal and the docs, from the files of finished cells alone."""
+"""The table of an experiment with our numbers and the paper's, for the terminal and the docs, from finished cells."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import Any, NamedTuple
 
 from dpfl_lightning.errors import require
 from dpfl_lightning.runtime.text import markdown
-from experiments.papers.cells import Departures, finished, missing_files, variant, wanted
-from experiments.papers.experiment import Experiment, Found, Tolerance
+from experiments.papers.cells import Overrides, finished, missing_cells, required_cells, variant
+from experiments.papers.experiment import Cells, Experiment, Tolerance
 from experiments.papers.registry import find
 from experiments.papers.run import seconds_of
 
-#: the marks of a page: what stands between them is written by the command
+#: the marks of a page: the command writes what is between them
 _BLOCK = re.compile(r"(<!-- papers (\S+)(?: (\S+))? -->\n).*?(<!-- /papers -->)", re.DOTALL)
 
-_MOST_NAMED = 8  # of the rows and columns that are not begun
+_MOST_NAMED = 8  # rows and columns that are not begun
 
 
 class Number(NamedTuple):
-    """One number of a table: ours as mean over seeds, None before it is made; the paper's, None where it has none."""
+    """One number of a table: the mean of ours over seeds, None if missing; the paper's, None where it has none."""
 
     row: str
     column: str
@@ -35,148 +35,153 @@ class Number(NamedTuple):
     within: bool | None
 
 
-def numbers(experiment: Experiment, found: Found) -> list[Number]:
+def numbers(experiment: Experiment, cells: Cells) -> list[Number]:
     """Every number of a table, row by row."""
-    return [_number(experiment, row, column, found) for row in experiment.rows for column in experiment.columns]
+    return [_number(experiment, row, column, cells) for row in experiment.rows for column in experiment.columns]
 
 
-def _number(experiment: Experiment, row: str, column: str, found: Found) -> Number:
-    name, paper = experiment.rows[row].value, experiment.reference(row, column)
-    values = [held["values"][name] for held in found.get((row, column), ()) if name in held["values"]]
+def _number(experiment: Experiment, row: str, column: str, cells: Cells) -> Number:
+    name, paper = experiment.rows[row].value, experiment.paper_number(row, column)
+    values = [cell["values"][name] for cell in cells.get((row, column), ()) if name in cell["values"]]
     if not values:
         return Number(row, column, None, None, 0, paper, None, None)
     ours, std = fmean(values), stdev(values) if len(values) > 1 else None
-    held_to = experiment.comparison
-    if held_to is None or paper is None:
+    comparison = experiment.comparison
+    if comparison is None or paper is None:
         return Number(row, column, ours, std, len(values), paper, None, None)
-    compared = held_to.of(row, column).within is not None
-    within = held_to.holds(row, column, ours, paper) if compared else None
-    return Number(row, column, ours, std, len(values), paper, held_to.difference(ours, paper), within)
+    compared = comparison.of(row, column).within is not None
+    within = comparison.holds(row, column, ours, paper) if compared else None
+    return Number(row, column, ours, std, len(values), paper, comparison.difference(ours, paper), within)
 
 
 def report(
-    experiment: Experiment, scale: str, results: Path, departures: Departures = (), beside: Path | None = None
+    experiment: Experiment, scale: str, results: Path, overrides: Overrides = (), page_file: Path | None = None
 ) -> str:
-    """The table in words, as Markdown: ours, the paper's, the difference, what is outside the tolerance, notes.
+    """The table as Markdown: ours, the paper's, the difference, what is outside the tolerance, notes.
 
     Args:
-        beside: the page it is for, so that a figure can be shown; None is the terminal.
+        experiment: with the other arguments as in `finished`.
+        page_file: the page that shows it, with a link to the figure; None is the terminal.
     """
-    found = finished(results, experiment, scale, departures)
-    told = numbers(experiment, found)
-    otherwise = [f"with {key} {text}" for key, text in departures]
-    frame = "; ".join([f"scale {scale}: {experiment.scales[scale]}", *otherwise])
+    cells = finished(results, experiment, scale, overrides)
+    table = numbers(experiment, cells)
+    changes = [f"with {key} {text}" for key, text in overrides]
+    frame = "; ".join([f"scale {scale}: {experiment.scales[scale]}", *changes])
     parts = [f"**{experiment.name}** {experiment.title}: {experiment.shows} ({frame})."]
-    begun = experiment.shown and any(one.ours is not None for one in told)
+    begun = experiment.shown and any(number.ours is not None for number in table)
     if begun:
-        parts += [_table(experiment, told), _verdict(experiment, told)]
+        parts += [_table(experiment, table), _verdict(experiment, table)]
     if experiment.summary is not None:
-        parts.append(experiment.summary(found))
-    picture = figure_path(experiment, scale, results, departures)
+        parts.append(experiment.summary(experiment, cells))
+    picture = figure_path(experiment, scale, results, overrides)
     if picture.is_file():
-        parts.append(f"Figure: {picture}" if beside is None else f"![{experiment.name}]({_from(beside, picture)})")
-    cells = wanted(experiment, scale, None, departures)
-    left = missing_files(cells, results)
-    if left:
-        parts.append(f"{len(cells) - len(left)} of {len(cells)} cells are made." + (_lacking(experiment, told) * begun))
+        parts.append(
+            f"Figure: {picture}" if page_file is None else f"![{experiment.name}]({_relative(page_file, picture)})"
+        )
+    required = required_cells(experiment, scale, None, overrides)
+    if left := missing_cells(required, results):
+        made = f"{len(required) - len(left)} of {len(required)} cells are made."
+        parts.append(made + _not_begun(experiment, table) * begun)
     parts += experiment.notes
     return "\n\n".join(filter(None, parts))
 
 
-def figure_path(experiment: Experiment, scale: str, results: Path, departures: Departures = ()) -> Path:
+def figure_path(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> Path:
     """Where its figure is kept."""
-    return results / experiment.name / variant(scale, departures) / "figure.svg"
+    return results / experiment.name / variant(scale, overrides) / "figure.svg"
 
 
-def _from(page: Path, path: Path) -> str:
+def _relative(page: Path, path: Path) -> str:
     return Path(os.path.relpath(path, page.parent)).as_posix()
 
 
-def _table(experiment: Experiment, told: Sequence[Number]) -> str:
-    """For each row of the table a line of ours, and where the paper has it its own and the difference.
+def _table(experiment: Experiment, table: Sequence[Number]) -> str:
+    """For each row of the table a line of ours, and where the paper has the row, its line and the difference.
 
-    Rows and columns of which nothing is made are left out.
+    Rows and columns without a finished cell are left out.
     """
-    rows, columns = _begun(told)
+    rows, columns = _begun(table)
     lines = []
     for row in (name for name in experiment.rows if name in rows):
-        own = [one for one in told if one.row == row and one.column in columns]
-        lines.append([experiment.rows[row].title, *(_ours(one, experiment.decimals) for one in own)])
-        if any(one.paper is not None for one in own):
-            lines.append(["the paper's", *(_shown(one.paper, min(experiment.decimals, 2)) for one in own)])
-        if any(one.difference is not None for one in own):
-            lines.append(["difference", *(_difference(one, experiment) for one in own)])
+        line = [number for number in table if number.row == row and number.column in columns]
+        lines.append([experiment.rows[row].title, *(_ours(number, experiment.decimals) for number in line)])
+        if any(number.paper is not None for number in line):
+            lines.append(["the paper's", *(_shown(number.paper, min(experiment.decimals, 2)) for number in line)])
+        if any(number.difference is not None for number in line):
+            lines.append(["difference", *(_difference(number, experiment) for number in line)])
     return markdown(["", *(column.title for name, column in experiment.columns.items() if name in columns)], lines)
 
 
-def _begun(told: Sequence[Number]) -> tuple[set[str], set[str]]:
-    """Rows and columns of which something is made."""
-    made = [one for one in told if one.ours is not None]
-    return {one.row for one in made}, {one.column for one in made}
+def _begun(table: Sequence[Number]) -> tuple[set[str], set[str]]:
+    """Rows and columns with a finished cell."""
+    made = [number for number in table if number.ours is not None]
+    return {number.row for number in made}, {number.column for number in made}
 
 
-def _lacking(experiment: Experiment, told: Sequence[Number]) -> str:
-    """What is not in the table yet."""
-    rows, columns = _begun(told)
+def _not_begun(experiment: Experiment, table: Sequence[Number]) -> str:
+    """The rows and columns that are not in the table yet."""
+    rows, columns = _begun(table)
     titles = [line.title for name, line in experiment.rows.items() if name not in rows]
     titles += [column.title for name, column in experiment.columns.items() if name not in columns]
     more = [f"and {len(titles) - _MOST_NAMED} more"] if len(titles) > _MOST_NAMED else []
     return f" None yet: {'; '.join(titles[:_MOST_NAMED] + more)}." if titles else ""
 
 
-def _ours(one: Number, decimals: int) -> str:
-    return _shown(one.ours, decimals) + ("" if one.std is None else f" ± {one.std:.{decimals}f}")
+def _ours(number: Number, decimals: int) -> str:
+    return _shown(number.ours, decimals) + ("" if number.std is None else f" ± {number.std:.{decimals}f}")
 
 
 def _shown(value: float | None, decimals: int) -> str:
     return "-" if value is None else f"{value:.{decimals}f}"
 
 
-def _difference(one: Number, experiment: Experiment) -> str:
+def _difference(number: Number, experiment: Experiment) -> str:
     assert experiment.comparison is not None
-    if one.difference is None:
+    if number.difference is None:
         return "-"
-    number = (
-        f"{one.difference:+.1%}" if experiment.comparison.relative else f"{one.difference:+.{experiment.decimals}f}"
-    )
-    return f"**{number}**" if one.within is False else number
+    text = f"{number.difference:+.1%}"
+    if not experiment.comparison.relative:
+        text = f"{number.difference:+.{experiment.decimals}f}"
+    return f"**{text}**" if number.within is False else text
 
 
-def _verdict(experiment: Experiment, told: Sequence[Number]) -> str:
-    """How many cells are within the tolerance, which are not or have one of their own, and who leads."""
-    held_to = experiment.comparison
-    compared = [one for one in told if one.within is not None]
-    if held_to is None or not any(one.difference is not None for one in told):
+def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
+    """The number of cells within the tolerance, those outside or with a special tolerance, and the best rows."""
+    comparison = experiment.comparison
+    compared = [number for number in table if number.within is not None]
+    if comparison is None or not any(number.difference is not None for number in table):
         return ""
-    size = f"{held_to.tolerance:.0%}" if held_to.relative else f"{held_to.tolerance:g}"
-    near = [one for one in compared if one.difference is not None and held_to.near(one.row, one.column, one.difference)]
-    unless = ", unless said otherwise" if held_to.special else ""
+    size = f"{comparison.tolerance:.0%}" if comparison.relative else f"{comparison.tolerance:g}"
+    near = [number for number in compared if comparison.near(number.row, number.column, number.difference or 0.0)]
+    unless = ", unless said otherwise" if comparison.special else ""
     sentences = [f"{len(near)} of {len(compared)} numbers are within {size} of the paper's{unless}."]
     titles = {
-        (row, column): f"{experiment.rows[row].title}, {experiment.columns[column].title}" for row, column, *_ in told
+        (row, column): f"{experiment.rows[row].title}, {experiment.columns[column].title}" for row, column, *_ in table
     }
     for words, fine in (("Better by more", True), ("Outside", False)):
-        places = [titles[one.row, one.column] for one in compared if one not in near and one.within is fine]
+        places = [
+            titles[number.row, number.column] for number in compared if number not in near and number.within is fine
+        ]
         sentences += [f"{words}: {'; '.join(places)}."] if places else []
-    there = {(one.row, one.column) for one in told if one.difference is not None}
-    titles |= {(row, ""): experiment.rows[row].title for row, _ in there}
+    compared_cells = {(number.row, number.column) for number in table if number.difference is not None}
+    titles |= {(row, ""): experiment.rows[row].title for row, _ in compared_cells}
     special: dict[Tolerance, list[str]] = {}
-    for place, own in held_to.special.items():
-        if place in there or (place[1] == "" and place in titles):
-            special.setdefault(own, []).append(titles[place])
-    for own, places in special.items():
-        sentences.append(f"{'; '.join(places)}: {_special(own, held_to.relative)}, because {own.why}.")
-    return " ".join([*sentences, *_leaders(experiment, told)])
+    for place, tolerance in comparison.special.items():
+        if place in compared_cells or (place[1] == "" and place in titles):
+            special.setdefault(tolerance, []).append(titles[place])
+    for tolerance, places in special.items():
+        sentences.append(f"{'; '.join(places)}: {_special(tolerance, comparison.relative)}, because {tolerance.why}.")
+    return " ".join([*sentences, *_leaders(experiment, table)])
 
 
-def _special(own: Tolerance, relative: bool) -> str:
-    if own.within is None:
+def _special(tolerance: Tolerance, relative: bool) -> str:
+    if tolerance.within is None:
         return "not compared"
-    return f"within {own.within:.0%}" if relative else f"within {own.within:g}"
+    return f"within {tolerance.within:.0%}" if relative else f"within {tolerance.within:g}"
 
 
-def _leaders(experiment: Experiment, told: Sequence[Number]) -> list[str]:
-    """Who is best in each column among the rows that the paper has, where all of them are made."""
+def _leaders(experiment: Experiment, table: Sequence[Number]) -> list[str]:
+    """The best row of each column among the rows that the paper has, where all of them are made."""
     assert experiment.comparison is not None
     better = experiment.comparison.better
     best = {"higher": max, "lower": min}.get(better) if isinstance(better, str) else None
@@ -184,38 +189,38 @@ def _leaders(experiment: Experiment, told: Sequence[Number]) -> list[str]:
         return []
     sentences = []
     for column, title in experiment.columns.items():
-        own = [one for one in told if one.column == column and one.paper is not None]
-        if len(own) > 1 and all(one.ours is not None for one in own):
-            ours = best(own, key=lambda one: one.ours or 0.0)
-            paper = best(own, key=lambda one: one.paper or 0.0)
+        rivals = [number for number in table if number.column == column and number.paper is not None]
+        if len(rivals) > 1 and all(number.ours is not None for number in rivals):
+            ours = best(rivals, key=lambda number: number.ours or 0.0)
+            paper = best(rivals, key=lambda number: number.paper or 0.0)
             same = "as in the paper" if ours.row == paper.row else f"in the paper {experiment.rows[paper.row].title}"
             sentences.append(f"Best in {title.title}: {experiment.rows[ours.row].title}, {same}.")
     return sentences
 
 
-def as_dict(experiment: Experiment, scale: str, results: Path, departures: Departures = ()) -> dict[str, Any]:
+def as_dict(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """The table for programs."""
-    told = numbers(experiment, finished(results, experiment, scale, departures))
+    table = numbers(experiment, finished(results, experiment, scale, overrides))
     return {
         "name": experiment.name,
         "title": experiment.title,
         "shows": experiment.shows,
         "scale": scale,
-        "departures": dict(departures),
-        "numbers": [one._asdict() for one in told],
-        "missing": len(missing_files(wanted(experiment, scale, None, departures), results)),
+        "overrides": dict(overrides),
+        "numbers": [number._asdict() for number in table],
+        "missing": len(missing_cells(required_cells(experiment, scale, None, overrides), results)),
     }
 
 
 def listing(experiments: Sequence[Experiment], results: Path) -> str:
     """Every experiment: what it is, how many of its cells are made, and minutes for the rest."""
     rows = []
-    for one in experiments:
-        counts = {scale: wanted(one, scale, None) for scale in one.scales}
-        left = {scale: missing_files(cells, results) for scale, cells in counts.items()}
+    for experiment in experiments:
+        counts = {scale: required_cells(experiment, scale, None) for scale in experiment.scales}
+        left = {scale: missing_cells(cells, results) for scale, cells in counts.items()}
         made = ", ".join(f"{scale} {len(counts[scale]) - len(left[scale])} of {len(counts[scale])}" for scale in counts)
         minutes = ", ".join(f"{scale} {_minutes(seconds_of(left[scale], results))}" for scale in counts)
-        rows.append([one.name, made, minutes, one.title])
+        rows.append([experiment.name, made, minutes, experiment.title])
     return markdown(["name", "cells made", "minutes left", "what"], rows)
 
 
@@ -226,14 +231,21 @@ def _minutes(seconds: float) -> str:
 # ---- pages
 
 
-def page(path: Path, results: Path) -> str:
-    """A page with its tables written anew, from the files of finished cells.
+def _on_page(experiment: Experiment, scale: str, results: Path, path: Path) -> str:
+    """The report, or one line for a table without finished cells, which `list` shows."""
+    if finished(results, experiment, scale):
+        return report(experiment, scale, results, page_file=path)
+    return f"**{experiment.name}** {experiment.title}: no cell is made yet (scale {scale})."
 
-    It asks for a table by `<!-- papers NAME SCALE -->` and for a paper's list by `<!-- papers PAPER -->`, which
-    end with `<!-- /papers -->`.
+
+def page(path: Path, results: Path) -> str:
+    """A page with its tables written from the files of finished cells.
+
+    `<!-- papers NAME SCALE -->` asks for a table and `<!-- papers PAPER -->` for the list of a paper; both end with
+    `<!-- /papers -->`.
 
     Raises:
-        UserError: there is no such page, it has no marks, or asks for what there is not.
+        UserError: there is no such page, it has no marks, or asks for an unknown table.
     """
     require(path.is_file(), "--page", "be a Markdown file", str(path))
     text = path.read_text(encoding="utf-8")
@@ -244,7 +256,7 @@ def page(path: Path, results: Path) -> str:
         chosen = find([block[2]])
         if block[3] is None:
             return f"{block[1]}{listing(chosen, results)}\n{block[4]}"
-        told = [report(one, one.scale(block[3]), results, beside=path) for one in chosen]
-        return f"{block[1]}{chr(10).join(told)}\n{block[4]}"
+        reports = [_on_page(experiment, experiment.scale(block[3]), results, path) for experiment in chosen]
+        return f"{block[1]}{chr(10).join(reports)}\n{block[4]}"
 
     return _BLOCK.sub(filled, text)

@@ -1,27 +1,31 @@
-"""Make cells: skip what is finished, go on with what was begun, and let no cell's error stop the others."""
+"""Make cells: skip finished ones, resume interrupted runs, and go on after the error of a cell."""
 
 from __future__ import annotations
 
 import dataclasses
 import fcntl
 import functools
-import json
 import math
 import shlex
 import time
 import traceback
+import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
-from dpfl_lightning.config.load import load
-from dpfl_lightning.config.options import Options
+import yaml
+
+from dpfl_lightning.config.load import from_mapping, split
+from dpfl_lightning.config.options import Options, all_keys
+from dpfl_lightning.config.yaml_text import parse_yaml, read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
 from experiments.papers.cells import Cell, circumstances, path_of, read, write
+from experiments.papers.declarations import merged
 from experiments.papers.experiment import Computation, Training
 from experiments.papers.registry import experiments
 
@@ -34,15 +38,15 @@ EXPERIMENT = "reproduce"
 
 
 @dataclass(frozen=True)
-class Work:
-    """How cells are made; none of it changes what they hold.
+class RunnerOptions:
+    """How cells are made; none of it changes their numbers.
 
     Args:
-        fit: `fit(options, resume, watchers)`, as `dpfl_lightning.fit`.
-        results: where finished cells are kept.
-        runs: where runs have their folders.
-        free: further arguments of `fit` that decide only how a run is executed and told.
-        again: make finished cells anew.
+        fit: `fit(options, resume, callbacks)`, as `dpfl_lightning.fit`.
+        results: folder of finished cells.
+        runs: folder of the runs' folders.
+        free: further arguments of `fit`, which decide only how a run is executed and reported.
+        again: make finished cells again.
     """
 
     fit: Callable[[Options, bool, Sequence[Any]], Any]
@@ -51,102 +55,97 @@ class Work:
     free: tuple[str, ...] = ()
     again: bool = False
 
-    def say(self, line: str) -> None:
-        """A line of progress."""
+    def log(self, line: str) -> None:
+        """Print a line of progress."""
         print(line, flush=True)
 
 
 @dataclass(frozen=True)
-class Making:
-    """A cell in the making: what a study has at hand.
-
-    Args:
-        cell: which.
-        work: how cells are made.
-    """
+class CellContext:
+    """What a study knows of the cell that it makes."""
 
     cell: Cell
-    work: Work
+    runner: RunnerOptions
 
     @property
     def options(self) -> Options:
-        """Of the cell's run."""
-        return options_of(self.cell, self.work)
+        """The options of the cell's run."""
+        return options_of(self.cell, self.runner)
 
-    def run(self, watchers: Sequence[Any] = ()) -> RunResult:
-        """The cell's own run, gone on with where it was begun."""
-        folder, resume = run_folder(self.cell, self.work)
-        return self.work.fit(options_of(self.cell, self.work, folder), resume, watchers)
+    def run(self, callbacks: Sequence[Any] = ()) -> RunResult:
+        """The run of the cell, resumed if it was interrupted."""
+        folder, resume = run_folder(self.cell, self.runner)
+        return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
 
-    def run_of(self, cell: Cell, watchers: Sequence[Any] = ()) -> RunResult:
-        """The run of another cell with this one's seed and departures: what is finished is not made again.
+    def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
+        """The run of another cell with the seed and the overrides of this one; a finished run is not made again.
 
-        Of several processes that need it at once one makes it, and the others wait.
+        If several processes need it at the same time, one makes it, and the others wait.
         """
-        alike = cell._replace(seed=self.cell.seed, departures=self.cell.departures)
-        folder = self.work.runs / alike.place
+        alike = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
+        folder = self.runner.runs / alike.place
         folder.parent.mkdir(parents=True, exist_ok=True)
         with open(folder.with_name(f"{folder.name}.lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            return Making(alike, dataclasses.replace(self.work, again=False)).run(watchers)
+            return CellContext(alike, dataclasses.replace(self.runner, again=False)).run(callbacks)
 
 
-def make(cells: Sequence[Cell], work: Work) -> list[str]:
+def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
     """Make these cells one after the other.
 
     Returns:
-        One sentence for each that could not be made, also said at once.
+        One sentence for each cell that failed, also printed at once.
     """
-    failed = []
+    failures = []
     for number, cell in enumerate(cells):
-        left = seconds_of(cells[number:], work.results)
-        if isinstance(how(cell), Training):
-            own = duration(seconds_of([cell], work.results))
-            work.say(f"cell {number + 1} of {len(cells)}, {cell}: about {own}; {duration(left)} for all that is left")
+        if isinstance(spec(cell), Training):
+            left = duration(seconds_of(cells[number:], runner.results))
+            about = duration(seconds_of([cell], runner.results))
+            runner.log(f"cell {number + 1} of {len(cells)}, {cell}: about {about}; {left} for all that is left")
         try:
-            held = _made(cell, work)
+            content = _made(cell, runner)
         except UserError as error:
-            failed.append(f"{cell}: {error}")
-        except Exception as error:  # a bug in one cell: the others are worth their hours
+            failures.append(f"{cell}: {error}")
+        except Exception as error:  # a bug in one cell must not stop the others
             traceback.print_exc()
-            failed.append(f"{cell}: {type(error).__name__}: {error}")
+            failures.append(f"{cell}: {type(error).__name__}: {error}")
         else:
-            path = write(work.results, cell, held)
-            work.say(f"{cell}: {headline(held)}in {duration(held['seconds'])}, kept in {path}")
+            path = write(runner.results, cell, content)
+            runner.log(f"{cell}: {headline(content)}in {duration(content['seconds'])}, kept in {path}")
             continue
-        work.say(f"not made: {failed[-1]}")
-    return failed
+        runner.log(f"not made: {failures[-1]}")
+    return failures
 
 
-def how(cell: Cell) -> Training | Computation:
-    """What its experiment declares."""
+def spec(cell: Cell) -> Training | Computation:
+    """How the cell is made, as its experiment declares."""
     return experiments()[cell.experiment].cells[cell.row]
 
 
-def without_data(cells: Sequence[Cell], work: Work) -> tuple[list[Cell], list[str]]:
-    """The cells whose data is here, and a sentence for each data set that is missing.
+def without_data(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cell], list[str]]:
+    """The cells whose data set is available, and a sentence for each data set that is missing.
 
     Raises:
-        UserError: options that are wrong; nothing was run yet.
+        UserError: options are wrong; nothing was run yet.
     """
-    lacking: Counter[str] = Counter()
-    there = []
-    data_of = {cell: options_of(cell, work).data for cell in cells if isinstance(how(cell), Training)}
+    missing: Counter[str] = Counter()
+    available = []
+    data_of = {cell: options_of(cell, runner).data for cell in cells if isinstance(spec(cell), Training)}
     for cell in cells:
         data = data_of.get(cell)
-        if data is not None and _lacks(data.name, data.folder, data.download):
-            lacking[data.name] += 1
+        if data is not None and _is_missing(data.name, data.folder, data.download):
+            missing[data.name] += 1
         else:
-            there.append(cell)
-    return there, [
+            available.append(cell)
+    return available, [
         f"{count} of {len(cells)} cells cannot be made, because the data set {name} is neither on this machine nor can "
         "it be fetched; with its files in a folder, add --data.folder FOLDER."
-        for name, count in lacking.items()
+        for name, count in missing.items()
     ]
 
 
 @functools.cache
-def _lacks(name: str, folder: str | None, download: bool) -> bool:
+def _is_missing(name: str, folder: str | None, download: bool) -> bool:
     from dpfl_lightning import data
     from dpfl_lightning.data.sources import DataMissing
 
@@ -157,136 +156,143 @@ def _lacks(name: str, folder: str | None, download: bool) -> bool:
     return False
 
 
-# ---- one cell
+# ---- options of one cell
 
 
-def words_of(cell: Cell) -> list[str]:
-    """The arguments of `fit` that a person would type for it."""
-    training = how(cell)
+def declared_options(cell: Cell) -> dict[str, Any]:
+    """Dotted keys of the cell's run with its seed, as declared; `config` is a file of further options."""
+    training = spec(cell)
     assert isinstance(training, Training)
-    seed = f"--seed={cell.seed}"
-    return [*training.words(cell.row, cell.column, cell.scale), seed, *_set_otherwise(cell)]
-
-
-def _set_otherwise(cell: Cell) -> list[str]:
-    return [f"--{key}={text}" for key, text in cell.departures]
+    return {**training.options(cell.row, cell.column, cell.scale), "seed": cell.seed}
 
 
 def command_of(cell: Cell) -> str:
-    """What a person types to make its numbers once more."""
-    made = how(cell)
-    if isinstance(made, Training) and made.recorder is None and made.study is None:
+    """The command that makes the cell's numbers again."""
+    made_by = spec(cell)
+    if isinstance(made_by, Training) and made_by.recorder is None and made_by.study is None:
+        declared = declared_options(cell)
+        seed = f"--seed={declared.pop('seed')}"
+        words = [word for key, value in declared.items() for word in (f"--{key}", _text(value))]
         options = _options(cell, ())
         key = [] if options.privacy is None else [f"--privacy.noise_key={options.privacy.noise_key}"]
-        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words_of(cell), *key])
-    return shlex.join(["python", "-m", "experiments.papers", *only(cell), "--again"])
+        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words, seed, *_override_args(cell), *key])
+    return shlex.join(["python", "-m", "experiments.papers", *cli_args(cell), "--again"])
 
 
-def only(cell: Cell) -> list[str]:
-    """The arguments of `reproduce` that ask for this cell alone."""
+def cli_args(cell: Cell) -> list[str]:
+    """The arguments of the command that ask for this cell alone."""
     experiment = experiments()[cell.experiment]
     rows = [row for row in experiment.rows if experiment.source(row, cell.column)[:2] == (cell.experiment, cell.row)]
     words = [cell.experiment, "--rows", ",".join(rows), "--columns", cell.column, "--scale", cell.scale]
     seed = [] if cell.seed is None else ["--seeds", str(cell.seed)]
-    return [*words, *seed, *_set_otherwise(cell)]
+    return [*words, *seed, *_override_args(cell)]
 
 
-def options_of(cell: Cell, work: Work, output_dir: Path | None = None) -> Options:
-    """Its run's options.
+def _override_args(cell: Cell) -> list[str]:
+    return [f"--{key}={text}" for key, text in cell.overrides]
+
+
+def _text(value: Any) -> str:
+    """A value as an argument of the command line.
+
+    >>> _text({"distillation": {"image_steps": 10}}), _text(None), _text(5e-05)
+    ('{distillation: {image_steps: 10}}', 'null', '5.0e-05')
+    """
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000).strip().removesuffix("\n...")
+
+
+def options_of(cell: Cell, runner: RunnerOptions, output_dir: Path | None = None) -> Options:
+    """The options of the cell's run.
 
     Raises:
         UserError: one of them is wrong.
     """
-    options = _options(cell, work.free)
+    options = _options(cell, runner.free)
     return options if output_dir is None else dataclasses.replace(options, output_dir=str(output_dir))
 
 
 @functools.cache
 def _options(cell: Cell, free: tuple[str, ...]) -> Options:
-    place = cell.place.as_posix()
-    tags = {name: str(value) for name, value in cell._asdict().items() if name != "departures" and value is not None}
-    told = ["--tracking.experiment", EXPERIMENT, "--tracking.run_name", place, "--tracking.tags", json.dumps(tags)]
-    options = load([*words_of(cell), *told, *free])[0]
+    tags = {name: str(value) for name, value in cell._asdict().items() if name != "overrides" and value is not None}
+    tracking = {"experiment": EXPERIMENT, "run_name": cell.place.as_posix(), "tags": tags}
+    declared = declared_options(cell)
+    config = {} if "config" not in declared else read_yaml(declared.pop("config"))
+    set_by_user = [(key, _parsed(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
+    parts = [config, declared, {"tracking": tracking}, *({key: value} for key, value in set_by_user)]
+    options = from_mapping(merged(parts))
     if options.privacy is None or options.privacy.noise_key is not None:
         return options
     return dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=NOISE_KEY))
 
 
-def _made(cell: Cell, work: Work) -> dict[str, Any]:
-    made = how(cell)
-    if isinstance(made, Computation):
-        return _computed(cell)
-    return _trained(cell, work, made) if made.study is None else _studied(cell, work, made.study)
+def _parsed(key: str, text: str) -> Any:
+    """The value of an option on the command line; for a key that holds text, the text itself."""
+    hint = all_keys()[key].hint if key in all_keys() else None
+    may_be_text = isinstance(hint, types.UnionType) and str in get_args(hint)
+    if hint is str or get_origin(hint) is Literal or may_be_text:
+        return None if text == "null" and types.NoneType in get_args(hint) else text
+    return parse_yaml(text, f"--{key}")
 
 
-def _trained(cell: Cell, work: Work, made: Training) -> dict[str, Any]:
-    from experiments.papers.recorder import Recorder
-
-    folder, resume = run_folder(cell, work)
-    recorder = Recorder() if made.recorder is None else made.recorder(cell.row, cell.column)
-    result = work.fit(options_of(cell, work, folder), resume, [recorder])
-    spent = [client["epsilon_spent"] for client in result.clients]
-    found = dict(recorder.found)
-    return {
-        "values": found.pop("values"),
-        "epsilon_max": None if None in spent else max(spent),
-        "guarantee": result.guarantee,
-        "rounds": result.rounds,
-        "seconds": round(result.wall_seconds, 1),
-        **circumstances(recorder.device),
-        "command": command_of(cell),
-        **found,
-    }
+# ---- making one cell
 
 
-def _studied(cell: Cell, work: Work, study: Callable[[Making], Mapping[str, Any]]) -> dict[str, Any]:
+def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
+    made_by = spec(cell)
+    if isinstance(made_by, Computation):
+        begun = time.perf_counter()
+        content: dict[str, Any] = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
+        return _with_circumstances(cell, content, round(time.perf_counter() - begun, 2), "cpu")
+    if made_by.study is not None:
+        return _studied(cell, runner, made_by.study)
+    from experiments.papers.recorder import Recorder, guarantee_of
+
+    folder, resume = run_folder(cell, runner)
+    recorder = (made_by.recorder or Recorder)()
+    result = runner.fit(options_of(cell, runner, folder), resume, [recorder])
+    content = {**recorder.record, **guarantee_of(result)}
+    return _with_circumstances(cell, content, round(result.wall_seconds, 1), recorder.device)
+
+
+def _studied(cell: Cell, runner: RunnerOptions, study: Callable[[CellContext], Mapping[str, Any]]) -> dict[str, Any]:
     import torch
 
-    making = Making(cell, work)
-    on_gpu = torch.cuda.is_available() and making.options.engine.device != "cpu"
+    context = CellContext(cell, runner)
+    on_gpu = torch.cuda.is_available() and context.options.engine.device != "cpu"
     begun = time.perf_counter()
-    found = dict(study(making))
-    seconds = round(time.perf_counter() - begun, 1)
-    return {
-        "values": found.pop("values"),
-        "seconds": seconds,
-        **circumstances("cuda" if on_gpu else "cpu"),
-        "command": command_of(cell),
-        **found,
-    }
+    content = study(context)
+    return _with_circumstances(cell, content, round(time.perf_counter() - begun, 1), "cuda" if on_gpu else "cpu")
 
 
-def _computed(cell: Cell) -> dict[str, Any]:
-    made = how(cell)
-    assert isinstance(made, Computation)
-    begun = time.perf_counter()
-    values = dict(made.compute(cell.column, dict(cell.departures)))
-    seconds = round(time.perf_counter() - begun, 2)
-    return {"values": values, "seconds": seconds, **circumstances("cpu"), "command": command_of(cell)}
+def _with_circumstances(cell: Cell, content: Mapping[str, Any], seconds: float, device: str) -> dict[str, Any]:
+    first = {key: content[key] for key in ("values", "epsilon_max", "guarantee", "rounds") if key in content}
+    return {**first, "seconds": seconds, **circumstances(device), "command": command_of(cell), **content}
 
 
-def run_folder(cell: Cell, work: Work) -> tuple[Path, bool]:
-    """The folder of its run, and whether to go on with what is there.
+def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
+    """The folder of its run, and whether to resume the run in it.
 
-    A run of the same options is gone on with, also if it is finished (its cell may not have been written); unless
-    finished cells are made again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
+    A run of the same options is resumed, also a finished one (its cell may not have been written), unless finished
+    cells are made again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
     """
-    folder, later = work.runs / cell.place, 2
-    while (following := folder.with_name(f"{(work.runs / cell.place).name}.{later}")).exists():
-        folder, later = following, later + 1
+    folder, number = runner.runs / cell.place, 2
+    while (following := folder.with_name(f"{(runner.runs / cell.place).name}.{number}")).exists():
+        folder, number = following, number + 1
     if not folder.exists():
         return folder, False
     finished = (folder / "result.json").is_file()
-    if (folder / "checkpoint.pt").is_file() and not (finished and work.again) and _same(cell, work, folder):
+    if (folder / "checkpoint.pt").is_file() and not (finished and runner.again) and _same(cell, runner, folder):
         return folder, True
     return following, False
 
 
-def _same(cell: Cell, work: Work, folder: Path) -> bool:
+def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
     from dpfl_lightning.build import so_far
 
     try:
-        so_far(options_of(cell, work, folder))
+        so_far(options_of(cell, runner, folder))
     except UserError:  # options that this version does not know: another run
         return False
     return True
@@ -296,20 +302,19 @@ def _same(cell: Cell, work: Work, folder: Path) -> bool:
 
 
 def seconds_of(cells: Sequence[Cell], results: Path) -> float:
-    """How long they will take: as finished ones of the same row, else as declared; NaN where nobody knows."""
-    trained = Counter(cell._replace(column="", seed=None) for cell in cells if isinstance(how(cell), Training))
-    return (
-        len(cells) - trained.total() + math.fsum(count * _mean_seconds(one, results) for one, count in trained.items())
-    )
+    """How long they will take: as finished ones of the same row, else as declared; NaN where neither is known."""
+    trained = Counter(cell._replace(column="", seed=None) for cell in cells if isinstance(spec(cell), Training))
+    seconds = math.fsum(count * _mean_seconds(cell, results) for cell, count in trained.items())
+    return len(cells) - trained.total() + seconds
 
 
 def _mean_seconds(cell: Cell, results: Path) -> float:
-    made = map(read, path_of(results, cell).parent.glob("*_seed*.json"))
-    alike = [held["seconds"] for held in made if held["row"] == cell.row]
-    return fmean(alike) if alike else 60 * experiments()[cell.experiment].minutes.get(cell.scale, math.nan)
+    contents = map(read, path_of(results, cell).parent.glob("*_seed*.json"))
+    seconds = [content["seconds"] for content in contents if content["row"] == cell.row]
+    return fmean(seconds) if seconds else 60 * experiments()[cell.experiment].minutes.get(cell.scale, math.nan)
 
 
-def headline(held: dict[str, Any]) -> str:
-    """What a cell came to, in a word."""
-    accuracy = held["values"].get("accuracy", held["values"].get("test_accuracy"))
+def headline(content: Mapping[str, Any]) -> str:
+    """The accuracy of a finished cell, if it has one."""
+    accuracy = content["values"].get("accuracy", content["values"].get("test_accuracy"))
     return "" if accuracy is None else f"accuracy {accuracy:.2f} % "

@@ -31,7 +31,7 @@ def test_nothing_is_read_where_nothing_was_evaluated():
 def test_a_run_is_read(make_loop):
     recorder = Recorder()
     result = make_loop(parts=[recorder], rounds=3, evaluate_every=2).run()
-    found = recorder.found
+    found = recorder.record
     assert list(found["curve"]) == ["2", "3"] and found["curve"]["3"] == pytest.approx(found["values"]["accuracy"])
     assert found["values"]["test_accuracy"] == pytest.approx(100 * result.test_accuracy)
     assert found["clients"]["epsilon_budget"] == [4.0, 6.0, 8.0, 10.0] and recorder.device == "cpu"
@@ -49,6 +49,6 @@ def test_a_resumed_run_is_read_as_a_whole(make_loop, tmp_path):
         make_loop(parts=[StopsAfterTwo()], rounds=4, output_dir=folder).run()
     make_loop(parts=[again], rounds=4, output_dir=folder).run(resume=True)
     make_loop(parts=[whole], rounds=4).run()
-    assert list(whole.found["curve"]) == ["1", "2", "3", "4"]
-    assert again.found["values"] == whole.found["values"]
-    assert set(again.found["curve"].items()) <= set(whole.found["curve"].items()) and "4" in again.found["curve"]
+    assert list(whole.record["curve"]) == ["1", "2", "3", "4"]
+    assert again.record["values"] == whole.record["values"]
+    assert set(again.record["curve"].items()) <= set(whole.record["curve"].items()) and "4" in again.record["curve"]

@@ -1,4 +1,4 @@
-"""Making cells: finished ones are skipped, begun ones gone on with, and one cell's error stops no other."""
+"""Making cells: finished ones are skipped, interrupted ones resumed, and the error of one cell stops no other."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import to_dict
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.fit import fit
-from experiments.papers.cells import Cell, finished, path_of, read, wanted
+from experiments.papers.cells import Cell, finished, path_of, read, required_cells
 from experiments.papers.jobs import fitting, make_at_once
 from experiments.papers.registry import experiments
 from experiments.papers.run import (
-    Making,
-    Work,
+    CellContext,
+    RunnerOptions,
     command_of,
     make,
     options_of,
@@ -43,11 +43,13 @@ def in_the_repository(monkeypatch):
 
 @pytest.fixture
 def work(tmp_path):
-    return Work(fit, tmp_path / "results", tmp_path / "runs", QUIET)
+    return RunnerOptions(fit, tmp_path / "results", tmp_path / "runs", QUIET)
 
 
 def cells_of(name: str, **restricted) -> list[Cell]:
-    return wanted(experiments()[name].restricted(restricted.get("rows"), restricted.get("columns")), "small", None)
+    return required_cells(
+        experiments()[name].restricted(restricted.get("rows"), restricted.get("columns")), "small", None
+    )
 
 
 def failing(how: Exception, at: str = "uniform"):
@@ -85,19 +87,19 @@ def test_a_cell_holds_what_it_came_to_and_how_to_get_there(work):
     assert str(ROOT) not in path_of(work.results, CELL).read_text()  # nothing of this machine
 
 
-@pytest.mark.parametrize("departures", [(), (("clients.learning_rate", "0.1"), ("privacy.epsilon", "[1, 2, 3, 4, 5]"))])
-def test_its_command_is_the_run(departures, work):
-    cell = CELL._replace(seed=3, departures=departures)
+@pytest.mark.parametrize("overrides", [(), (("clients.learning_rate", "0.1"), ("privacy.epsilon", "[1, 2, 3, 4, 5]"))])
+def test_its_command_is_the_run(overrides, work):
+    cell = CELL._replace(seed=3, overrides=overrides)
     words = shlex.split(command_of(cell))
     assert words[:3] == ["python", "-m", "dpfl_lightning.fit"]
-    ours, typed = to_dict(options_of(cell, Work(fit, work.results, work.runs))), to_dict(load(words[3:])[0])
+    ours, typed = to_dict(options_of(cell, RunnerOptions(fit, work.results, work.runs))), to_dict(load(words[3:])[0])
     changed = {key for key in ours if ours[key] != typed[key]}
     assert changed == {"tracking"} and typed["seed"] == 3
 
 
 def test_an_error_is_reported_and_the_others_go_on(work, capsys):
     cells = cells_of("example.digits", columns=["epsilon4"])
-    problems = make(cells, Work(failing(RuntimeError("a bug")), work.results, work.runs, QUIET))
+    problems = make(cells, RunnerOptions(failing(RuntimeError("a bug")), work.results, work.runs, QUIET))
     assert len(problems) == 1 and "uniform" in problems[0] and "RuntimeError: a bug" in problems[0]
     assert "Traceback" in capsys.readouterr().err
     assert [row for row, _ in finished(work.results, experiments()["example.digits"], "small")] == ["size_weighted"]
@@ -108,7 +110,7 @@ def test_an_interrupted_cell_is_gone_on_with(work):
         return fit(options, resume, [*watchers, StopsAfter(1)])
 
     with pytest.raises(KeyboardInterrupt):
-        make([CELL], Work(interrupted, work.results, work.runs, QUIET))
+        make([CELL], RunnerOptions(interrupted, work.results, work.runs, QUIET))
     assert not path_of(work.results, CELL).exists()
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
     assert make([CELL], work) == []
@@ -129,7 +131,7 @@ def test_a_finished_run_whose_cell_was_lost_is_read_again(work):
 def test_again_is_a_new_run_beside_the_old_one(work):
     make([CELL], work)
     before = read(path_of(work.results, CELL))["values"]
-    again = Work(fit, work.results, work.runs, QUIET, again=True)
+    again = RunnerOptions(fit, work.results, work.runs, QUIET, again=True)
     assert run_folder(CELL, again) == (work.runs / CELL.place.with_name(f"{CELL.place.name}.2"), False)
     make([CELL], again)
     assert (work.runs / CELL.place / "ledger.jsonl").is_file()  # no ledger is deleted
@@ -140,7 +142,7 @@ def test_a_run_of_other_options_is_not_gone_on_with(work):
     make([CELL], work)
     beside = work.runs / CELL.place.with_name(f"{CELL.place.name}.2")
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
-    assert run_folder(CELL, Work(fit, work.results, work.runs, (*QUIET, "--rounds=3"))) == (beside, False)
+    assert run_folder(CELL, RunnerOptions(fit, work.results, work.runs, (*QUIET, "--rounds=3"))) == (beside, False)
     ledger = work.runs / CELL.place / "ledger.jsonl"
     ledger.write_bytes(ledger.read_bytes().replace(b'"rounds": 2', b'"rounds": 4', 1))
     assert run_folder(CELL, work) == (beside, False), "nor with one that was changed"
@@ -148,7 +150,7 @@ def test_a_run_of_other_options_is_not_gone_on_with(work):
 
 def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
     monkeypatch.setenv("DPFL_DATA", str(tmp_path))
-    offline = Work(fit, work.results, work.runs, (*QUIET, "--data.download=false"))
+    offline = RunnerOptions(fit, work.results, work.runs, (*QUIET, "--data.download=false"))
     cells = [*cells_of("noise_aware.table12", columns=["dist1"]), CELL]
     there, sentences = without_data(cells, offline)
     assert there == [CELL] and len(sentences) == 1
@@ -169,16 +171,16 @@ def test_time_is_told_from_finished_cells_of_the_row_else_as_declared(work):
 def test_several_jobs_take_turns_with_a_run_that_all_need(work, monkeypatch):
     inside, most = [], []
 
-    def run(making, watchers=()):
-        inside.append(making.cell)
+    def run(context, watchers=()):
+        inside.append(context.cell)
         most.append(len(inside))
         time.sleep(0.02)
         inside.pop()
 
-    monkeypatch.setattr(Making, "run", run)
+    monkeypatch.setattr(CellContext, "run", run)
     one, other = cells_of("example.digits")[:2]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda _: Making(one, work).run_of(other), range(4)))
+        list(pool.map(lambda _: CellContext(one, work).run_of(other), range(4)))
     assert most == [1] * 4
 
 
@@ -193,7 +195,7 @@ def test_several_at_once(work, capfd):
 
 def test_an_error_of_a_process_is_reported(work, tmp_path):
     (tmp_path / "file").write_text("")
-    broken = Work(fit, work.results, work.runs, (*QUIET, f"--data.folder={tmp_path / 'nowhere'}"))
+    broken = RunnerOptions(fit, work.results, work.runs, (*QUIET, f"--data.folder={tmp_path / 'nowhere'}"))
     cells = cells_of("noise_aware.table13", columns=["dist1"], rows=["weiavg"])
     (problem,) = make_at_once(cells, broken, 2)
     assert "weiavg" in problem and "data.folder" in problem and ".log" in problem

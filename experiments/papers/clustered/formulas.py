@@ -13,9 +13,9 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, SelectionEvent, repeated
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
+from experiments.papers.declarations import read_paper
 
 RECORDS, BATCH, ROUNDS, DELTA, CLIP_NORM, RATE, NUM_PARAMS = 6600, 32, 200, 1e-4, 3.0, 5e-4, 11_181_642
-EPSILONS = {f"eps{epsilon}": float(epsilon) for epsilon in (10, 5, 4, 3, 2)}
 
 SELECTIONS = 20  # a tenth of the rounds
 SHARE = 0.03  # of the budget: the range of one selection
@@ -114,13 +114,64 @@ def full_batch_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]
     """What a full-batch first round costs the others.
 
     Returns:
-        Noise multipliers: `without` it, with it at the `same` noise, and with noise of its own, `own3` and `own5`;
+        Noise multipliers: `without` it, with it at the `same` noise, and with 3 or 5 in it, `own3` and `own5`;
         `increase` of the same one, in per cent; `alone`: epsilon of the round at the same noise, and `alone5` at 5.
     """
     without = noise_multiplier(epsilon, first_batch=None, accountant=accountant)
     same = noise_multiplier(epsilon, accountant=accountant)
-    own = {f"own{z}": noise_multiplier(epsilon, first_noise=float(z), accountant=accountant) for z in (3, 5)}
+    beside = {f"own{z}": noise_multiplier(epsilon, first_noise=float(z), accountant=accountant) for z in (3, 5)}
     alone = {
         name: epsilon_alone(GaussianEvent(1.0, z), 1, accountant) for name, z in (("alone", same), ("alone5", 5.0))
     }
-    return {"without": without, "same": same, **own, "increase": 100 * (same / without - 1), **alone}
+    return {"without": without, "same": same, **beside, "increase": 100 * (same / without - 1), **alone}
+
+
+def noise_by_sample_rate(rate: float, accountant: str = "rdp") -> dict[str, float]:
+    """Noise multipliers by epsilon, for any number of records: they depend on sample rate and number of steps."""
+    records = 60_000
+    return {
+        f"eps{epsilon}": noise_multiplier(epsilon, None, round(rate * records), records=records, accountant=accountant)
+        for epsilon in (2, 5, 10)
+    }
+
+
+def noise_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
+    """Noise multipliers at epsilon 5 by the batch size of the later rounds; `first` is that of the first one."""
+    sizes = (16, 32, 64, 128, 256, 512, 1024, 2048, 6600)
+    return {f"b{later}": noise_multiplier(5.0, first, later, accountant=accountant) for later in sizes}
+
+
+def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
+    """log10 of the noise variance of an update of the first round and of a later one, and the factor of a tenth of the
+    first batch (`tenfold`)."""
+    multipliers = {int(name[1:]): z for name, z in noise_by_batches(first, accountant).items()}
+    values = {f"first_b{later}": math.log10(update_variance(first, z)) for later, z in multipliers.items()}
+    values |= {f"later_b{later}": math.log10(update_variance(later, z)) for later, z in multipliers.items()}
+    if first % 10 == 0:
+        smaller = noise_multiplier(5.0, first // 10, accountant=accountant)
+        values["tenfold"] = update_variance(first // 10, smaller) / update_variance(first, multipliers[32])
+    return values
+
+
+def learning_rate(row: str, column: str, scale: str, cifar10: bool = False, batch_size: int = 32) -> float:
+    """The revised paper's rate for CIFAR-10, else one chosen on public records (`learning_rates` of the YAML file).
+
+    The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
+    whole run depends on T.
+
+    Args:
+        row: method.
+        column: epsN; budgets without a rate take that of a neighbour.
+        scale: small or paper.
+        cifar10: whether it is CIFAR-10.
+        batch_size: the rate is in proportion to it.
+    """
+    records = {"small": 1904, "paper": 6600} if cifar10 else {"small": 2285, "paper": 8000}
+    steps = {name: count * math.ceil(records[name] / 32) for name, count in (("small", 60), ("paper", ROUNDS))}
+    if cifar10:
+        rate = RATE * steps["paper"] / steps[scale]
+    else:
+        neighbour = {"eps10": "eps5", "eps4": "eps5", "eps3": "eps2"}.get(column, column)
+        chosen = read_paper("clustered")["learning_rates"].get(row, {}).get(neighbour, 0.2)
+        rate = chosen * 30 / 60 * steps["small"] / steps[scale]  # chosen in 30 rounds
+    return float(f"{rate * batch_size / 32:.4g}")

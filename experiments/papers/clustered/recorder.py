@@ -1,4 +1,4 @@
-"""What is read off a run with true groups, beside the usual."""
+"""Read a run with true groups."""
 
 from __future__ import annotations
 
@@ -11,12 +11,19 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, clustering, true_groups
+from dpfl_lightning.federated.server.group_metrics import (
+    MATCHES,
+    accuracy_of_groups,
+    clustering,
+    fairness_gap,
+    true_groups,
+)
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
-from experiments.papers.recorder import Recorder
+from experiments.papers.experiment import Values
+from experiments.papers.recorder import Recorder, numbers_of
 
 _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 
@@ -24,9 +31,9 @@ _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 class GroupRecorder(Recorder):
     """Accuracy of groups, how well clusters match them, and what was sent.
 
-    Values beside the usual, in per cent: `accuracy_majority`, `accuracy_minority`, `accuracy_<group>`,
+    Values beside those of `Recorder`, in per cent: `accuracy_majority`, `accuracy_minority`, `accuracy_<group>`,
     `clustering_accuracy` and `minority_recall` of the last round; `adjusted_rand_index`; `clusters_perfect`, 1 or 0;
-    `models_down` and `models_up`, sent to and from a client on average; and every number that strategies tell.
+    `models_down` and `models_up`, sent to and from a client on average; and every number among the strategies' metrics.
     `curves`: name -> {round: value} of groups and of `clustering_accuracy`, in per cent. `clients` have also loss,
     true_group and model.
     """
@@ -44,22 +51,22 @@ class GroupRecorder(Recorder):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.found["curves"] = {
+        self.record["curves"] = {
             name: {str(at): value for at, value in curve.items()} for name, curve in self._curves.items()
         }
-        if "clients" in self.found:
+        if "clients" in self.record:
             names = ("loss", "true_group", "model")
-            self.found["clients"] |= {name: [client[name] for client in result.clients] for name in names}
+            self.record["clients"] |= {name: [client[name] for client in result.clients] for name in names}
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
-        sent = {f"models_{way}": told.pop(f"floats_{way}") for way in ("down", "up") if f"floats_{way}" in told}
+        metrics = numbers_of(result)
+        sent = {f"models_{way}": metrics.pop(f"floats_{way}") for way in ("down", "up") if f"floats_{way}" in metrics}
         models = view.run.num_params * view.facts.num_clients
         return {
             **super()._values(view, result),
             **{f"accuracy_{name}": 100 * value for name, value in result.accuracy_of_groups.items()},
-            **told,
-            **matches(told),
+            **metrics,
+            **matches(metrics),
             **{name: floats / models for name, floats in sent.items()},
         }
 
@@ -71,20 +78,20 @@ class GroupRecorder(Recorder):
         self._curves = {name: dict(curve) for name, curve in state["curves"].items()}
 
 
-def matches(told: Mapping[str, float]) -> dict[str, float]:
+def matches(metrics: Mapping[str, float]) -> dict[str, float]:
     """How well clusters match groups, shares in per cent, and whether all do.
 
     >>> matches({"clustering_accuracy": 1.0, "adjusted_rand_index": 1.0, "weight": 3.0})
     {'clustering_accuracy': 100.0, 'adjusted_rand_index': 1.0, 'clusters_perfect': 1.0}
     """
-    known = {name: told[name] * (100 if name in _SHARES else 1) for name in MATCHES if name in told}
-    return known | ({"clusters_perfect": float(told["clustering_accuracy"] == 1)} if known else {})
+    known = {name: metrics[name] * (100 if name in _SHARES else 1) for name in MATCHES if name in metrics}
+    return known | ({"clusters_perfect": float(metrics["clustering_accuracy"] == 1)} if known else {})
 
 
 class FirstRound(GroupRecorder, Strategy):
-    """Ends the run after its first round: what clusters that round alone shows, of a strategy that has a picture.
+    """Ends the run after its first round, to read the clusters that this round alone shows.
 
-    Values beside the usual: `num_clusters`, `separation`, `confident` (1 or 0), and how these clusters match;
+    Values beside those of `GroupRecorder`: `num_clusters`, `separation`, `confident` (1 or 0), and their matches;
     `silhouette` of the true groups in `points`, each client's update along the two directions in which updates differ
     most, in units of the largest distance from their mean.
     """
@@ -105,21 +112,17 @@ class FirstRound(GroupRecorder, Strategy):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.found["points"] = self._points
+        self.record["points"] = self._points
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        values, client_embedding, groups = (
-            super()._values(view, result),
-            result.client_embedding,
-            true_groups(view.facts),
-        )
+        values, groups, embedding = super()._values(view, result), true_groups(view.facts), result.client_embedding
         if groups and self._points:
             values["silhouette"] = float(silhouette_score(self._points, groups))
-        if client_embedding is None:
+        if embedding is None:
             return values
-        found = {"num_clusters": float(client_embedding.num_clusters), "confident": float(client_embedding.confident)}
-        found |= {} if client_embedding.separation is None else {"separation": client_embedding.separation}
-        return values | found | (matches(clustering(client_embedding.cluster, groups)) if groups else {})
+        values |= {"num_clusters": float(embedding.num_clusters), "confident": float(embedding.confident)}
+        values |= {} if embedding.separation is None else {"separation": embedding.separation}
+        return values | (matches(clustering(embedding.cluster, groups)) if groups else {})
 
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "points": self._points}
@@ -127,6 +130,15 @@ class FirstRound(GroupRecorder, Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._points = state["points"]
+
+
+def fairness(cell: Mapping[str, Any], reference: Mapping[str, Any]) -> Values:
+    """F_acc in points and F_loss in nats, from a cell's file and that of the reference models on the same clients."""
+    clients, best = cell["clients"], reference["clients"]
+    return {
+        "fairness_gap_accuracy": 100 * fairness_gap(clients["accuracy"], best["accuracy"]),
+        "fairness_gap_test_loss": fairness_gap(clients["loss"], best["loss"]),
+    }
 
 
 def principal_points(deltas: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Made-up updates of a first round in known groups: what finds them, and from which separation on.
+"""Made-up updates of a first round in known groups: the separation from which each method finds the groups.
 
 Means lie `2 * separation` apart, noise has standard deviation 1 in every parameter, and nothing else differs: real
 updates differ in more, so this is the easiest case there is.
@@ -123,7 +123,7 @@ def recovery(
     options, right, rand = GroupOptions(choose=rule), 0, []
     for seed in range(RUNS):
         updates = updates_at(ratio * num_params**0.25, num_params, seed, nested, sizes)
-        found = find_groups(updates, options)
-        right += len(found.members) == len(set(true))
-        rand.append(adjusted_rand_score(true, found.labels))
+        groups = find_groups(updates, options)
+        right += len(groups.members) == len(set(true))
+        rand.append(adjusted_rand_score(true, groups.labels))
     return {"found": 100 * right / RUNS, **({"ari": fmean(rand)} if ratio else {})}

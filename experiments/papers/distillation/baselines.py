@@ -1,6 +1,6 @@
-"""What a federated set is compared with: sets and records that a simulation can make because it holds all data.
+"""References for a federated set: sets and records that a simulation can make because it holds all data.
 
-Nothing here is private: these are yardsticks, made from clients' records as they are.
+Nothing here is private: they are made from clients' records without noise.
 """
 
 from __future__ import annotations
@@ -71,15 +71,15 @@ def local_matching(
     """The set that each client would make by itself, of the classes that it has."""
     sets = []
     for rows in population.train_of:
-        own = _matched(one_client(population, rows), new_net, rounds, seed, device, options)
-        has = torch.isin(own.y, population.y[rows].unique().to(own.y))
-        sets.append(DistilledSet(own.x[has], own.y[has], own.card))
+        images = _matched(one_client(population, rows), new_net, rounds, seed, device, options)
+        has = torch.isin(images.y, population.y[rows].unique().to(images.y))
+        sets.append(DistilledSet(images.x[has], images.y[has], images.card))
     return sets
 
 
 def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
     """The records of several sets together: local matching with `images_for_each` at every client."""
-    return torch.cat([own.x for own in sets]), torch.cat([own.y for own in sets])
+    return torch.cat([images.x for images in sets]), torch.cat([images.y for images in sets])
 
 
 def images_for_each(images_per_class: int, num_clients: int) -> int:
@@ -94,7 +94,7 @@ def images_for_each(images_per_class: int, num_clients: int) -> int:
 def _matched(
     population: Population, new_net: NewNet, rounds: int, seed: int, device: str, options: dict[str, Any]
 ) -> DistilledSet:
-    own = Distillation(**{"min_participants": 1, "min_records_per_target": 1, **options})
+    strategy = Distillation(**{"min_participants": 1, "min_records_per_target": 1, **options})
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore", UserNotice)  # that nothing is private here
         FederatedLoop(
@@ -103,7 +103,7 @@ def _matched(
             rounds=rounds,
             clients=ClientOptions(count=1, batch_size=population.num_records[0]),
             privacy=None,
-            strategies=[own],
+            strategies=[strategy],
             seed=seed,
             output_dir=folder,
             device=device,

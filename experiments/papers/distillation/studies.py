@@ -1,6 +1,6 @@
-"""How cells of the distillation paper are made: sets of several kinds, and fresh nets that learn from them.
+"""Make cells of the distillation paper: sets of several kinds, and fresh nets that are trained on them.
 
-What chooses anything is the accuracy on the server's public records; test accuracies are for reports only.
+Choices depend on the accuracy on the server's public records alone; test accuracies are for reports.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from experiments.papers.distillation.baselines import (
     train_and_score,
     whole,
 )
-from experiments.papers.recorder import Recorder
-from experiments.papers.run import Making
+from experiments.papers.recorder import Recorder, guarantee_of, numbers_of
+from experiments.papers.run import CellContext
 
-Held = dict[str, Any]
+Content = dict[str, Any]
 
 #: passes over a set in place of the condensation paper's 300, with one augmentation a batch
 _AUGMENTED_EPOCHS = 1000
@@ -55,12 +55,14 @@ _AUGMENTED_EPOCHS = 1000
 LOCAL_CLIENTS = {"small": 4, "paper": 20}
 #: fresh nets for each set
 NETWORKS = 3
+#: the set that searches train on
+SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")
 
 
 class RunRecorder(Recorder):
     """Test accuracy of what a run delivers over rounds (`curve`, in %), what was sent, and how near gradients came.
 
-    Values: `delivered_accuracy` in %, `gigabytes` sent both ways, `run_seconds`, and every number that strategies tell.
+    Values: `delivered_accuracy` in %, `gigabytes` sent both ways, `run_seconds`, and the strategies' metrics.
     """
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
@@ -68,10 +70,10 @@ class RunRecorder(Recorder):
             self._curve[report.round] = 100 * report.test_accuracy
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
-        floats = told.pop("floats_down", 0.0) + told.pop("floats_up", 0.0)
+        metrics = numbers_of(result)
+        floats = metrics.pop("floats_down", 0.0) + metrics.pop("floats_up", 0.0)
         accuracy = {} if result.test_accuracy is None else {"delivered_accuracy": 100 * result.test_accuracy}
-        return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **told}
+        return {**accuracy, "gigabytes": BYTES * floats / 1e9, "run_seconds": result.wall_seconds, **metrics}
 
 
 class LastModel(Callback):
@@ -86,87 +88,82 @@ class LastModel(Callback):
 # ---- sets
 
 
-def distilled(making: Making) -> Held:
+def distilled(context: CellContext) -> Content:
     """The cell's run of strategy distillation, and fresh nets trained on its set."""
     recorder = RunRecorder()
-    result = making.run([recorder])
-    return _held(result, recorder, _of_nets(making, DistilledSet.load(result.output_dir).records))
+    result = context.run([recorder])
+    return _content(result, recorder, _of_nets(context, DistilledSet.load(result.output_dir).records))
 
 
-def federated(making: Making) -> Held:
+def federated(context: CellContext) -> Content:
     """The cell's run as it is: what it delivers."""
     recorder = RunRecorder()
-    result = making.run([recorder])
-    return _held(result, recorder, {"test_accuracy": 100 * (result.test_accuracy or 0.0)})
+    result = context.run([recorder])
+    return _content(result, recorder, {"test_accuracy": 100 * (result.test_accuracy or 0.0)})
 
 
-def _held(result: RunResult, recorder: Recorder, values: Mapping[str, float]) -> Held:
-    spent = [client["epsilon_spent"] for client in result.clients]
-    return {
-        **recorder.found,
-        "values": {**recorder.found["values"], **values},
-        "epsilon_max": None if None in spent else max(spent),
-        "guarantee": result.guarantee,
-        "rounds": result.rounds,
-    }
+def _content(result: RunResult, recorder: Recorder, values: Mapping[str, float]) -> Content:
+    return {**recorder.record, "values": {**recorder.record["values"], **values}, **guarantee_of(result)}
 
 
-def random_records(making: Making) -> Held:
+def random_records(context: CellContext) -> Content:
     """Nets trained on as many real records as the set has images."""
-    population, options = population_of(making), own_options(making.options)
-    records = random_subset(population, options["images_per_class"], making.options.seed)
-    return {"values": _of_nets(making, records)}
+    population, options = population_of(context), distillation_options(context.options)
+    records = random_subset(population, options["images_per_class"], context.options.seed)
+    return {"values": _of_nets(context, records)}
 
 
-def noise(making: Making) -> Held:
+def noise(context: CellContext) -> Content:
     """Nets trained on the images of noise that distillation begins with."""
-    options = own_options(making.options)
+    options = distillation_options(context.options)
     return {
-        "values": _of_nets(making, noise_set(population_of(making), options["images_per_class"], making.options.seed))
+        "values": _of_nets(
+            context, noise_set(population_of(context), options["images_per_class"], context.options.seed)
+        )
     }
 
 
-def all_records(making: Making) -> Held:
+def all_records(context: CellContext) -> Content:
     """One net trained on all clients' records together."""
-    population = population_of(making)
-    found = train_and_score(
-        new_net(making.options, population), population, whole(population), ON_EVERYTHING, 1, making.options.seed
-    )
-    return {"values": {"test_accuracy": 100 * found.mean}}
+    population = population_of(context)
+    build, seed = new_net(context.options, population), context.options.seed
+    trained = train_and_score(build, population, whole(population), ON_EVERYTHING, 1, seed)
+    return {"values": {"test_accuracy": 100 * trained.mean}}
 
 
-def local(making: Making) -> Held:
+def local(context: CellContext) -> Content:
     """Each client's own set, and a net trained on each: the mean over clients, and the worst and the best."""
-    options, population = making.options, population_of(making)
-    some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[making.cell.scale]])
-    build, how = new_net(options, population), _training(own_options(options))
-    sets = _of_clients(making, some)
-    means = [100 * train_and_score(build, population, one.records, how, 1, options.seed).mean for one in sets]
+    options, population = context.options, population_of(context)
+    some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[context.cell.scale]])
+    build, training = new_net(options, population), _training(distillation_options(options))
+    sets = _of_clients(context, some)
+    scores = [train_and_score(build, population, one.records, training, 1, options.seed) for one in sets]
+    means = [100 * score.mean for score in scores]
     values = {"test_accuracy": fmean(means), "test_accuracy_worst": min(means), "test_accuracy_best": max(means)}
     return {"values": values, "of_clients": means}
 
 
-def union(making: Making) -> Held:
+def union(context: CellContext) -> Content:
     """Nets trained on all clients' own sets together, which have about as many images as one set in the other rows."""
-    population = population_of(making)
-    each = images_for_each(own_options(making.options)["images_per_class"], population.num_clients)
-    return {"values": _of_nets(making, pooled(_of_clients(making, population, images_per_class=each)))}
+    population = population_of(context)
+    each = images_for_each(distillation_options(context.options)["images_per_class"], population.num_clients)
+    return {"values": _of_nets(context, pooled(_of_clients(context, population, images_per_class=each)))}
 
 
-def _of_clients(making: Making, population: Population, **changed: Any) -> list[DistilledSet]:
+def _of_clients(context: CellContext, population: Population, **changed: Any) -> list[DistilledSet]:
     """The set that each client of `population` makes by itself, by the cell's options."""
-    options = making.options
-    own = {name: value for name, value in own_options(options).items() if name != "participation_fraction"}
+    options = context.options
+    common = {name: value for name, value in distillation_options(options).items() if name != "participation_fraction"}
     build, device = new_net(options, population), str(population.x.device)
-    return local_matching(population, build, options.rounds, options.seed, device, **{**own, **changed})
+    return local_matching(population, build, options.rounds, options.seed, device, **{**common, **changed})
 
 
-def _of_nets(making: Making, records: tuple[Tensor, Tensor]) -> dict[str, float]:
-    population = population_of(making)
+def _of_nets(context: CellContext, records: tuple[Tensor, Tensor]) -> dict[str, float]:
+    population = population_of(context)
     records = (records[0].to(population.x), records[1].to(population.y))
-    build, how = new_net(making.options, population), _training(own_options(making.options))
-    found = train_and_score(build, population, records, how, NETWORKS, making.options.seed)
-    return {"test_accuracy": 100 * found.mean, "test_accuracy_std": 100 * found.std}
+    build, training = new_net(context.options, population), _training(distillation_options(context.options))
+    score = train_and_score(build, population, records, training, NETWORKS, context.options.seed)
+    return {"test_accuracy": 100 * score.mean, "test_accuracy_std": 100 * score.std}
 
 
 def _training(options: Mapping[str, Any]) -> Training:
@@ -177,29 +174,28 @@ def _training(options: Mapping[str, Any]) -> Training:
     return dataclasses.replace(ON_A_SET, epochs=_AUGMENTED_EPOCHS, augmentations=augmentations)
 
 
-# ---- what gradients give away
+# ---- gradient inversion
 
 
-def given_away(making: Making) -> Held:
-    """How like a client's own records the images are that the server makes of its gradients.
+def given_away(context: CellContext) -> Content:
+    """The similarity of a client's records to the images that the server makes of its gradients.
 
     Values: over the classes that the client has, the mean correlation of a class's image with the nearest record of
-    that class: the client's (`own`), and as many of the test set's, which the server has never had to do with
-    (`strangers`).
+    that class: among the client's records (`own`), and among as many of the test set (`strangers`).
     """
     recorder = RunRecorder()
-    result = making.run([recorder])
-    population = population_of(making)
+    result = context.run([recorder])
+    population = population_of(context)
     known = population.test_records()
     assert known is not None  # for mypy: Fashion-MNIST has a test set
     images, labels = (one.to(population.x.device) for one in DistilledSet.load(result.output_dir).records)
     rows, (others, classes) = population.train_of[0], known
-    own, strangers = [], []
+    clients, strangers = [], []
     for label in population.y[rows].unique():
         image, mine = images[labels == label], population.x[rows[population.y[rows] == label]]
-        own.append(_nearest(image, mine))
+        clients.append(_nearest(image, mine))
         strangers.append(_nearest(image, others[classes == label][: len(mine)]))
-    return _held(result, recorder, {"own": fmean(own), "strangers": fmean(strangers)})
+    return _content(result, recorder, {"own": fmean(clients), "strangers": fmean(strangers)})
 
 
 def _nearest(image: Tensor, records: Tensor) -> float:
@@ -216,43 +212,48 @@ _NET_EPOCHS = 200
 _PASSES = 60
 
 
-def proxy_net(making: Making, scorer: str, of_set: Cell) -> Held:
-    """A candidate net trained on the distilled set, or on random records."""
-    return _proxy(making, scorer, of_set, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
+def candidate_net(context: CellContext) -> Content:
+    """A candidate net by the scorer of the column: a federated run, or trained on a set."""
+    if context.cell.column in ("federated", "early"):
+        return _candidate(context)
+    return _proxy(context, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
 
 
-def proxy_hyperparameters(making: Making, scorer: str, of_set: Cell) -> Held:
-    """The net trained on such a set with a candidate's hyperparameters, as a client would."""
-    clients = making.options.clients
+def candidate_hyperparameters(context: CellContext) -> Content:
+    """A candidate's hyperparameters by the scorer of the column; on a set the net trains as a client would."""
+    if context.cell.column in ("federated", "early"):
+        return _candidate(context)
+    clients = context.options.clients
     epochs, batch_size = clients.local_epochs, clients.batch_size
     assert isinstance(epochs, int) and isinstance(batch_size, int) and isinstance(clients.learning_rate, float)
-    return _proxy(making, scorer, of_set, Training(_PASSES * epochs, clients.learning_rate, batch_size=batch_size))
+    return _proxy(context, Training(_PASSES * epochs, clients.learning_rate, batch_size=batch_size))
 
 
-def candidate(making: Making) -> Held:
-    """A candidate in a federated run of its own."""
+def _candidate(context: CellContext) -> Content:
+    """The federated run of a candidate."""
     recorder, last = RunRecorder(), LastModel()
-    result = making.run([recorder, last])
-    population = population_of(making)
-    scores = scored(new_net(making.options, population), population, last.model.to(population.x.device))
-    return _held(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
+    result = context.run([recorder, last])
+    population = population_of(context)
+    scores = scored(new_net(context.options, population), population, last.model.to(population.x.device))
+    return _content(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
 
 
-def _proxy(making: Making, scorer: str, of_set: Cell, how: Training) -> Held:
-    population, options = population_of(making), making.options
+def _proxy(context: CellContext, training: Training) -> Content:
+    """The candidate's net trained on the distilled set or on random records, as the column says."""
+    population, options = population_of(context), context.options
     cost = {}
-    if scorer == "distilled":
+    if context.cell.column == "distilled":
         recorder = RunRecorder()
-        records = DistilledSet.load(making.run_of(of_set, [recorder]).output_dir).records
-        cost = {f"set_{name}": recorder.found["values"][name] for name in ("gigabytes", "run_seconds")}
+        records = DistilledSet.load(context.run_of(SEARCH_SET, [recorder]).output_dir).records
+        cost = {f"set_{name}": recorder.record["values"][name] for name in ("gigabytes", "run_seconds")}
     else:
-        records = random_subset(population, own_options(making.options)["images_per_class"], options.seed)
+        records = random_subset(population, distillation_options(context.options)["images_per_class"], options.seed)
     build = new_net(options, population)
     begin, order = (torch_seed(public_generator(options.seed, "candidate", which)) for which in (0, 1))
-    there = (records[0].to(population.x), records[1].to(population.y))
+    records = records[0].to(population.x), records[1].to(population.y)
     begun = time.perf_counter()
     module = ClientModule(build(begin)).to(population.x.device)
-    model = trained_on(module, module.flat, there, how, order)
+    model = trained_on(module, module.flat, records, training, order)
     seconds = time.perf_counter() - begun
     return {"values": {**scored(build, population, model), "trial_seconds": seconds, **cost}}
 
@@ -267,26 +268,26 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
     )
     module, engine = ClientModule(build(0)).to(population.x.device), SerialEngine()
     engine.setup(module, both, Streams(), "poisson")  # no noise is drawn
-    found = evaluate(module, both, ClientModels(model[None], (0,)), engine)
+    evaluation = evaluate(module, both, ClientModels(model[None], (0,)), engine)
     return {
-        "holdout_accuracy": 100 * (found.clients[0].accuracy or 0.0),
-        "test_accuracy": 100 * (found.test.accuracy or 0.0),
+        "holdout_accuracy": 100 * (evaluation.clients[0].accuracy or 0.0),
+        "test_accuracy": 100 * (evaluation.test.accuracy or 0.0),
         "parameters": float(len(model)),
     }
 
 
-# ---- what the options say
+# ---- options
 
 
-def own_options(options: Options) -> dict[str, Any]:
-    """Of the strategy, with the defaults of those that studies read."""
+def distillation_options(options: Options) -> dict[str, Any]:
+    """The options of the strategy, with the defaults of those that studies read."""
     return {"images_per_class": 10, **(options.strategies.get("distillation") or {})}
 
 
-def population_of(making: Making) -> Population:
-    """The clients, where the run would compute."""
-    there = torch.cuda.is_available() and making.options.engine.device != "cpu"
-    return build_population(making.options).to("cuda" if there else "cpu")
+def population_of(context: CellContext) -> Population:
+    """The clients, on the device of the run."""
+    on_gpu = torch.cuda.is_available() and context.options.engine.device != "cpu"
+    return build_population(context.options).to("cuda" if on_gpu else "cpu")
 
 
 def new_net(options: Options, population: Population) -> Callable[[int], nn.Module]:

@@ -1,8 +1,8 @@
-"""One round of real training: what estimators of noise say of its updates, beside the truth."""
+"""One round of real training: the estimates of its updates' noise beside the true noise."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,16 +29,21 @@ class FirstRound(Recorder, Strategy):
     low-rank part.
 
     Args:
-        estimators: name -> options.
+        names: of estimators with their default options.
+        rows: numbers of parameters: robust PCA of the first ones, as in the paper's figures (`rpca_<number>`).
         singular_values: whether to keep them.
     """
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return True
 
-    def __init__(self, estimators: Mapping[str, EstimatorOptions], singular_values: bool = False) -> None:
+    def __init__(self, names: Sequence[str] = (), rows: Sequence[int] = (), singular_values: bool = False) -> None:
         super().__init__()
-        self.estimators, self.singular_values = dict(estimators), singular_values
+        first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, blocks=1, row_choice="head") for count in rows}
+        self.estimators, self.singular_values = (
+            {name: EstimatorOptions(name) for name in names} | first,
+            singular_values,
+        )
         self._lists: dict[str, list] = {}
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
@@ -50,10 +55,10 @@ class FirstRound(Recorder, Strategy):
             "oracle_weights": oracle_weights(truth),
         }
         for name, options in self.estimators.items():
-            found = estimate(updates.released, options).noise_var
+            noise_var = estimate(updates.released, options).noise_var
             scale = updates.released.shape[1] * rates[0] ** 2
-            self._lists[f"{name}_variance"] = (found / scale).tolist()
-            self._lists[f"{name}_weights"] = weights(found).tolist()
+            self._lists[f"{name}_variance"] = (noise_var / scale).tolist()
+            self._lists[f"{name}_weights"] = weights(noise_var).tolist()
         if self.singular_values:
             self._lists["singular_values"] = robust_pca(updates.released).singular_values.tolist()
         return None
@@ -63,7 +68,7 @@ class FirstRound(Recorder, Strategy):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.found["first_round"] = self._lists
+        self.record["first_round"] = self._lists
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
         if not self._lists:
@@ -83,8 +88,3 @@ class FirstRound(Recorder, Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
         self._lists = state["lists"]
-
-
-def blocks(rows: int) -> EstimatorOptions:
-    """Robust PCA of the first so many parameters, as the paper's figures have it."""
-    return EstimatorOptions("rpca", rows=rows, blocks=1, row_choice="head")

@@ -15,6 +15,7 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
+from experiments.papers.declarations import read_paper
 
 ROUNDS, DELTA, CLIP_NORM, RECORDS, CLIENTS = 200, 1e-4, 3.0, 2400, 20
 NUM_PARAMS = 28_938  # of its CNN
@@ -110,4 +111,66 @@ def falsified_noise(claims: Sequence[float], liar: int = 0, dist: str = "dist5")
     epsilons = EPSILONS[dist][CLIENTS]
     variances = noise_vars(epsilons, BATCH_SIZES[CLIENTS])
     reported = [[*epsilons[:liar], claim, *epsilons[liar + 1 :]] for claim in claims]
-    return [(of_sum(own, variances), own[liar] / math.fsum(own)) for own in reported]
+    return [(of_sum(weights, variances), weights[liar] / math.fsum(weights)) for weights in reported]
+
+
+# ---- cells and options of the declarations
+
+
+def learning_rate(row: str, column: str, scale: str, data: str, dist: str | None = None) -> float:
+    """The paper's choice (`learning_rates` of the YAML file); our row takes Robust-HDP's.
+
+    The noise of T rounds has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
+    whole run depends on T. The small scale has 60 rounds in place of 200.
+
+    Args:
+        row: method, also of real CIFAR-100.
+        column: dist1 ... dist9, unless `dist` is given.
+        scale: small or paper.
+        data: a key of `learning_rates`.
+        dist: the distribution of budgets that the rate was chosen for.
+    """
+    method = row.removesuffix("_cifar100")
+    rates = read_paper("noise_aware")["learning_rates"][data]["robust_hdp" if method == "ours" else method]
+    rate = rates[int((dist or column).removeprefix("dist")) - 1]
+    return float(f"{rate * (ROUNDS / 60 if scale == 'small' else 1):.4g}")
+
+
+def claimed_budgets(claim: float, **_: str) -> list[float]:
+    """The budgets that the clients of Dist5 claim if the first one, with epsilon 0.95 and batch 32, says `claim`."""
+    return [float(claim), *EPSILONS["dist5"][CLIENTS][1:]]
+
+
+def noise_by_batch_size(size: int, accountant: str = "paper_ma") -> dict[str, object]:
+    """Figure 2: noise variance of an update at learning rate 0.01 by epsilon, and of Dist8's `clients`."""
+
+    def variances(epsilons: Sequence[float]) -> list[float]:
+        noise = noise_vars(epsilons, [size] * len(epsilons), accountant=accountant)
+        return [NUM_PARAMS * 0.01**2 * variance for variance in noise]
+
+    of_size = [
+        epsilon for epsilon, b in zip(EPSILONS["dist8"][CLIENTS], BATCH_SIZES[CLIENTS], strict=True) if b == size
+    ]
+    grid = (0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0)
+    surface = {f"eps{epsilon:g}": variance for epsilon, variance in zip(grid, variances(grid), strict=True)}
+    return {**surface, "clients": list(zip(of_size, variances(of_size), strict=True))}
+
+
+def noise_by_sample_rate(rate: float, accountant: str = "paper_ma") -> dict[str, float]:
+    """Figure 8: noise multipliers by epsilon, for any number of records: they depend on sample rate and steps."""
+    records, epsilons = 60_000, (0.5, 1.0, 2.0, 5.0)
+    multipliers = noise_multipliers(epsilons, (round(rate * records),) * len(epsilons), records, accountant)
+    return {f"eps{epsilon:g}": z for epsilon, z in zip(epsilons, multipliers, strict=True)}
+
+
+def noise_by_data_size(records: int, accountant: str = "paper_ma") -> dict[str, float]:
+    """Figure 11: H(N) = N z(N)^2 at epsilon 3 and batch 32, and 1 / H(N) in millionths."""
+    ((z),) = noise_multipliers((3.0,), (32,), records, accountant)
+    return {"h": records * z**2, "inverse": 1e6 / (records * z**2)}
+
+
+def best_weights_of_60(published: bool = False, accountant: str = "paper_ma") -> dict[str, object]:
+    """Figures 12 and 13: the weights of Dist1's 60 clients at batch 128, or at the published batch sizes."""
+    lists = weights_of_60(BATCH_SIZES[60] if published else [128] * 60, "dist1", accountant)
+    oracle = lists["oracle_weights"]
+    return {"client59": oracle[58], "largest_six": sum(sorted(oracle)[-6:]), **lists}

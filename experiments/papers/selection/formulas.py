@@ -1,6 +1,8 @@
-"""What needs arithmetic alone: quotas of three clients, noise of a round, calibrations, and fitted constants."""
+"""Numbers by formula: quotas of three clients, noise of a round, calibrations, and fitted constants."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -8,7 +10,6 @@ from dpfl_lightning.algorithms.allocation import allocate_int, allocate_real, no
 from dpfl_lightning.algorithms.cohorts import systematic
 from dpfl_lightning.algorithms.selection_estimates import Constants, FirstStage, fit_constants
 from dpfl_lightning.algorithms.selection_noise import gaussian_noise, laplace_noise, noise_multiplier
-from experiments.papers.selection.paper import deciding
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them
@@ -25,20 +26,24 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
     cost = ratio * unlike
     real, price = allocate_real(factor, 12, exponent, cost)
     whole = allocate_int(factor, 12, exponent, cost)
-    told = {f"real{client}": float(one) for client, one in enumerate(real)}
-    told |= {f"whole{client}": float(one) for client, one in enumerate(whole)}
-    return told | {"price": price, "cost": objective(whole, factor, exponent, cost)}
+    quotas = {f"real{client}": float(quota) for client, quota in enumerate(real)}
+    quotas |= {f"whole{client}": float(quota) for client, quota in enumerate(whole)}
+    return quotas | {"price": price, "cost": objective(whole, factor, exponent, cost)}
 
 
-def noise_of_a_round(low: float, high: float, mechanism: str) -> dict[str, float]:
+def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, float]:
     """Noise in a round's mean update, as a multiple of that of quotas of least noise, equal numbers of records.
 
     Mean of 200 draws of budgets, each with 50 cohorts.
 
+    Args:
+        mechanism: gaussian or laplace.
+        budgets: the smallest and the largest epsilon.
+
     Returns:
         `uniform`, `weiavg` and `inverse`: equal quotas, weighted equally, by epsilon and by inverse noise.
     """
-    draw, rows = np.random.default_rng(10), []
+    draw, rows, (low, high) = np.random.default_rng(10), [], budgets
     slots = COHORT * ROUNDS
     for _ in range(_DRAWS):
         epsilon = draw.uniform(low, high, CLIENTS)
@@ -58,17 +63,20 @@ def calibrations(participations: int, epsilon: float = 1.5, delta: float = 5e-5)
     return {name: noise_multiplier(epsilon, delta, participations, name) for name in ("exact", "lemma1", "linear")}
 
 
-#: where the search for the paper's constants begins: |w_0 - w*|^2, gamma, sigma^2, L, mu
-STARTS = {
-    "usual": Constants(),
-    "far": Constants(5.0, 20.0, 0.1, 4.0, 1.0),
-    "flat": Constants(0.1, 1.0, 3.0, 0.5, 0.3),
-    "steep": Constants(2.0, 100.0, 1.0, 9.0, 2.0),
-}
+def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, float]:
+    """The value that gamma must have, and the one number that decides quotas, from the paper's constants.
+
+    >>> {name: round(value, 2) for name, value in deciding(0.277, 0.997, 0.239).items()}
+    {'offset': 33.37, 'decides': 18.05}
+    """
+    return {"offset": 8 * smoothness / convexity, "decides": smoothness + 3 / 8 * convexity * (gamma + 190)}
 
 
-def fitted_constants(start: str) -> dict[str, float]:
+def fitted_constants(start: Sequence[float]) -> dict[str, float]:
     """The paper's constants of one and the same made-up first stage (100 clients, 10 rounds, a mean loss of 2).
+
+    Args:
+        start: where the search begins: |w_0 - w*|^2, gamma, sigma^2, L, mu.
 
     Returns:
         `gamma`, `smoothness`, `convexity`, `offset` (8 L / mu, which gamma must be), `decides` (L + 3/8 mu (gamma +
@@ -84,11 +92,11 @@ def fitted_constants(start: str) -> dict[str, float]:
         left[cohort] -= 1
         counts[cohort] += 1
     stage = FirstStage(9, COHORT, counts, draw.exponential(0.3, CLIENTS), 1.0, noise, 2.0)
-    found, residual = fit_constants(stage, STARTS[start])
+    constants, residual = fit_constants(stage, Constants(*start))
     return {
-        "gamma": found.lr_offset,
-        "smoothness": found.smoothness,
-        "convexity": found.strong_convexity,
-        **deciding(found.lr_offset, found.smoothness, found.strong_convexity),
+        "gamma": constants.lr_offset,
+        "smoothness": constants.smoothness,
+        "convexity": constants.strong_convexity,
+        **deciding(constants.lr_offset, constants.smoothness, constants.strong_convexity),
         "residual": residual,
     }

@@ -1,4 +1,4 @@
-"""What is read off a run of the selection paper, beside the usual."""
+"""Read a run of the selection paper."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
-from experiments.papers.recorder import Recorder
-from experiments.papers.selection.paper import deciding
+from experiments.papers.recorder import Recorder, numbers_of
+from experiments.papers.selection.formulas import deciding
 
 _OF_CLIENTS = ("quota", "participations", "unlikeness")
 
 
 class SelectionRecorder(Recorder):
-    """Accuracy on the common test set over rounds, who took part how often, and whom the model serves.
+    """Accuracy on the common test set over rounds, participations, and accuracy by budget.
 
-    Values beside the usual: `test_loss`; `equality`, Jain's index of participation; `never`, clients that took no part,
-    %; `budget_gap`, accuracy of the quarter with the largest budgets minus that of the quarter with the smallest, in
-    points; every number that strategies tell, and `offset` and `decides` of fitted constants, see `deciding`.
-    `test_curve`: round -> test accuracy in per cent, or test loss of a regression. `clients` have also
-    quota, participations and, where it was estimated, unlikeness.
+    Values beside those of `Recorder`: `test_loss`; `equality`, Jain's index of participation; `never`, clients without
+    participation, %; `budget_gap`, accuracy of the quarter with the largest budgets minus that of the quarter with the
+    smallest, in points; every number among the strategies' metrics, and `offset` and `decides`, see `deciding`.
+    `test_curve`: round -> test accuracy in per cent, or test loss of a regression. `clients` have also quota,
+    participations and, where it was estimated, unlikeness.
     """
 
     def __init__(self) -> None:
@@ -36,20 +36,20 @@ class SelectionRecorder(Recorder):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.found["test_curve"] = {str(at): value for at, value in self._test.items()}
-        if "clients" in self.found:
-            self.found["clients"] |= {name: result.metrics[name] for name in _OF_CLIENTS if name in result.metrics}
+        self.record["test_curve"] = {str(at): value for at, value in self._test.items()}
+        if "clients" in self.record:
+            self.record["clients"] |= {name: result.metrics[name] for name in _OF_CLIENTS if name in result.metrics}
 
     def _values(self, view: View, result: RunResult) -> dict[str, Any]:
-        told = {name: value for name, value in result.metrics.items() if isinstance(value, float)}
-        values = {**super()._values(view, result), **told}
+        metrics = numbers_of(result)
+        values = {**super()._values(view, result), **metrics}
         if result.test_loss is not None:
             values["test_loss"] = result.test_loss
         if isinstance(counts := result.metrics.get("participations"), list):
-            values["equality"] = told["participation_equality"]
+            values["equality"] = metrics["participation_equality"]
             values["never"] = 100 * fmean(not count for count in counts)
-        if "fitted_lr_offset" in told:
-            values |= deciding(told["fitted_lr_offset"], told["fitted_smoothness"], told["fitted_convexity"])
+        if "fitted_lr_offset" in metrics:
+            values |= deciding(metrics["fitted_lr_offset"], metrics["fitted_smoothness"], metrics["fitted_convexity"])
         return values | budget_gap(result)
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,6 +65,6 @@ def budget_gap(result: RunResult) -> dict[str, float]:
     known = [(row["epsilon_budget"], 100 * row["accuracy"]) for row in result.clients if row["accuracy"] is not None]
     if not known or any(budget is None for budget, _ in known):
         return {}
-    own = [accuracy for _, accuracy in sorted(known)]
-    quarter = -(-len(own) // 4)
-    return {"budget_gap": fmean(own[-quarter:]) - fmean(own[:quarter])}
+    by_budget = [accuracy for _, accuracy in sorted(known)]
+    quarter = -(-len(by_budget) // 4)
+    return {"budget_gap": fmean(by_budget[-quarter:]) - fmean(by_budget[:quarter])}

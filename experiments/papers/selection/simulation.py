@@ -1,4 +1,4 @@
-"""A made-up problem of ten classes and thirty clients: what each way to select and to weigh clients comes to.
+"""A made-up problem of ten classes and thirty clients, to compare ways to select and to weigh clients.
 
 A linear softmax model, whose clipped gradients have a closed form; quotas, cohorts and noise are the strategies' own.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -171,17 +172,22 @@ METHODS = ("fedsgd", "uniform", "weiavg", "inverse", "least_noise", "anchored")
 
 def methods_at(setting: Setting) -> dict[str, float]:
     """Mean test accuracy of each method over six draws, in per cent, and `..._std`, their standard deviation."""
-    found: dict[str, list[float]] = {method: [] for method in METHODS}
+    accuracies: dict[str, list[float]] = {method: [] for method in METHODS}
     for seed in SEEDS:
         problem = Problem.drawn(setting, seed)
         for method in METHODS:
-            found[method].append(accuracy_of(method, problem, setting, seed, quotas(method, problem, setting)))
-    return _told(found)
+            accuracies[method].append(accuracy_of(method, problem, setting, seed, quotas(method, problem, setting)))
+    return _summary(accuracies)
 
 
-def _told(found: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    means = {name: fmean(values) for name, values in found.items()}
-    return means | {f"{name}_std": stdev(values) for name, values in found.items()}
+def methods_of(**setting: Any) -> dict[str, float]:
+    """`methods_at` of the fields of `Setting`."""
+    return methods_at(Setting(**setting))
+
+
+def _summary(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    means = {name: fmean(values) for name, values in accuracies.items()}
+    return means | {f"{name}_std": stdev(values) for name, values in accuracies.items()}
 
 
 # ---- the paper's bias term, with true values
@@ -210,12 +216,13 @@ def _optimum(problem: Problem, parts: Sequence[NDArray[np.int64]]) -> Vector:
     return model
 
 
-def ratios_at(setting: Setting) -> dict[str, float]:
-    """As `methods_at`: `uniform`, `anchored`, and `ratio...`, least noise with the paper's bias term.
+def ratios_of(**fields: Any) -> dict[str, float]:
+    """As `methods_of`: `uniform`, `anchored`, and `ratio...`, least noise with the paper's bias term.
 
     A ratio is the cost of one unit of heterogeneity over the geometric mean of the noise factors.
     """
-    found: dict[str, list[float]] = {}
+    setting = Setting(**fields)
+    accuracies: dict[str, list[float]] = {}
     for seed in SEEDS:
         problem = Problem.drawn(setting, seed)
         noise, unlike = noise_of(problem, setting), true_heterogeneity(problem)
@@ -223,5 +230,5 @@ def ratios_at(setting: Setting) -> dict[str, float]:
         quota_of = {name: quotas(name, problem, setting) for name in ("uniform", "anchored")}
         quota_of |= {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
         for name, quota in quota_of.items():
-            found.setdefault(name, []).append(accuracy_of(name, problem, setting, seed, quota))
-    return _told(found)
+            accuracies.setdefault(name, []).append(accuracy_of(name, problem, setting, seed, quota))
+    return _summary(accuracies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from dpfl_lightning.fit import fit
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from experiments.papers.__main__ import main
 from experiments.papers.cells import Cell, path_of, read
-from experiments.papers.distillation import searches, studies
-from experiments.papers.run import Making, Work, make
+from experiments.papers.distillation import studies
+from experiments.papers.registry import experiments
+from experiments.papers.run import CellContext, RunnerOptions, make
 
 ROOT = Path(__file__).parents[3]
 DIGITS = {
@@ -43,14 +45,14 @@ def quick(monkeypatch):
 
 @pytest.fixture
 def work(tmp_path):
-    return Work(fit, tmp_path / "results", tmp_path / "runs", FREE)
+    return RunnerOptions(fit, tmp_path / "results", tmp_path / "runs", FREE)
 
 
-def cell(name: str, row: str, column: str, departures: dict[str, str]) -> Cell:
-    return Cell(f"distillation.{name}", row, column, "small", 0, tuple(sorted(departures.items())))
+def cell(name: str, row: str, column: str, overrides: dict[str, str]) -> Cell:
+    return Cell(f"distillation.{name}", row, column, "small", 0, tuple(sorted(overrides.items())))
 
 
-def made(work: Work, *asked) -> dict:
+def made(work: RunnerOptions, *asked) -> dict:
     one = cell(*asked)
     assert make([one], work) == []
     return read(path_of(work.results, one))
@@ -66,9 +68,9 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
     assert list(held["curve"]) == ["2"] and held["curve"]["2"] == values["delivered_accuracy"]
     assert "experiments.papers distillation.baselines --rows ten_steps --columns alpha1" in held["command"]
     folder = work.runs / one.place
-    making = Making(one, work)
-    population = studies.population_of(making)
-    build = studies.new_net(making.options, population)
+    context = CellContext(one, work)
+    population = studies.population_of(context)
+    build = studies.new_net(context.options, population)
     records = DistilledSet.load(folder).records
     assert records[0].shape == (100, 1, 8, 8)
     again = studies.train_and_score(build, population, records, studies.ON_A_SET, 2, 0)
@@ -78,14 +80,16 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
 def test_what_a_round_sends(work):
     """5 clients a round get the model, and send a matched gradient and two counts for each of 10 classes."""
     values = made(work, "baselines", "one_step", "alpha1", QUICK)["values"]
-    net = studies.new_net(Making(cell("baselines", "one_step", "alpha1", QUICK), work).options, _population(work))(0)
+    net = studies.new_net(CellContext(cell("baselines", "one_step", "alpha1", QUICK), work).options, _population(work))(
+        0
+    )
     sizes = [parameter.numel() for parameter in net.parameters()]
     matched = sum(parameter.numel() for parameter in net.parameters() if parameter.dim() >= 2)
     assert values["gigabytes"] == pytest.approx(2 * 5 * 4 * (sum(sizes) + 10 * (matched + 2)) / 1e9)
 
 
 def _population(work):
-    return studies.population_of(Making(cell("baselines", "one_step", "alpha1", QUICK), work))
+    return studies.population_of(CellContext(cell("baselines", "one_step", "alpha1", QUICK), work))
 
 
 @pytest.mark.parametrize("row", ["random", "random_dsa", "noise", "whole"])
@@ -102,7 +106,7 @@ def test_random_records_are_as_many_as_the_images(work, monkeypatch):
         seen.append(records[1].bincount().tolist())
         return real(build, population, records, *rest)
 
-    monkeypatch.setattr(studies, "taught", watched)
+    monkeypatch.setattr(studies, "train_and_score", watched)
     made(work, "baselines", "random", "alpha1", DIGITS)
     made(work, "baselines", "noise", "alpha1", DIGITS)
     made(work, "baselines", "whole", "alpha1", DIGITS)
@@ -125,7 +129,7 @@ def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work,
         return train_and_score(build, population, records, *rest)
 
     train_and_score = studies.train_and_score
-    monkeypatch.setattr(studies, "taught", watched)
+    monkeypatch.setattr(studies, "train_and_score", watched)
     made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
     ((labels, population),) = seen
     held = [population.y[rows].unique() for rows in population.train_of]
@@ -135,8 +139,8 @@ def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work,
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
 def test_with_privacy_the_budget_holds(work):
     for row in ("noise_aware", "dpfedavg"):
-        departures = QUICK if row == "noise_aware" else {**DIGITS, "clients.batch_size": "16"}
-        held = made(work, "private", row, "eps8", departures)
+        overrides = QUICK if row == "noise_aware" else {**DIGITS, "clients.batch_size": "16"}
+        held = made(work, "private", row, "eps8", overrides)
         assert held["epsilon_max"] == pytest.approx(8, abs=0.01) and held["epsilon_max"] <= 8 + 1e-6
         assert "differential privacy" in held["guarantee"] and held["values"]["gigabytes"] > 0
 
@@ -157,8 +161,12 @@ def test_the_nearest_record_is_that_of_the_largest_correlation():
 
 def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeypatch):
     """Every scorer's cell by itself; the set is made once, by the first that needs it, and kept."""
-    few = {"image_steps": 2, "net_epochs": 1, "evaluation_epochs": 1}
-    monkeypatch.setattr(searches, "TUNED", searches.TUNED | few)
+    experiment = experiments()["distillation.search_set"]
+    training = experiment.cells["distdd"]
+    few = {f"strategies.distillation.{key}": 1 for key in ("image_steps", "net_epochs", "evaluation_epochs")}
+    quick = dataclasses.replace(training, options=lambda *place: training.options(*place) | few)
+    quick_set = dataclasses.replace(experiment, cells={"distdd": quick})
+    monkeypatch.setitem(experiments(), experiment.name, quick_set)
     flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
     argv = [
         "distillation.nas",
@@ -170,14 +178,14 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
         "1",
         *flags,
     ]
-    departures = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
-    words = [f"--{key}={text}" for key, text in departures.items()]
+    overrides = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
+    words = [f"--{key}={text}" for key, text in overrides.items()]
     assert main([*argv, *words]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
-    distilled = read(path_of(work.results, cell("nas", "net03", "distilled", departures)))["values"]
-    federated = read(path_of(work.results, cell("nas", "net03", "federated", departures)))["values"]
+    distilled = read(path_of(work.results, cell("nas", "net03", "distilled", overrides)))["values"]
+    federated = read(path_of(work.results, cell("nas", "net03", "federated", overrides)))["values"]
     assert distilled["set_gigabytes"] > 0 and distilled["parameters"] == federated["parameters"] > 0
     assert "delivered_accuracy" in federated
     assert federated["test_accuracy"] == pytest.approx(federated["delivered_accuracy"])
@@ -187,9 +195,9 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
 def test_a_hold_out_is_of_public_records_alone(work):
     """A net that knows the public records by heart is right there, and only there."""
     one = cell("hpo", "rate00", "random", {**DIGITS, "data.public_records": "20"})
-    making = Making(one, work)
-    population = studies.population_of(making)
-    build = studies.new_net(making.options, population)
+    context = CellContext(one, work)
+    population = studies.population_of(context)
+    build = studies.new_net(context.options, population)
     x, y = population.public_records()
     module = studies.ClientModule(build(0))
     how = studies.Training(epochs=300, learning_rate=0.1, momentum=0.9)

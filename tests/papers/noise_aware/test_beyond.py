@@ -6,14 +6,22 @@ import math
 
 import pytest
 import torch
-from declared_cells import options
 
 from dpfl_lightning.config.load import load
 from experiments.papers.cells import RESULTS, Cell, finished
-from experiments.papers.noise_aware.ablation import ABLATION, updates
-from experiments.papers.noise_aware.beyond import CHOSEN, FALSIFIED, RATES, TUNED, TUNING
+from experiments.papers.noise_aware.ablation import updates
+from experiments.papers.registry import experiments
+from experiments.papers.run import RunnerOptions, options_of
 
 pytestmark = pytest.mark.usefixtures("in_the_repository")
+ABLATION, TUNING, TUNED, FALSIFIED = (
+    experiments()[f"noise_aware.{name}"] for name in ("ablation", "tuning", "tuned", "falsified")
+)
+RATES = ("0.02", "0.05", "0.1", "0.2", "0.4")
+
+
+def options(cell: Cell):
+    return options_of(cell, RunnerOptions(None, RESULTS, RESULTS))
 
 
 # ---- estimators
@@ -54,8 +62,9 @@ def test_tuning_sees_public_records_only():
 def test_chosen_rates_did_best_on_public_records():
     """The least rate within a standard error of the best (Breiman), of the methods and budgets that were tuned."""
     found, tuned = finished(RESULTS, TUNING, "small"), []
-    for name, columns in CHOSEN.items():
-        for column, chosen in columns.items():
+    for name in TUNED.rows:
+        for column in TUNED.columns:
+            chosen = f"{options(Cell(TUNED.name, name, column, 'small', 0)).clients.learning_rate:g}"
             seen = {
                 rate: cells[0]["values"]["test_accuracy"]
                 for rate in RATES

@@ -1,0 +1,247 @@
+"""Read the declarations of a paper's tables and figures from its YAML file.
+
+The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anchors need. A table has the fields of
+`Experiment`, and these:
+
+- `rows`, `columns`: name -> title or mapping. An entry with `each` (a list) or `product` (lists) is repeated, and
+  `{0}`, `{1}` in its name and values are replaced by the item. `show` gives every row one line per value of its cell.
+- `options`: dotted keys of a run, of the table, a row or a column; later ones of these three replace earlier ones.
+  A value may depend on the cell: `{scale: {small: 60}}`, `{row: {...}}`, `{column: {...}}`, `"{column}"`, or
+  `{function: module:name, ...}`, which is called with row, column, scale and the other items.
+- `recorder`, `study` or `compute`, of the table or a row: the function that makes a cell, as `module:name` below
+  `experiments.papers`; `arguments` of the table, the row and the column are passed to it.
+- `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from dpfl_lightning.config.options import SECTIONS
+from experiments.papers.experiment import (
+    Column,
+    Comparison,
+    Computation,
+    Experiment,
+    Panel,
+    Reference,
+    Row,
+    Tolerance,
+    Training,
+)
+
+_MADE_BY = ("compute", "study", "recorder")
+_PLAIN = ("title", "shows", "scales", "paper", "seeds", "minutes", "decimals", "shown")
+_MISSING = object()
+
+
+class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML that reads 1e-4 as a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+\.?\d*[eE][-+]?\d+$"), list("-+0123456789")
+)
+
+
+@functools.cache
+def read_paper(paper: str) -> Mapping[str, Any]:
+    """The content of a paper's YAML file."""
+    return yaml.load(Path(__file__).with_name(f"{paper}.yaml").read_text(encoding="utf-8"), Loader=_Loader)
+
+
+def declared(paper: str) -> list[Experiment]:
+    """The experiments of a paper, in the order of its file."""
+    return [_experiment(f"{paper}.{name}", table) for name, table in read_paper(paper)["tables"].items()]
+
+
+def function(path: str) -> Callable[..., Any]:
+    """A function or class by `module:name`, imported when it is called: declarations import no torch."""
+
+    def call(*positional: Any, **named: Any) -> Any:
+        module, _, name = path.partition(":")
+        return getattr(importlib.import_module(f"experiments.papers.{module}"), name)(*positional, **named)
+
+    return call
+
+
+def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Options by dotted key; a later one replaces an earlier one of the same key and all below it.
+
+    >>> merged([{"data": {"name": "mnist"}, "privacy.epsilon": 1}, {"data.name": "digits", "privacy": None}])
+    {'data.name': 'digits', 'privacy': None}
+    """
+    options: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key in SECTIONS and isinstance(value, Mapping):
+                options.pop(key, None)
+                options = merged([options, {f"{key}.{name}": one for name, one in value.items()}])
+            else:
+                kept = {name: one for name, one in options.items() if name != key and not name.startswith(f"{key}.")}
+                options = {**kept, key: value}
+    return options
+
+
+# ---- a table
+
+
+def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
+    columns, bases = _entries(table["columns"]), _entries(table["rows"])
+    rows = dict(_rows(bases, table))
+    lines = {key: Row(**_fields(Row, entry)) for key, entry in rows.items()}
+    settings = {key: Column(**_fields(Column, entry)) for key, entry in columns.items()}
+    cell_rows = [
+        lines[row].cell or row
+        for row, column in itertools.product(lines, settings)
+        if not (lines[row].experiment or settings[column].experiment)
+    ]
+    makers: dict[str, Mapping[str, Any]] = {}
+    for key, entry in rows.items():
+        makers.setdefault(lines[key].cell or key, entry)
+    experiment = Experiment(
+        name=name,
+        rows=lines,
+        columns=settings,
+        cells={cell: _spec(table, makers[cell], columns) for cell in dict.fromkeys(cell_rows)},
+        comparison=_comparison(table.get("comparison"), lines),
+        draw=_draw(table),
+        summary=function(table["summary"]) if table.get("summary") else None,
+        notes=tuple(_flat(table.get("notes", ()))),
+        **{key: table[key] for key in _PLAIN if key in table},
+    )
+    return experiment
+
+
+def _entries(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Rows or columns by name, repeated ones filled in."""
+    entries: dict[str, dict[str, Any]] = {}
+    for name, one in raw.items():
+        entry = {"title": one} if isinstance(one, str) else dict(one)
+        each, product = entry.pop("each", None), entry.pop("product", None)
+        if each is None and product is None:
+            entries[str(name)] = entry
+            continue
+        for item in each or itertools.product(*product):
+            values = item if isinstance(item, list | tuple) else [item]
+            entries[name.format(*values)] = _filled(entry, values)
+    return entries
+
+
+def _filled(value: Any, items: Any) -> Any:
+    if isinstance(value, str) and "{" in value:
+        place = re.fullmatch(r"\{(\d)\}", value)
+        return items[int(place[1])] if place else value.format(*items)
+    if isinstance(value, Mapping):
+        return {_filled(key, items): _filled(one, items) for key, one in value.items()}
+    return [_filled(one, items) for one in value] if isinstance(value, list) else value
+
+
+def _rows(bases: Mapping[str, dict[str, Any]], table: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+    shown = table.get("show")
+    for base, entry in bases.items():
+        entry = {key: table[key] for key in ("cell", "value", "experiment", "reference") if key in table} | entry
+        if shown is None:
+            named = {"value": base} if "compute" in table else {}
+            yield base, {**named, **entry}
+            continue
+        for suffix in entry.pop("show", shown):
+            line = shown[suffix]
+            title = f"{entry['title']}{line['title']}"
+            yield f"{base}_{suffix}", {"cell": base, "series": entry["title"], **entry, **line, "title": title}
+
+
+def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
+    names = {one.name for one in dataclasses.fields(kind)}
+    chosen = {key: value for key, value in entry.items() if key in names}
+    if "reference" in chosen:
+        raw = chosen["reference"]
+        chosen["reference"] = Reference(**{**raw, "values": function(raw["values"])})
+    return {**chosen, "title": str(chosen["title"])}
+
+
+def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Comparison | None:
+    if raw is None:
+        return None
+    special = {(row, column): Tolerance(within, why) for row, column, within, why in raw.get("special", ())}
+    better = raw.get("better", "")
+    if isinstance(better, Mapping):  # by the last part of the rows' names
+        better = {row: how for row in rows for suffix, how in better.items() if row.endswith(suffix)}
+    return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
+
+
+def _draw(table: Mapping[str, Any]) -> Callable[..., list[Panel]] | None:
+    panels, further = table.get("panels", ()), table.get("draw")
+    if not panels and further is None:
+        return None
+
+    def draw(experiment: Experiment, cells: Any) -> list[Panel]:
+        from experiments.papers.figures import panel
+
+        drawn = [panel(experiment, cells, **one) for one in panels]
+        return [*drawn, *(function(further)(experiment, cells) if further else ())]
+
+    return draw
+
+
+def _flat(notes: Any) -> Iterable[str]:
+    for note in notes:
+        yield from [note] if isinstance(note, str) else _flat(note)
+
+
+# ---- a cell
+
+
+def _spec(
+    table: Mapping[str, Any], row: Mapping[str, Any], columns: Mapping[str, Mapping[str, Any]]
+) -> Training | Computation:
+    made_by = next(({kind: part[kind]} for part in (row, table) for kind in _MADE_BY if kind in part), {})
+    common = {**table.get("arguments", {}), **row.get("arguments", {})}
+    if "compute" in made_by:
+        formula = function(made_by["compute"])
+
+        def compute(column: str, overrides: Mapping[str, str]) -> Mapping[str, Any]:
+            set_by_user = {key.rpartition(".")[2]: text for key, text in overrides.items()}
+            return formula(**{**common, **columns[column].get("arguments", {}), **set_by_user})
+
+        return Computation(compute, tuple(table.get("takes", ())))
+
+    def options(row_name: str, column: str, scale: str) -> dict[str, Any]:
+        parts = [part.get("options", {}) for part in (table, row, columns[column])]
+        return _resolved(merged(parts), {"row": row_name, "column": column, "scale": scale})
+
+    recorder = functools.partial(function(made_by["recorder"]), **common) if "recorder" in made_by else None
+    study = functools.partial(function(made_by["study"]), **common) if "study" in made_by else None
+    return Training(options, recorder, study)
+
+
+def _resolved(options: Mapping[str, Any], cell: Mapping[str, str]) -> dict[str, Any]:
+    """The options of one cell; a section that is null ends the keys below it, and longer keys come last."""
+    chosen = {key: _value(value, cell) for key, value in options.items()}
+    null = tuple(f"{key}." for key, value in chosen.items() if value is None and key in SECTIONS)
+    kept = {
+        key: value for key, value in chosen.items() if value is not _MISSING and not key.startswith(null or ("\0",))
+    }
+    return dict(sorted(kept.items(), key=lambda item: any(item[0].startswith(f"{other}.") for other in kept)))
+
+
+def _value(value: Any, cell: Mapping[str, str]) -> Any:
+    if isinstance(value, str) and value in ("{row}", "{column}"):
+        return cell[value[1:-1]]
+    if isinstance(value, Mapping) and "function" in value:
+        arguments = {key: one for key, one in value.items() if key != "function"}
+        return function(value["function"])(**{**cell, **arguments})
+    if isinstance(value, Mapping) and len(value) == 1:
+        ((by, cases),) = value.items()
+        if by in cell and isinstance(cases, Mapping):
+            return _value(cases.get(cell[by], cases.get("else", _MISSING)), cell)
+    return value
