@@ -13,6 +13,8 @@ from experiments.papers.__main__ import main
 from experiments.papers.cells import read
 from experiments.papers.run import NOISE_KEY
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 QUIET = ["--tracking", "null", "--engine.device", "cpu"]
 EXAMPLE = ["example.digits", "--columns", "epsilon4", "--rows", "uniform"]

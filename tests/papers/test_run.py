@@ -31,6 +31,8 @@ from experiments.papers.run import (
     without_data,
 )
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[2]
 QUIET = ("--tracking=null", "--engine.device=cpu")
 CELL = Cell("example.digits", "uniform", "epsilon4", "small", 0)

@@ -12,6 +12,8 @@ from experiments.papers.clustered import simulation
 from experiments.papers.clustered.simulation import group_means, methods_at, recovery, true_groups, updates_at
 from experiments.papers.registry import experiments
 
+pytestmark = pytest.mark.e2e
+
 CNN = 28_938
 
 

@@ -26,6 +26,8 @@ from experiments.papers.distillation.baselines import (
     whole,
 )
 
+pytestmark = pytest.mark.e2e
+
 QUICK = Training(epochs=30, learning_rate=0.03, momentum=0.9, weight_decay=5e-4, decayed=True)
 OPTIONS = {"images_per_class": 2, "net_epochs": 5, "evaluation_epochs": 1, "device": "cpu"}
 

@@ -17,6 +17,8 @@ from experiments.papers.distillation import studies
 from experiments.papers.registry import experiments
 from experiments.papers.run import CellContext, RunnerOptions, make
 
+pytestmark = pytest.mark.e2e
+
 ROOT = Path(__file__).parents[3]
 DIGITS = {
     "data.name": "digits",

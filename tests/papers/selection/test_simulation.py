@@ -16,6 +16,8 @@ from experiments.papers.registry import experiments
 from experiments.papers.selection import simulation
 from experiments.papers.selection.simulation import Problem, Setting, accuracy_of, noise_of, quotas
 
+pytestmark = pytest.mark.e2e
+
 NOISY, QUIET = Setting("gaussian", 0.5, 0.1, 3), Setting("gaussian", 0.5, 10, 300)
 
 
