@@ -150,14 +150,8 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
     number = max(fits, key=lambda count: fits[count][1])
     responsibilities, separation = fits[number]
     logged = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
-    return Mixture(
-        torch.from_numpy(responsibilities),
-        torch.from_numpy(points),
-        separation,
-        overlap(separation),
-        number > 1,
-        logged,
-    )
+    members, picture = torch.from_numpy(responsibilities), torch.from_numpy(points)
+    return Mixture(members, picture, separation, overlap(separation), number > 1, logged)
 
 
 @torch.no_grad()

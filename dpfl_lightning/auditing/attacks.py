@@ -268,14 +268,9 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     """
     problems = []
     schedule = loop.schedule.clients[subject.client]
-    unprotected = [
-        line for line in schedule.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)
-    ]
-    epsilon = (
-        loop.accountant.epsilon([line.event for line in schedule.planned if line.count], schedule.delta)
-        if unprotected
-        else 0.0
-    )
+    lines = [line for line in schedule.planned if line.count]
+    unprotected = [line for line in lines if not isinstance(line.event, NoisedEvent | SelectionEvent)]
+    epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
     if unprotected and epsilon < math.inf:
         problems.append(f"epsilon {epsilon:.3g}, but {', '.join(line.purpose for line in unprotected)} without noise")
     strategy = _Asks()

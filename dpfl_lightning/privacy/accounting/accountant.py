@@ -191,7 +191,7 @@ class Rdp:
         if composition.noiseless:
             return np.full(len(order), math.inf)
         ranges = [(epsilon * self.sensitivity, count) for epsilon, count in composition.selection]
-        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # a float's square may be infinite, `**` raises
+        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # `**` would raise on overflow
         laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in composition.laplace]
         return sum(laplace, order * zcdp)
 
