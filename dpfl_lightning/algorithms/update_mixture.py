@@ -72,7 +72,8 @@ def robust_mixture(
     >>> mixture.responsibilities.argmax(dim=1).tolist(), mixture.confident
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
-    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))  # personal ones have none
+    # personal parameters have no noise
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)

@@ -142,8 +142,8 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     }
     claimed, ratios = subject.planned.noise_std(1, rate), {}
     tail_factor = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
-    for name, (one, other) in pairs.items():
-        difference = (one - other)[:: 2 if name == "two clients" else 1]  # each release in one difference
+    for name, (left, right) in pairs.items():
+        difference = (left - right)[:: 2 if name == "two clients" else 1]  # each release in one difference
         std = math.sqrt(float(difference.square().mean()) / 2)
         low, high = std_interval(std, int(difference.numel() / tail_factor), significance / len(pairs) / 2)
         ratios[name] = (low / claimed, high / claimed)
