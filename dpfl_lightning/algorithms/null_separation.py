@@ -25,7 +25,7 @@ def candidates(points: int) -> range:
 def two_way(
     num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2, share: float = 1.0
 ) -> float:
-    """Return the separation that Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as none.
+    """Return the separation that Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as 0.
 
     Args:
         num_params: P.

@@ -142,9 +142,6 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
     may be several times too small. And an update with far less noise than the mean needs many iterations before its S
     leaves 0: its estimate may be no noise at all, and it gets nearly all the weight (as with the true variances).
 
-    There is no warm start: noise is new in every round, and starting from the last round's S and Y saved 5 of 125
-    iterations.
-
     **Guarantees** The result is bitwise equal for any number of workers. Permuted or rescaled updates give permuted or
     equal weights, up to rounding (not with `absolute`).
     **Guarantees** The same bits for any number of workers. Permuted or rescaled updates give permuted or the same

@@ -251,10 +251,8 @@ def objective_coefficients(
 ) -> tuple[float, float]:
     """Return Omega_A and Omega_B of P1: the coefficients of `sum T_n^(z + 1) Phi_n` and `sum T_n Gamma_n`."""
     smooth, mu, last = curvature.smoothness, curvature.strong_convexity, curvature.offset + rounds
-    per_slot = 4 * smooth / (last * rounds * cohort_size * mu**2)
-    return per_slot * noise_scale / cohort_size, per_slot * smooth + bias_constant * smooth / (
-        rounds * cohort_size * mu
-    )
+    per_slot, slots = 4 * smooth / (last * rounds * cohort_size * mu**2), rounds * cohort_size
+    return per_slot * noise_scale / cohort_size, per_slot * smooth + bias_constant * smooth / (slots * mu)
 
 
 def bias_noise_ratio(

@@ -147,7 +147,7 @@ def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 
 def least(matrix: np.ndarray) -> float:
-    """Return the smallest entry off the diagonal; infinite if there is none."""
+    """Return the smallest entry off the diagonal; infinite for a single row."""
     return float(squareform(matrix, checks=False).min(initial=math.inf))
 
 

@@ -83,8 +83,8 @@ def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups
         options: a number of groups above n counts as n.
 
     **Guarantees** If clients differ only by Gaussian noise of `noise_std`, it finds groups (or is confident of a given
-    number) in 1 % of runs. `split` divides a true group in at most 1 % of runs: a cut of m of the n clients may give a
-    false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
+    number) in 1 % of runs. `split` divides any true group in at most 1 % of runs: a cut of m of the n clients may give
+    a false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
 
     **Privacy** Post-processing.
 

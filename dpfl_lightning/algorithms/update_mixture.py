@@ -72,7 +72,8 @@ def robust_mixture(
     >>> mixture.responsibilities.argmax(dim=1).tolist(), mixture.confident
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
-    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))  # personal ones have none
+    # personal parameters have no noise
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
@@ -150,14 +151,8 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
     number = max(fits, key=lambda count: fits[count][1])
     responsibilities, separation = fits[number]
     logged = {f"separation_of_{count}": value for count, (_, value) in fits.items()} if num_groups is None else {}
-    return Mixture(
-        torch.from_numpy(responsibilities),
-        torch.from_numpy(points),
-        separation,
-        overlap(separation),
-        number > 1,
-        logged,
-    )
+    members, picture = torch.from_numpy(responsibilities), torch.from_numpy(points)
+    return Mixture(members, picture, separation, overlap(separation), number > 1, logged)
 
 
 @torch.no_grad()

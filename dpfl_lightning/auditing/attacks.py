@@ -142,8 +142,8 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     }
     claimed, ratios = subject.planned.noise_std(1, rate), {}
     tail_factor = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
-    for name, (one, other) in pairs.items():
-        difference = (one - other)[:: 2 if name == "two clients" else 1]  # each release in one difference
+    for name, (left, right) in pairs.items():
+        difference = (left - right)[:: 2 if name == "two clients" else 1]  # each release in one difference
         std = math.sqrt(float(difference.square().mean()) / 2)
         low, high = std_interval(std, int(difference.numel() / tail_factor), significance / len(pairs) / 2)
         ratios[name] = (low / claimed, high / claimed)
@@ -268,14 +268,9 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     """
     problems = []
     schedule = loop.schedule.clients[subject.client]
-    unprotected = [
-        line for line in schedule.planned if line.count and not isinstance(line.event, NoisedEvent | SelectionEvent)
-    ]
-    epsilon = (
-        loop.accountant.epsilon([line.event for line in schedule.planned if line.count], schedule.delta)
-        if unprotected
-        else 0.0
-    )
+    lines = [line for line in schedule.planned if line.count]
+    unprotected = [line for line in lines if not isinstance(line.event, NoisedEvent | SelectionEvent)]
+    epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
     if unprotected and epsilon < math.inf:
         problems.append(f"epsilon {epsilon:.3g}, but {', '.join(line.purpose for line in unprotected)} without noise")
     strategy = _Asks()

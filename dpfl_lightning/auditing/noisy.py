@@ -83,9 +83,8 @@ def canary(
         return _laplace_canary(subject, harness, start, significance, most)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     gradient, other = gradients
-    contrasts = (
-        [gradient - other] if subject.replace_one else [gradient, gradient - other]
-    )  # a batch's mean moves along the second
+    # a batch's mean moves along the second one
+    contrasts = [gradient - other] if subject.replace_one else [gradient, gradient - other]
     directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
     significance_each = significance / len(directions)
     count = min(most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
@@ -187,9 +186,7 @@ def _scores(
     """Project releases with and without the canary on directions `[d, P]`: two arrays `[count, d]`, high for "with"."""
     rate = subject.settings.learning_rate
     names, projection = [WITH, WITHOUT], directions.T
-    scores = _several(
-        harness, names, mechanism, steps, rate, start, count, together, lambda deltas: deltas @ projection
-    )
+    scores = _several(harness, names, mechanism, steps, rate, start, count, together, lambda d: d @ projection)
     inside, outside = (-values.double().cpu().numpy() for values in scores)
     return inside, outside
 

@@ -134,10 +134,8 @@ def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[Au
         targets = targets[:1] + targets[1:][-1:]
     left_out = [f"client {client}: it has no claim, as it releases without noise, or nothing" for client in silent]
     for target in targets:
-        audited = {release.purpose for release in target.releases}
-        others = [
-            line for line in schedule.clients[target.client].planned if line.count and line.purpose not in audited
-        ]
+        audited, planned = {release.purpose for release in target.releases}, schedule.clients[target.client].planned
+        others = [line for line in planned if line.count and line.purpose not in audited]
         left_out += [f"client {target.client}: {line.count} releases of {line.purpose}" for line in others]
     return targets, left_out
 

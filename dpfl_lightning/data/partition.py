@@ -109,9 +109,7 @@ def dirichlet(
     records.
 
     Args:
-        labels: [n], the class of each record.
-        num_clients: number of clients.
-        rng: generator of all randomness.
+        labels, num_clients, rng: see `partition`.
         alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
         min_records: smallest number of records of a client, >= 1.
         max_draws: largest number of draws.
@@ -161,9 +159,7 @@ def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_c
     bound.
 
     Args:
-        labels: [n], the class of each record.
-        num_clients: number of clients.
-        rng: generator of all randomness.
+        labels, num_clients, rng: see `partition`.
         max_classes: number of shards of a client; large enough that every class has a shard.
 
     Raises:

@@ -60,10 +60,10 @@ class Products:
         # stored so that the addresses stay valid
         self._pairs = [tuple(factor.resolve_neg().contiguous() for factor in pair) for pair in pairs]
         self._records = len(self._pairs[0][0])
-        for one in (one for pair in self._pairs for one in pair):
-            fits = one.dim() == 2 and len(one) == self._records and one.dtype == torch.float32
-            if not fits or one.device.type != "cpu":
-                raise ValueError(f"products of {self._records} records got {one.dtype} {tuple(one.shape)}")
+        for factor in (factor for pair in self._pairs for factor in pair):
+            fits = factor.dim() == 2 and len(factor) == self._records and factor.dtype == torch.float32
+            if not fits or factor.device.type != "cpu":
+                raise ValueError(f"products of {self._records} records got {factor.dtype} {tuple(factor.shape)}")
         table = [(left.data_ptr(), left.shape[1], right.data_ptr(), right.shape[1]) for left, right in self._pairs]
         self._table = np.array(table, np.int64)
 

@@ -43,8 +43,8 @@ def convolution_backward(rows: int, run: int) -> Any:
             np.empty(out * spots, np.int64),
             np.empty(out, np.int64),
         )
-        here, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
-        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # start of each spot's window
+        weights, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
+        begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # at of each spot's window
         for spot in range(spots):
             corners[spot] = spot // out_w * down * line + spot % out_w * right * channels
         for record in range(records):
@@ -65,7 +65,7 @@ def convolution_backward(rows: int, run: int) -> Any:
                         o, value = group + lane, dy[first + lane]
                         values[ends[o]], places[ends[o]] = value, corners[spot]
                         ends[o] += 1
-                        here[present], kernels[present] = value, o * window
+                        weights[present], kernels[present] = value, o * window
                         present += 1
                 begins[spot + 1] = present
             for k in range(size if len(dx) else 0):
@@ -74,25 +74,25 @@ def convolution_backward(rows: int, run: int) -> Any:
                 for spot in range(spots):
                     to, first, end = corners[spot] + r * line, begins[spot], begins[spot + 1]
                     for k in range(0, whole, PIECE):
-                        own = r * run + k
+                        at = r * run + k
                         weighted_windows(
-                            spread, to + k, line, w, own, run, here, kernels, first, end, some, PIECE, True
+                            spread, to + k, line, w, at, run, weights, kernels, first, end, some, PIECE, True
                         )
                     if rest:
-                        own, to = r * run + whole, to + whole
-                        weighted_windows(spread, to, line, w, own, run, here, kernels, first, end, some, rest, True)
+                        at, to = r * run + whole, to + whole
+                        weighted_windows(spread, to, line, w, at, run, weights, kernels, first, end, some, rest, True)
             for o in range(out):
                 to, first, end = (record * out + o) * window, o * spots, ends[o]
                 for r in range(0, rows, some):
-                    own, line_at = to + r * run, r * line
+                    at, line_at = to + r * run, r * line
                     for k in range(0, whole, PIECE):
                         weighted_windows(
-                            dw, own + k, run, padded, line_at + k, line, values, places, first, end, some, PIECE, False
+                            dw, at + k, run, padded, line_at + k, line, values, places, first, end, some, PIECE, False
                         )
                     if rest:
-                        own, line_at = own + whole, line_at + whole
+                        at, line_at = at + whole, line_at + whole
                         weighted_windows(
-                            dw, own, run, padded, line_at, line, values, places, first, end, some, rest, False
+                            dw, at, run, padded, line_at, line, values, places, first, end, some, rest, False
                         )
                 total = np.float32(0)
                 for j in range(first, end):

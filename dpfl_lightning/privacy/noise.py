@@ -61,9 +61,8 @@ class RandomGenerator:
         noise, rejected, settled = np.empty(count, np.int64), np.empty(count, np.int64), 0
         rejected = rejected[: try_first(words, *layers, scale, noise, rejected)]
         while settled < len(rejected):
-            settled = retry(
-                words, rejected, self.words(4 * (len(rejected) - settled) + 2), *layers, scale, noise, settled
-            )
+            spare = self.words(4 * (len(rejected) - settled) + 2)
+            settled = retry(words, rejected, spare, *layers, scale, noise, settled)
         return noise
 
     def integer_laplace(self, count: int, scale: float) -> np.ndarray:

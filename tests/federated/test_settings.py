@@ -87,7 +87,7 @@ def test_what_strategies_plan_beside_given_noise_is_paid_first():
     loud = default_schedule(settings, privacy, rounds=5).replan(
         lambda _, own: dataclasses.replace(own, planned=(Planned("full", GaussianEvent(1.0, 0.1), 2), *own.planned))
     )
-    with pytest.raises(UserError, match=r"`epsilon` must be above .*, what full costs with the given noise.* got 4"):
+    with pytest.raises(UserError, match=r"`epsilon` must be above .*, the cost of full with the given noise.* got 4"):
         solved(loud, judge)
 
 

@@ -173,15 +173,15 @@ class Rdp:
         best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
-    def _rdp(self, many: Sequence[Composed]) -> np.ndarray:
-        """Return the RDP of each composition, [len(many), orders]; each distinct mechanism is computed once."""
-        pairs = sorted({(rate, noise) for one in many for rate, noise, _ in one.gaussian if noise > 0})
+    def _rdp(self, clients: Sequence[Composed]) -> np.ndarray:
+        """Return the RDP of each client, [clients, orders]; each distinct mechanism is computed once."""
+        pairs = sorted({(rate, noise) for client in clients for rate, noise, _ in client.gaussian if noise > 0})
         rates, noises = np.array(pairs).reshape(-1, 2).T
         divergences = sampled_gaussian_rdp(rates, noises, self.orders, self.adjacency)
         table = dict(zip(pairs, divergences, strict=True))
-        total = np.array([self._unsampled_rdp(one) for one in many]).reshape(len(many), len(self.orders))
-        for row, one in zip(total, many, strict=True):
-            for rate, noise, steps in one.gaussian:
+        total = np.array([self._unsampled_rdp(client) for client in clients]).reshape(len(clients), len(self.orders))
+        for row, client in zip(total, clients, strict=True):
+            for rate, noise, steps in client.gaussian:
                 row += steps * table[rate, noise] if noise > 0 else math.inf
         return total
 
@@ -191,7 +191,7 @@ class Rdp:
         if composition.noiseless:
             return np.full(len(order), math.inf)
         ranges = [(epsilon * self.sensitivity, count) for epsilon, count in composition.selection]
-        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # a float's square may be infinite, `**` raises
+        zcdp = sum(count * eps * eps / 8 for eps, count in ranges)  # `**` would raise on overflow
         laplace = [steps * laplace_rdp(noise / self.sensitivity, self.orders) for noise, steps in composition.laplace]
         return sum(laplace, order * zcdp)
 

@@ -104,17 +104,12 @@ def client_plans(
         unprotected: descriptions of what the run releases without noise.
     """
     extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
-    guarantees = [
-        guarantee([*schedule.events(), *extra_events], schedule.delta, accountant, sampling, schedule.releases)
-        for schedule in schedules
-    ]
+    promises = [guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases) for s in schedules]
     lines = [(line.events(), schedule.delta) for schedule in schedules for line in schedule.planned]
-    line_epsilons = iter(accountant.search(lines).tolist())
+    alone = iter(accountant.search(lines).tolist())
     return [
-        ClientPlan(
-            schedule, client_guarantee, accountant.name, *size, tuple(next(line_epsilons) for _ in schedule.planned)
-        )
-        for schedule, client_guarantee, size in zip(schedules, guarantees, sizes, strict=True)
+        ClientPlan(schedule, promise, accountant.name, *size, tuple(next(alone) for _ in schedule.planned))
+        for schedule, promise, size in zip(schedules, promises, sizes, strict=True)
     ]
 
 
@@ -257,9 +252,8 @@ def _check_first_round(
     require(first_round in (None, "full"), "first_round", "be full or left out", first_round)
     key = "first_round_noise_multiplier"
     if noise is not None:
-        require(
-            first_round is not None, key, "be left out unless first_round is full", noise, "Add --first_round full."
-        )
+        must = "be left out unless first_round is full"
+        require(first_round is not None, key, must, noise, "Add --first_round full.")
         require(0 <= noise < math.inf, key, "be at least 0 and finite", noise)
     must = "be left out for a client with one participation and a budget"
     require(solvable, key, must, noise, "The budget determines its noise.")

@@ -37,7 +37,7 @@ NOT_COVERED = (
     "test and held-out records, on which models are evaluated",
     "numbers of records, batch sizes, budgets and all other options, which are treated as public",
     "other runs on the same records, copies of this run's folder included: their epsilons add up",
-    "the last bits of a record's own gradient, where they depend on how many are computed together",
+    "the last bits of a record's gradient, where they depend on how many gradients are computed together",
 )
 
 

@@ -47,7 +47,7 @@ def calibrate(
 
     **Guarantees** The result is on the safe side: the noise is rounded up, and so is the epsilon that it is checked
     against, composed again by `accountant.epsilon`. The noise is within 0.1 % of the smallest that fits. Cached noise
-    is composed again, too, and solved anew if it does not fit; that it is the smallest rests on the cache entry.
+    is composed again, too, and solved again if it does not fit; that it is the smallest rests on the cache entry.
 
     `NonPrivateEvent` releases are left out, because no noise makes the epsilon of such a schedule finite. The other
     releases get the noise with which they alone fit the target, so that methods which release something without noise
@@ -98,7 +98,7 @@ def calibrate(
 def cut_to_budgets(
     schedules: Sequence[ClientSchedule], accountant: Accountant, on_progress: Callable[[int, int], None] | None = None
 ) -> list[ClientSchedule]:
-    """Reduce the count of the most frequent noised sum to what the budget allows beside all other releases.
+    """Reduce the count of the most frequent noised sum to what the budget allows together with all other releases.
 
     This applies to schedules whose noise is given; if noise is free, `calibrate` makes the whole schedule fit.
     `NonPrivateEvent` releases are left out, as in `calibrate`.

@@ -363,9 +363,7 @@ def _found(path: Path, number: int, head: Head | None) -> str:
     if head is not None and len(lines) < head.lines:
         return f"a line that does not follow line {number - 1}: {head.lines - len(lines)} of {head.lines} were removed"
     cause = "that was inserted or rewritten" + ("" if head is not None else ", or lines were removed")
-    return (
-        f"a line that was edited, or that follows one {cause}: its content and line {number - 1} do not give its chain"
-    )
+    return f"a line that was edited, or that follows one {cause}: it and line {number - 1} do not give its chain"
 
 
 def _kind(line: bytes) -> str | None:

@@ -138,7 +138,7 @@ class LedgerReport:
         over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.budget]
         return "\n".join(
             [
-                *(line for one in self.ledgers for line in _what_was_verified(*one)),
+                *(line for ledger in self.ledgers for line in _what_was_verified(*ledger)),
                 *([_TOGETHER] if len(self.ledgers) > 1 else []),
                 *(f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()),
                 columns([head, *rows]),
@@ -196,10 +196,7 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     """Combine the headers of all ledgers; the accountant is `accountant` or the one that all have."""
     first = headers[0]
     require(len({header.run for header in headers}) == len(headers), "--ledger", "name each run once", first.run)
-    for name, value_of in (
-        ("clients", lambda header: len(header.delta)),
-        ("adjacency", lambda header: header.adjacency),
-    ):
+    for name, value_of in (("clients", lambda h: len(h.delta)), ("adjacency", lambda h: h.adjacency)):
         values = {value_of(header): None for header in headers}
         require(len(values) == 1, "--ledger", f"be of runs with the same {name}", ", ".join(map(str, values)))
     accountants = list(dict.fromkeys(header.accountant for header in headers))
@@ -233,10 +230,8 @@ def _as_dict(path: Path, verified: Verified) -> dict[str, Any]:
 
 def _epsilons(queries: Sequence[tuple[list[Event], float]], accountant: Accountant) -> list[float]:
     """Return the epsilon of each query; an accountant computes many at once."""
-    many = [
-        accountant.search(queries[start : start + accountant.together])
-        for start in range(0, len(queries), accountant.together)
-    ]
+    size = accountant.together
+    many = [accountant.search(queries[start : start + size]) for start in range(0, len(queries), size)]
     return [float(epsilon) for epsilon in np.concatenate(many)]
 
 
