@@ -1,4 +1,4 @@
-"""A first round of full batches, whose updates tell clients apart: its price, its noise, and what it can show."""
+"""The first round of `clustered`, with full batches: its plan, its noise, and which groups it can separate."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 PURPOSE = "first_round"
 _TRAIN = "train"
-_MANY = 1_000_000  # parameters, above which less noise is added
-_BAR = 1.5  # separation / P^(1/4) at which groups are found
-_FAR = 0.2  # distance of mean clipped gradients / clip norm: real groups are rarely farther apart
+_MANY = 1_000_000  # number of parameters above which less noise is added
+_BAR = 1.5  # separation / P^(1/4) from which groups are found
+_FAR = 0.2  # distance of mean clipped gradients / clip norm; distances of real groups are rarely larger
 
 
 def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float | str | None) -> RunSchedule:
-    """The schedule with a round of full batches, one a local epoch, in the place of everybody's first round.
+    """Return the schedule in which each client's first round uses full batches, one in each local epoch.
+
+    Rounds that are planned beyond the run's rounds are a reserve, of which the first round gets one.
 
     Args:
-        noise_multiplier: of these batches; None is 5, and 3 above a million parameters, which leaves the later rounds
-            nearly all of the budget; `same` is one for all rounds, solved together. Clients without noise add none.
-
-    Rounds that are planned beyond the run's are a reserve, of which the first round gets one.
+        schedule: schedule of the run, before its noise is solved.
+        view: facts of the run.
+        noise_multiplier: noise multiplier of the full batches. None is 5, or 3 above a million parameters, which leaves
+            nearly all of the budget to the later rounds; `same` uses one multiplier for all rounds, solved together.
+            Clients without noise add none.
     """
     usual = 5.0 if view.run.num_params <= _MANY else 3.0
 
@@ -51,9 +54,10 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
 
 
 def sampling_std(client: int, steps: int, view: View) -> float:
-    """The most by which the client's full-batch update lies off its group's mean because its records are a sample.
+    """Return an upper bound on the deviation of the client's full-batch update from its group's mean due to sampling.
 
-    A length, see `Updates`. Unknown without clipping, and neglected there.
+    The deviation arises because the client's records are a sample. It is a length, see `Updates`. Without clipping the
+    bound is unknown, and 0 is returned.
     """
     if math.isinf(view.clip_norm[client]):
         return 0.0
@@ -61,7 +65,7 @@ def sampling_std(client: int, steps: int, view: View) -> float:
 
 
 def warn_if_blind(schedule: RunSchedule, view: View) -> None:
-    """Tells the user if the given noise of the first round hides all but unusually different groups."""
+    """Warn the user if the given noise of the first round hides all but unusually different groups."""
     seen = []
     for client, own in enumerate(schedule.clients):
         event = next(line.event for line in own.planned if line.purpose == PURPOSE)
@@ -71,9 +75,9 @@ def warn_if_blind(schedule: RunSchedule, view: View) -> None:
     if not seen or (needed := _BAR * view.run.num_params**0.25 / min(seen)) <= _FAR:
         return
     warnings.warn(
-        "strategy clustered: the first round will tell groups apart if their mean clipped gradients differ by "
-        f"{needed:.2g} of the clip norm (turned Fashion-MNIST images: 0.11). More records a client help, more local "
-        "epochs, or a smaller first_round_noise_multiplier.",
+        "strategy clustered: the first round separates groups only if their mean clipped gradients differ by "
+        f"{needed:.2g} of the clip norm (0.11 for rotated Fashion-MNIST images). Use more records per client, more "
+        "local epochs, or a smaller first_round_noise_multiplier.",
         UserNotice,
         stacklevel=2,
     )
