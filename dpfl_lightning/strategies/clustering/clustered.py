@@ -297,9 +297,9 @@ class Clustered(TellsGroups):
             threshold, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
             alone = f" of a split with a group of fewer than {size}" if mixture.separation > threshold else ""
             warnings.warn(
-                f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups of "
-                f"{size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold {threshold:.3g}): "
-                f"{then}.",
+                f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups "
+                f"of {size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold "
+                f"{threshold:.3g}): {then}.",
                 UserNotice,
                 stacklevel=2,
             )
