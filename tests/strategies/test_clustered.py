@@ -657,5 +657,5 @@ def test_mistakes_that_show_in_the_run(start):
         start(Clustered(num_clusters=10)).plan_schedule()
     with pytest.raises(UserError, match=r"num_clusters` must be a number without privacy, got 'auto'"):
         start(Clustered(), privacy=None).plan_schedule()
-    with pytest.raises(UserError, match=r"what first_round.* costs with the given noise"):
+    with pytest.raises(UserError, match=r"the cost of first_round.* with the given noise"):
         start(Clustered(), privacy=private(epsilon=0.3)).plan_schedule()

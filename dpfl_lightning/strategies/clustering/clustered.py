@@ -327,8 +327,8 @@ def _check_order(schedule: RunSchedule) -> None:
 
     Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
     """
-    for client, own in enumerate(schedule.clients):
-        for line in own.planned:
+    for client, client_schedule in enumerate(schedule.clients):
+        for line in client_schedule.planned:
             if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
                 quota = max(0, line.count - schedule.reserve)
                 raise UserError(

@@ -34,12 +34,12 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
     """
     usual = 5.0 if view.run.num_params <= _MANY else 3.0
 
-    def change(client: int, own: ClientSchedule) -> ClientSchedule:
-        train = _training(own)
+    def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+        train = _training(client_schedule)
         event = train.event
         assert isinstance(event, NoisedEvent)  # for mypy
         noise = event.noise_multiplier
-        bare = noise == 0 or (noise is None and math.isinf(own.target_epsilon))
+        bare = noise == 0 or (noise is None and math.isinf(client_schedule.target_epsilon))
         if not bare and noise_multiplier != "same":
             noise = float(usual if noise_multiplier is None else noise_multiplier)
         epochs = max(1, event.steps // math.ceil(view.facts.num_records[client] / view.facts.batch_size[client]))
@@ -48,7 +48,9 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
         full = LaplaceEvent(noise, epochs) if laplace else GaussianEvent(1.0, noise, epochs)
         first = Planned(PURPOSE, full, 1 + reserve)
         later = dataclasses.replace(train, count=max(0, train.count - 1))
-        return dataclasses.replace(own, planned=(later, first, *(line for line in own.planned if line is not train)))
+        return dataclasses.replace(
+            client_schedule, planned=(later, first, *(line for line in client_schedule.planned if line is not train))
+        )
 
     return schedule.replan(change)
 
@@ -67,8 +69,8 @@ def sampling_std(client: int, steps: int, view: View) -> float:
 def warn_if_blind(schedule: RunSchedule, view: View) -> None:
     """Warn the user if the given noise of the first round hides all but unusually different groups."""
     seen = []
-    for client, own in enumerate(schedule.clients):
-        event = next(line.event for line in own.planned if line.purpose == PURPOSE)
+    for client, client_schedule in enumerate(schedule.clients):
+        event = next(line.event for line in client_schedule.planned if line.purpose == PURPOSE)
         if isinstance(event, GaussianEvent) and event.noise_multiplier:
             records = view.facts.num_records[client]
             seen.append(expected_separation(1.0, records, event.noise_multiplier, event.steps))

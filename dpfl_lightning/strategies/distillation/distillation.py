@@ -205,7 +205,11 @@ class Distillation(Strategy, Callback):
         for round in range(1, schedule.rounds + 1):
             for client in self._cohort(view, round):
                 rounds_of[client] += 1
-        return schedule.replan(lambda client, own: self._planned(client, own, schedule.rounds, rounds_of[client], view))
+        return schedule.replan(
+            lambda client, client_schedule: self._planned(
+                client, client_schedule, schedule.rounds, rounds_of[client], view
+            )
+        )
 
     def _planned(self, client: int, own: ClientSchedule, rounds: int, takes_part: int, view: View) -> ClientSchedule:
         """Return the schedule with a release of class gradients instead of training, in each of the client's rounds."""
@@ -372,9 +376,9 @@ class Distillation(Strategy, Callback):
             return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
         counted = divisors.to(deltas) * (weigh > 0)
         numbers = deltas[..., -_COUNTS:] * counted[:, None, None]  # [C, num_classes, 2]
-        drawn, held = numbers.round().unbind(dim=2)
+        drawn, records = numbers.round().unbind(dim=2)
         means = deltas[..., :-_COUNTS] * (divisors.to(deltas)[:, None] / drawn.clamp_min(1.0))[..., None]
-        shares = weigh[:, None] * (held if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
+        shares = weigh[:, None] * (records if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
         total = drawn.sum(dim=0)[:, None]
         sums = torch.cat([self._of_holders(means, shares) * total, numbers.sum(dim=0)], dim=1)
         return (sums / self._records_of_sum)[None]

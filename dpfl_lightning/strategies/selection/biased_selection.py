@@ -55,7 +55,7 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
     exponent = exact_exponent(schedule)
     if exponent is not None:
         return ParticipationNoise(_noise_of(schedule, 1, view), exponent)
-    most = max(own.count_of(PURPOSE) for own in schedule.clients)
+    most = max(client_schedule.count_of(PURPOSE) for client_schedule in schedule.clients)
     few, many = max(1, round(mean_quota / _FAR)), min(most, max(2, round(mean_quota * _FAR)))
     low, high = _noise_of(schedule, few, view), _noise_of(schedule, many, view)
     noised = (low > 0) & (high > 0)
@@ -70,12 +70,17 @@ def exact_exponent(schedule: RunSchedule) -> float | None:
 
     A formula exists only if nothing but full batches of one kind shares the budgets.
     """
-    events = [line.event for own in schedule.clients for line in own.planned if isinstance(line.event, NoisedEvent)]
+    events = [
+        line.event
+        for client_schedule in schedule.clients
+        for line in client_schedule.planned
+        if isinstance(line.event, NoisedEvent)
+    ]
     if len(events) > len(schedule.clients):
         return None
     if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
         return 1.0
-    pure = all(own.delta == 0 for own in schedule.clients)
+    pure = all(client_schedule.delta == 0 for client_schedule in schedule.clients)
     return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
 
 
@@ -162,8 +167,8 @@ class BiasedSelection(QuotaSelection):
         check_free_noise(schedule, self.key.rpartition(".")[2])
         claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf)
 
-        def claims(client: int, own: ClientSchedule) -> ClientSchedule:
-            return dataclasses.replace(own, target_epsilon=float(claimed[client]))
+        def claims(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            return dataclasses.replace(client_schedule, target_epsilon=float(claimed[client]))
 
         return participation_noise(schedule.replan(claims), view, mean_quota)
 
@@ -187,8 +192,8 @@ class BiasedSelection(QuotaSelection):
 
 def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
     """Raise UserError if noise multipliers are given, which no quota could change."""
-    for client, own in enumerate(schedule.clients):
-        if noise := _given_noise(own):
+    for client, client_schedule in enumerate(schedule.clients):
+        if noise := _given_noise(client_schedule):
             raise UserError(
                 f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {noise} for client {client}: "
                 "quotas change the noise that is solved from a budget, but not noise that is given. Set only "

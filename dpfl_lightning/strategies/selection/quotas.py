@@ -41,10 +41,13 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
     A client with a quota above 0 also has the reserve of the schedule.
     """
 
-    def change(client: int, own: ClientSchedule) -> ClientSchedule:
+    def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
         count = int(quota[client]) + schedule.reserve if quota[client] else 0
-        lines = [dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line for line in own.planned]
-        return dataclasses.replace(own, planned=tuple(lines))
+        lines = [
+            dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line
+            for line in client_schedule.planned
+        ]
+        return dataclasses.replace(client_schedule, planned=tuple(lines))
 
     return schedule.replan(change)
 
@@ -99,7 +102,7 @@ class QuotaSelection(Strategy, Callback):
         self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
         must = f"be at most the {count} clients"
         require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
-        planned = [own.count_of(PURPOSE) for own in schedule.clients]
+        planned = [client_schedule.count_of(PURPOSE) for client_schedule in schedule.clients]
         upper = np.maximum(np.array(planned) - schedule.reserve, 0)
         self._horizon = int(upper.max())
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
@@ -123,7 +126,10 @@ class QuotaSelection(Strategy, Callback):
     def _settle(self, view: View) -> None:
         """Reduce quotas to what budgets can pay for, once in a run; with given noise that may be less than planned."""
         if not self._settled:
-            paid = [max(0, own.count_of(self._purpose) - view.schedule.reserve) for own in view.schedule.clients]
+            paid = [
+                max(0, client_schedule.count_of(self._purpose) - view.schedule.reserve)
+                for client_schedule in view.schedule.clients
+            ]
             self._quota, self._settled = np.minimum(self._quota, paid), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:

@@ -141,8 +141,8 @@ class TwoStageSelection(QuotaSelection):
         planned = super().plan_run(schedule, view)
         once = with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients))
         self._report_noise: list[Any] = []  # by client, with `allow_unsound`: noise of the losses
-        alone = [own.noise_multiplier(PURPOSE) for own in view.solve(once).clients]
-        return planned.replan(lambda client, own: self._with_reports(own, alone[client]))
+        alone = [client_schedule.noise_multiplier(PURPOSE) for client_schedule in view.solve(once).clients]
+        return planned.replan(lambda client, client_schedule: self._with_reports(client_schedule, alone[client]))
 
     def _check(self, schedule: RunSchedule, view: View) -> None:
         name = self.key.rpartition(".")[2]
@@ -200,8 +200,8 @@ class TwoStageSelection(QuotaSelection):
     def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
         mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}
         step_of = {
-            client: (own.clip_norm, own.clip_order, rate)
-            for client, own, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
+            client: (mechanism.clip_norm, mechanism.clip_order, rate)
+            for client, mechanism, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
         }
         (row,) = set(plan.model_of)
         model = view.state.models[row]
@@ -239,15 +239,19 @@ class TwoStageSelection(QuotaSelection):
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == _LATER:
             return schedule
-        paid = schedule.replan(lambda client, own: _paid(own, client, view))
+        paid = schedule.replan(lambda client, client_schedule: _paid(client_schedule, client, view))
         if self._first is None:
             self._begin_second_stage(schedule, paid, view)
         self._horizon, self._settled, quota = view.run.rounds - self._warmup, True, self._quota
-        return paid.replan(lambda client, own: _with_later(own, int(quota[client]), schedule.reserve))
+        return paid.replan(
+            lambda client, client_schedule: _with_later(client_schedule, int(quota[client]), schedule.reserve)
+        )
 
     def _begin_second_stage(self, planned: RunSchedule, paid: RunSchedule, view: View) -> None:
         able = np.array([_has_budget_left(*both) for both in zip(planned.clients, paid.clients, strict=True)])
-        once = view.solve(paid.replan(lambda client, own: _with_later(own, int(able[client]), 0)))
+        once = view.solve(
+            paid.replan(lambda client, client_schedule: _with_later(client_schedule, int(able[client]), 0))
+        )
         factor = np.where(able, update_noise(once, _LATER, view), np.inf)
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self._warmup
