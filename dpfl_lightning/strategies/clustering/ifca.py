@@ -24,7 +24,7 @@ class Ifca(TellsGroups):
 
     It suits clients of several kinds whose number is known. The result depends strongly on the models of the first
     choices: from distinct random models the clients may concentrate on few of them. It is combined with a base rule,
-    and must be named after a strategy that selects clients; otherwise clients that are not selected are asked, too. A
+    and should be named after strategies that select clients; otherwise clients that are not selected are asked, too. A
     client that has not chosen yet uses a model drawn from the public seed, with equally many clients for each model. A
     model that no client trains is not changed.
 
