@@ -1,4 +1,4 @@
-"""From options to objects: the one place that knows all rooms, and joins the server to its clients."""
+"""From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
 from __future__ import annotations
 
@@ -48,26 +48,26 @@ ENGINES: dict[str, type[SerialEngine]] = {
 
 
 def build_population(options: Options) -> Population:
-    """The clients of a configuration, from the data set it names."""
-    own = options.data
-    partition = dict(own.partition)
+    """Return the clients of a configuration, with the records of its data set."""
+    data_options = options.data
+    partition = dict(data_options.partition)
     return Population.partitioned(
-        data.load(own.name, own.folder, own.download),
+        data.load(data_options.name, data_options.folder, data_options.download),
         num_clients=options.clients.count,
         partition=(partition.pop("name", "iid"), partition),
-        records_per_client=own.records_per_client,
-        held_out_per_client=own.held_out_per_client,
-        test_per_client=own.test_per_client,
-        public_records=own.public_records,
-        use_public=own.use_public,
-        groups=_named(own.groups),
-        mislabelled=_named(own.mislabelled),
+        records_per_client=data_options.records_per_client,
+        held_out_per_client=data_options.held_out_per_client,
+        test_per_client=data_options.test_per_client,
+        public_records=data_options.public_records,
+        use_public=data_options.use_public,
+        groups=_named(data_options.groups),
+        mislabelled=_named(data_options.mislabelled),
         seed=options.seed,
     )
 
 
 def _named(options: dict | None) -> tuple[str, dict] | None:
-    """A name and its options, of `{name, options}`."""
+    """Split `{name, options}` into the name and its options."""
     if options is None:
         return None
     rest = dict(options)
@@ -75,7 +75,7 @@ def _named(options: dict | None) -> tuple[str, dict] | None:
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
-    """A model by name, or a user's own by `class_path`, initialised from `seed`."""
+    """Return a model by name, or a user-defined one by `class_path`, initialised from `seed`."""
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
@@ -91,41 +91,46 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
 
 
 def build_engine(name: str, workers: int | None = None) -> SerialEngine:
-    """An engine of `ENGINES`, not set up yet; `workers` is how many clients `fast` trains at once."""
+    """Return an engine of `ENGINES` that is not set up yet.
+
+    Args:
+        name: a key of `ENGINES`.
+        workers: number of clients that `fast` trains concurrently; other engines ignore it.
+    """
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
 class FederatedLoop(ServerLoop):
-    """Differentially private federated training of one module over a population, both sides in this process.
+    """Differentially private federated training of one module over a population, with both sides in this process.
 
     Args:
-        population: the clients' private records, and what they are evaluated on.
-        module: one client's step; its net's parameters are the start.
+        population: the clients' private records, and the records for evaluation.
+        module: one client's step; the parameters of its net are the initial model.
         rounds: communication rounds of the whole run, >= 1.
-        clients: batch size, local epochs, learning rate; each one value, a list, or a named distribution.
-        privacy: budgets and mechanism, likewise; None is a run without privacy.
-        network: to simulate: how long what is sent would take.
-        strategies: with at most one base rule; without one a strategy's `default_base` is added, else DPFedAvg.
-        callbacks: watch the run.
-        engine: how the local work is executed; speed only.
-        seed: of everything but noise and sampling.
-        output_dir: a new or empty folder; default under `runs/`.
-        device: "auto", or what Lightning Fabric takes as accelerator.
+        clients: batch size, local epochs and learning rate; each is one value, a list, or a named distribution.
+        privacy: budgets and mechanism, given in the same way; None is a run without privacy.
+        network: simulated network: how long the transfers would take.
+        strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
+        callbacks: objects that observe the run.
+        engine: how the local work is executed; it affects only the speed.
+        seed: seed of everything except noise and sampling.
+        output_dir: a new or empty folder; the default is a folder under `runs/`.
+        device: "auto", or an accelerator of Lightning Fabric.
         evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
-        options: the resolved configuration, for the record.
-        new_net: builds the module's net anew from a seed, for strategies that begin with several models, or again.
+        options: the resolved configuration, which is stored with the run.
+        new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
 
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. A complete round is on disk before anything that follows from it is shown. `run(resume=True)` goes on
-    with the same run or with none: the round that a crash broke off is charged again, from `reserve_rounds`, with fresh
-    noise. With `privacy.noise_key`, a simulation, it gives the parameters of the unbroken run, bit for bit (on a CPU,
-    and but for nets that draw random numbers themselves, such as dropout).
+    its schedule. A complete round is on disk before any result of it is shown. `run(resume=True)` continues only the
+    same run: the round that a crash interrupted is charged again, from `reserve_rounds`, with fresh noise. With
+    `privacy.noise_key`, a simulation, the result has the parameters of the uninterrupted run, bit for bit (on a CPU,
+    and except for nets that draw random numbers themselves, such as dropout).
 
-    **Privacy** Record level, each client for itself, against an untrusted server that sees every update. Evaluation on
-    test and held-out records is not covered.
+    **Privacy** The guarantee is at record level, for each client separately, against an untrusted server that sees
+    every update. Evaluation on test and held-out records is not covered.
 
     Raises:
-        UserError: options out of range, or that contradict each other.
+        UserError: options are out of range, or contradict each other.
     """
 
     clients: LocalClients
@@ -186,7 +191,7 @@ class FederatedLoop(ServerLoop):
 
 
 def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
-    """The strategies, before them a base rule if they have none."""
+    """Return the strategies, preceded by a base rule if they contain none."""
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
     kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None)
@@ -196,17 +201,18 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
 def build_loop(
     options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
 ) -> FederatedLoop:
-    """The loop of a configuration.
+    """Return the loop of a configuration.
 
     Args:
-        more: strategies and callbacks beside those that the configuration names.
-        population: in place of the one that the configuration names.
+        options: the configuration.
+        more: strategies and callbacks in addition to those of the configuration.
+        population: replaces the population of the configuration.
 
     Raises:
-        UserError: whatever in the configuration cannot be built.
+        UserError: a part of the configuration cannot be built.
     """
     population = build_population(options) if population is None else population
-    facts = facts_of(population)  # not the records: they may move to another device
+    facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(
         population,
         ClientModule(build_net(options, facts)),
@@ -227,16 +233,16 @@ def build_loop(
 
 
 def planned_clients(options: Options) -> tuple[FederatedLoop, tuple[ClientSchedule, ...]]:
-    """Every client's solved schedule without training: what `plan --config` prints."""
+    """Return the loop and every client's solved schedule, without training, for `plan --config`."""
     loop = build_loop(options)
     return loop, loop.plan_schedule().clients
 
 
 def so_far(options: Options) -> tuple[bool, dict | None]:
-    """Whether the run in `output_dir` has begun, and its result if it has one.
+    """Return whether the run in `output_dir` has begun, and its result if it has finished, else None.
 
     Raises:
-        UserError: it began with other options.
+        UserError: the run began with other options.
     """
     folder = Path(str(options.output_dir))
     if (header := ClientFolder(folder).header()) is None:
@@ -244,7 +250,7 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     now = deciding_options(to_dict(options))
     result = folder / "result.json"
     if not result.exists():
-        del now["rounds"]  # fewer are possible, and the run refuses more
+        del now["rounds"]  # fewer rounds are possible; the run itself refuses more
     check_same(folder, {key: header.identity.get(key) for key in now}, now)
     return True, json.loads(result.read_text()) if result.exists() else None
 

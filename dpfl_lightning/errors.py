@@ -1,4 +1,4 @@
-"""One sentence form for every error a user can cause, and the one place that turns it into an exit status."""
+"""Errors that a user can cause, their common form, and their conversion to an exit status."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
 
 class UserError(ValueError):
-    """A mistake the user can mend: says what must hold, what came, and what to do."""
+    """An error that the user can correct. The message states the requirement, the value and the correction."""
 
 
 class UserNotice(UserWarning):
-    """Something the user should know, though the program goes on: what came, and what it means."""
+    """A warning for the user: what was found, and what it means. The program continues."""
 
 
 def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> None:
-    """Raise the one sentence unless `ok`.
+    """Raise UserError unless `ok`: "`key` must `must`, got `got`. `advice`".
 
     >>> require(False, "sample_rate", "be in (0, 1]", 1.8, "A batch size?")
     Traceback (most recent call last):
@@ -37,7 +37,7 @@ def require(ok: bool, key: str, must: str, got: object, advice: str = "") -> Non
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """The hint for a misspelt name, or nothing.
+    """Return a hint with the nearest of the `choices` for a misspelt name, or an empty string.
 
     >>> nearest("rouns", ["rounds", "seed"])
     'Did you mean `rounds`?'
@@ -47,7 +47,7 @@ def nearest(name: str, choices: Iterable[str]) -> str:
 
 
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
-    """A notice is one line; other warnings look as ever."""
+    """Show a `UserNotice` as one line, and other warnings by `otherwise`; show nothing on local ranks other than 0."""
     if launched().local_rank > 0:
         return
     if isinstance(message, UserNotice):
@@ -57,10 +57,10 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Wrap a command: a `UserError` or `UserNotice` is one line on stderr; an error is status 2.
+    """Wrap a command, so that a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
-    Ctrl-C is status 130, SIGTERM 143, and 141 where nobody reads on (`| head`). Any other exception is a bug and keeps
-    its traceback. Of several ranks on a host, which read the same files, one speaks for all.
+    Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Any other exception is a bug
+    and keeps its traceback. Of several ranks on a host, which read the same files, only local rank 0 prints.
     """
 
     @functools.wraps(main)
@@ -89,7 +89,7 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """What was printed is out when this ends: a reader who is gone is noticed here, and not when Python ends."""
+    """Flush standard output at the end, so that a closed pipe is noticed here and not when Python exits."""
     try:
         yield
     finally:
@@ -97,7 +97,7 @@ def _told() -> Iterator[None]:
 
 
 def _nobody_reads() -> bool:
-    """Whether it is standard output that nobody reads; what is left for it is dropped then."""
+    """Whether standard output is closed; if so, the rest of the output is discarded."""
     try:
         print(flush=True)
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""Digests of objects and of the source code behind them."""
+"""Digests of objects and of the source code that defines them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def object_digest(value: object) -> str:
-    """Digest of a strategy before its first round: its class, its settings and the source of both."""
+    """Return the digest of a strategy before its first round: its class, its settings and the source code of both."""
     return digest_with_sources([described(vars(value))], type(value).__mro__)
 
 
 def memory_of(value: Tensor) -> memoryview:
-    """A tensor's bytes, wherever it lies."""
+    """Return a tensor's bytes, copied to the CPU if necessary."""
     if value.numel() == 0:  # torch refuses to view some empty tensors
         return memoryview(b"")
     return value.detach().to("cpu").contiguous().view(-1).view(torch.uint8).numpy().data
@@ -38,7 +38,8 @@ def hex_digest(content: bytes) -> str:
 
 def digest_with_sources(words: list[Any], classes: Iterable[type]) -> str:
     classes = list(classes)
-    scripts = [_code_of(one) for one in classes if one.__module__ == "__main__"]  # a script may change elsewhere
+    # of a script only the classes are compared, because it may change elsewhere
+    scripts = [_code_of(one) for one in classes if one.__module__ == "__main__"]
     digest = hashlib.blake2b(json.dumps([words, scripts]).encode(), digest_size=16)
     for name, source in _sources({one.__module__ for one in classes} - {"__main__"}):
         digest.update(json.dumps([name, len(source)]).encode())
@@ -49,16 +50,17 @@ def digest_with_sources(words: list[Any], classes: Iterable[type]) -> str:
 def _code_of(kind: type) -> str | None:
     try:
         return inspect.getsource(kind)
-    except (OSError, TypeError):  # typed into an interpreter
+    except (OSError, TypeError):  # defined in an interactive interpreter
         return None
 
 
 def described(value: object, seen: dict[int, int] | None = None) -> Any:
-    """A setting, ready for JSON and without places in memory.
+    """Return a description of a setting that is serialisable as JSON and contains no memory addresses.
 
     Args:
-        seen: the objects that were met already: each is told once. Not tuples, of which Python may keep equal ones
-            once or twice.
+        value: the setting.
+        seen: id -> number of the objects that were described already; each object is described once. Tuples are
+            excluded, because Python may or may not share equal tuples.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -90,21 +92,22 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
 
 
 def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """The files of Python modules and, where they are nobody's installed package, of those that they refer to.
+    """Return the sorted source files of Python modules and of the modules that they refer to, as (name, bytes).
 
-    A module without a file (an interpreter) has none: its code cannot be compared.
+    Installed packages are excluded. A module without a file (an interactive interpreter) is excluded, too: its code
+    cannot be compared.
     """
-    found: dict[str, bytes] = {}
+    source_of: dict[str, bytes] = {}
     waiting = set(names)
     while waiting:
         name = waiting.pop()
         python = sys.modules.get(name)
         file = getattr(python, "__file__", None)
-        if name in found or python is None or not file or _installed(name, file):
+        if name in source_of or python is None or not file or _installed(name, file):
             continue
-        found[name] = Path(file).read_bytes()
+        source_of[name] = Path(file).read_bytes()
         waiting |= set(_neighbours(python))
-    return ((name, found[name]) for name in sorted(found))
+    return ((name, source_of[name]) for name in sorted(source_of))
 
 
 def _installed(name: str, file: str) -> bool:
@@ -113,7 +116,7 @@ def _installed(name: str, file: str) -> bool:
 
 
 def _neighbours(python: ModuleType) -> Iterator[str]:
-    """The modules whose names, classes and functions this one has imported."""
+    """Yield the names of the modules whose names, classes and functions this module has imported."""
     for value in vars(python).values():
         other = value if isinstance(value, ModuleType) else _home(value)
         if other is not None:

@@ -8,10 +8,15 @@ from typing import Any
 
 
 def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
-    """`write(partial_path)`, sync, rename: the file is the old one or the new one, whatever happens.
+    """Write a file atomically: `write(partial_path)`, sync, rename. A crash leaves the old file or the new one.
 
     Args:
-        private: only the owner may read it (mode 0600), from its first byte on.
+        path: path of the file.
+        write: writes the content to the path that it is given.
+        private: whether only the owner may read the file (mode 0600), from its first byte on.
+
+    Returns:
+        `path`.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -25,7 +30,7 @@ def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names of new files in it, on disk when it returns."""
+    """Sync the folder, so that the names of new files in it are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

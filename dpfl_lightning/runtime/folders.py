@@ -1,4 +1,4 @@
-"""Where this program keeps what it can find or compute again."""
+"""Folders for data that the program can download or compute again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cache_folder(name: str) -> Path:
-    """The folder `name` under `DPFL_DATA`, or under the user's cache; it need not exist."""
-    import pooch  # here, because `--help` needs no folder and should be quick
+    """Return the folder `name` under `DPFL_DATA`, or under the user's cache; it may not exist yet."""
+    import pooch  # imported here, so that `--help` stays fast
 
     return Path(os.environ.get("DPFL_DATA") or pooch.os_cache("dpfl_lightning")).expanduser() / name

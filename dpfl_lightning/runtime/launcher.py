@@ -1,4 +1,4 @@
-"""What a launcher (torchrun, or SLURM's srun) tells a process in its environment. Needs neither torch nor lightning."""
+"""The rank of a process, read from the environment of a launcher (torchrun or srun), without torch or lightning."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """This process among those that were started together.
+    """Position of this process among the processes that were started together.
 
     Args:
-        command: what started it, to be shown to a person who starts it again.
+        command: command that started it, to be shown to a user who has to start it again.
         rank: in [0, size); rank 0 leads.
-        local_rank: in [0, local_size), among the ranks of this host.
+        size: number of processes.
+        local_rank: in [0, local_size), among the processes of this host.
+        local_size: number of processes of this host.
     """
 
     command: str = "python"
@@ -24,9 +26,10 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """What the environment says; a process alone if no launcher speaks.
+    """Return the position of this process according to the environment; a single process without a launcher.
 
-    A shell within a SLURM allocation is alone too: only in a step of several tasks has somebody started the others.
+    A shell within a SLURM allocation is a single process, too: only in a step with several tasks have other processes
+    been started.
 
     >>> launched({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"})
     Launch(command='python', rank=0, size=1, local_rank=0, local_size=1)

@@ -1,4 +1,4 @@
-"""What a person is told while a computation goes on."""
+"""Progress messages of slow computations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from collections.abc import Callable
 
 
 def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:
-    """A callback `(done, all)` that says on stderr how far something is, if and while it takes longer than that."""
+    """Return a callback `(done, total)` that prints the progress to stderr, at most once in `patience_seconds`.
+
+    Nothing is printed if the computation takes less time than that.
+
+    Args:
+        what: name of the computation.
+        patience_seconds: seconds before the first message and between two messages.
+    """
     last = time.monotonic()
 
     def tell(done: int, total: int) -> None:

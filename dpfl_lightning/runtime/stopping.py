@@ -1,4 +1,4 @@
-"""SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception that lets it save its work."""
+"""SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception, so that work can be saved."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dpfl_lightning.runtime.launcher import launched
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came: whatever saves its work on Ctrl-C saves it now, too."""
+    """Raised by SIGTERM. It is a KeyboardInterrupt, so code that saves its work on Ctrl-C also saves it on SIGTERM."""
 
 
 def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
-    """What ended a command, for people and for shells (128 + the signal's number).
+    """Return the reason for the end of a command, and its exit status (128 + the number of the signal).
 
     >>> words_and_status(KeyboardInterrupt()), words_and_status(Terminated())
     (('stopped by Ctrl-C', 130), ('stopped by SIGTERM', 143))
@@ -29,10 +29,11 @@ def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """SIGTERM raises `Terminated` in the main thread, once: what is then done to save a run is not interrupted again.
+    """Raise `Terminated` in the main thread at the first SIGTERM; later ones do not interrupt the saving of a run.
 
-    Not where somebody handles or ignores it already. Nor among ranks, to which a launcher sends it when one of them
-    dies: rank 0 handles it while a run goes on (`federated.ranks`), and the others end at once.
+    Nothing is changed if SIGTERM is already handled or ignored. Nothing is changed among ranks either, to which a
+    launcher sends SIGTERM when one of them dies: rank 0 handles it during a run (`federated.transport.ranks`), and the
+    other ranks end immediately.
     """
     main = threading.current_thread() is threading.main_thread()
     if not main or launched().size > 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -47,10 +48,12 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def between_rounds() -> Iterator[Callable[[], None]]:
-    """A first Ctrl-C or SIGTERM waits for the end of the round, a second one ends it at once.
+    """Let the first Ctrl-C or SIGTERM wait for the end of the round; the second one ends the round immediately.
 
-    A round that is broken off is paid for, and lost. Yields a function to call between rounds: it raises what the
-    signal asked for, if one came.
+    An interrupted round has been charged, and is lost.
+
+    Yields:
+        A function to call between rounds; it raises the exception of the signal, if one has arrived.
     """
     main = threading.current_thread() is threading.main_thread()
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -58,7 +61,7 @@ def between_rounds() -> Iterator[Callable[[], None]]:
     came: list[int] = []
 
     def obey(number: int, frame: FrameType | None = None) -> None:
-        if not callable(before[number]):  # the system's own way to end a process saves nothing
+        if not callable(before[number]):  # the default handler of the system would save nothing
             raise Terminated
         before[number](number, frame)
 
@@ -67,7 +70,7 @@ def between_rounds() -> Iterator[Callable[[], None]]:
         if len(came) > 1:
             obey(number, frame)
         else:
-            os.write(2, b"The round is finished first, for it is paid; another Ctrl-C or SIGTERM ends it at once.\n")
+            os.write(2, b"The round is finished first, because it has been charged. Another signal ends it now.\n")
 
     def check() -> None:
         if came:
@@ -79,7 +82,7 @@ def between_rounds() -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for number, handler in before.items():
-            if signal.getsignal(number) is note:  # a handler that was obeyed may have put another one in its place
+            if signal.getsignal(number) is note:  # a handler that was called may have installed another one
                 signal.signal(number, handler)
 
 
@@ -90,7 +93,10 @@ def _raise(number: int, frame: object) -> NoReturn:
 
 @contextmanager
 def passed_on(helpers: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """SIGTERM comes to this process alone, where Ctrl-C reaches all of a terminal: its helpers get it from here."""
+    """Pass SIGTERM on to helper processes.
+
+    Ctrl-C reaches all processes of a terminal, but SIGTERM reaches only this process.
+    """
     try:
         yield
     except Terminated:

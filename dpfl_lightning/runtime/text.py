@@ -1,4 +1,4 @@
-"""How tables and times are shown."""
+"""Formatting of tables, durations and data sizes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
-    """Cells in columns, numbers and words alike to the right.
+    """Format rows as aligned columns; all cells are right-aligned.
 
     >>> print(columns([["a", "bc"], [10, 2]]))
      a  bc
@@ -19,7 +19,7 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns are aligned, so that it reads well as it is.
+    """Format a Markdown table with padded columns, so that its source is readable, too.
 
     >>> print(markdown(["a", "b"], [["1", "long"]]))
     | a | b    |
@@ -34,7 +34,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds for people.
+    """Format a duration in seconds.
 
     >>> duration(7.2), duration(200), duration(7500), duration(math.nan)
     ('7 s', '3 min 20 s', '2 h 05 min', 'unknown')
@@ -51,7 +51,7 @@ def duration(seconds: float) -> str:
 
 
 def data_size(count: float) -> str:
-    """Bytes for people, in powers of 1,000.
+    """Format a number of bytes, in powers of 1,000.
 
     >>> data_size(512), data_size(1_234_567), data_size(176e9), data_size(3.2e15)
     ('512 bytes', '1.23 MB', '176 GB', '3,200 TB')

@@ -1,4 +1,4 @@
-"""Threads side by side on the cores of a CPU, which decide how many threads torch has within an operator."""
+"""Thread pools on the cores of a CPU, with a defined number of threads within each torch operator."""
 
 from __future__ import annotations
 
@@ -17,26 +17,31 @@ Found = TypeVar("Found")
 
 
 def cores() -> int:
-    """Cores this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def thread_pool(count: int, name: str, threads_within: int) -> ThreadPoolExecutor:
-    """`count` threads, each with `threads_within` an operator, from its first operator on.
+    """Return a pool of `count` threads, each of which uses `threads_within` threads within an operator.
 
-    Without a word a new thread takes what torch was told elsewhere only once an operator asks for it. Until then a
-    convolution takes every core, and a kernel's gradient has other last bits: which thread gets which work would decide
-    them. All are started here, not later, since the same call also says what threads of others begin with.
+    The number must be set in each thread before its first operator. Otherwise a new thread adopts the number set
+    elsewhere only when an operator asks for it. Until then a convolution uses every core, and the gradient of a kernel
+    has different last bits, so the result would depend on which thread gets which work. All threads are started here
+    and not later, because the same call also sets the number with which other new threads start.
     """
     pool = ThreadPoolExecutor(count, name, initializer=torch.set_num_threads, initargs=(threads_within,))
-    everybody = threading.Barrier(count)
-    list(pool.map(lambda _: everybody.wait(), range(count)))
+    barrier = threading.Barrier(count)
+    list(pool.map(lambda _: barrier.wait(), range(count)))
     return pool
 
 
 @contextmanager
 def one_thread_an_operator() -> Iterator[None]:
-    """Small operators gain more from threads side by side than from threads within; and the latter decide bits."""
+    """Use one thread within an operator.
+
+    Small operators gain more from concurrent threads than from threads within, and the number of threads within an
+    operator affects bits.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -46,9 +51,14 @@ def one_thread_an_operator() -> Iterator[None]:
 
 
 def side_by_side(work: Callable[[Item], Found], items: Sequence[Item], workers: int | None = None) -> list[Found]:
-    """`work` of every item, in their order; `workers` at a time (None: as many as there are cores), each in a thread.
+    """Return `work` of every item, in their order, computed by concurrent threads.
 
-    **Guarantees** No number of workers changes a bit.
+    Args:
+        work: function of one item.
+        items: the items.
+        workers: number of threads; None is the number of cores.
+
+    **Guarantees** The result has the same bits for any number of workers.
     """
     workers = workers or cores()
     with one_thread_an_operator():
@@ -59,5 +69,5 @@ def side_by_side(work: Callable[[Item], Found], items: Sequence[Item], workers: 
 
 @functools.cache
 def _server_threads(count: int) -> ThreadPoolExecutor:
-    """They stay: to start them costs more than a small step."""
+    """Return a pool that is kept, because starting threads costs more than a small step."""
     return thread_pool(count, "server", threads_within=1)

@@ -1,4 +1,4 @@
-"""Server strategies by the name that a configuration uses: one file, one line, one contract test, one conf."""
+"""Registry of the server strategies: the name that a configuration uses -> class."""
 
 from __future__ import annotations
 
@@ -42,19 +42,25 @@ STRATEGIES = {
 
 
 def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
-    """The strategies of a configuration's `strategies`: registry name (or `class_path` of a user's own) -> options.
+    """Build the strategies of a configuration, in its order.
+
+    Args:
+        strategies: registry name, or the `class_path` of a user-defined strategy -> its options; None means no options.
 
     Raises:
-        UserError: an unknown strategy or option, with the nearest known one.
+        UserError: a strategy or an option is unknown; the message suggests the nearest known name.
 
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']
     """
-    return [call(f"strategies.{name}", {name: _class(name)}, name, **(own or {})) for name, own in strategies.items()]
+    return [
+        call(f"strategies.{name}", {name: _class(name)}, name, **(options or {}))
+        for name, options in strategies.items()
+    ]
 
 
 def classes() -> dict[str, type[Strategy]]:
-    """Registry name -> class, of all strategies."""
+    """Return all strategies: registry name -> class."""
     return {name: _class(name) for name in STRATEGIES}
 
 
@@ -69,7 +75,7 @@ def _class(name: str) -> type[Strategy]:
         raise UserError(f"`strategies.{name}` must be importable, got: {error}. Is it on PYTHONPATH?") from None
     if not (inspect.isclass(kind) and issubclass(kind, Strategy)):
         raise UserError(
-            f"`strategies` must name one of {', '.join(STRATEGIES)}, or your own Strategy as "
+            f"`strategies` must name one of {', '.join(STRATEGIES)}, or a user-defined Strategy as "
             f"package.module.Class, got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
         )
     return kind

@@ -59,7 +59,7 @@ def test_another_sets_card_is_refused(tmp_path):
         (tmp_path / str(seed)).mkdir()
         a_set(seed=seed).save(tmp_path / str(seed))
     (tmp_path / "0" / CARD).replace(tmp_path / "1" / CARD)
-    with pytest.raises(UserError, match=r"must be the card of the distilled\.pt beside it, got 'that of another set'"):
+    with pytest.raises(UserError, match=r"must be the card of distilled\.pt in this folder, got 'that of another set'"):
         DistilledSet.load(tmp_path / "1")
 
 

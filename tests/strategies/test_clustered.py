@@ -518,7 +518,7 @@ def test_beside_a_pull_and_a_noise_aware_base_rule(start):
     result = start(NoiseAware(), own, FedProx(0.1)).run()
     assert own.confident and result.metrics["clustering_accuracy"] == 1.0
     assert min(client["accuracy"] for client in result.clients) > 0.75
-    with pytest.raises(UserError, match=r"strategies\.clustered` must stand before strategies that pull"):
+    with pytest.raises(UserError, match=r"strategies\.clustered` must be named before strategies that pull"):
         start(FedProx(0.1), Clustered()).run()
 
 
@@ -552,7 +552,7 @@ def test_a_selection_comes_after_it(start, selection):
 
 
 def test_it_is_the_only_one_with_models(start):
-    with pytest.raises(UserError, match=r"only strategy that begins with models of its own, got 4"):
+    with pytest.raises(UserError, match=r"only strategy that creates models, got 4"):
         start(Ifca(), Clustered(), new_net=lambda seed: nn.Linear(6, 3)).run()
 
 
@@ -623,27 +623,27 @@ def test_the_papers_way(start):
         ({"switch_round": 0}, r"strategies\.clustered\.switch_round` must be `auto` or a whole number"),
         ({"selection": "loss"}, r"strategies\.clustered\.selection` must be one of .*server_similarity"),
         ({"selection_rounds": 0}, r"strategies\.clustered\.selection_rounds` must be >= 1"),
-        ({"mixture": "paper", "choose_m": "mss"}, r"clustered\.choose_m` must be left out beside mixture paper.*'mss'"),
+        ({"mixture": "paper", "choose_m": "mss"}, r"clustered\.choose_m` must not be set with mixture paper.*'mss'"),
         (
             {"mixture": "paper", "min_cluster_size": 3},
-            r"min_cluster_size` must be left out beside mixture paper.* got 3",
+            r"min_cluster_size` must not be set with mixture paper.* got 3",
         ),
-        ({"mixture": "paper", "data_floor": 0.0}, r"data_floor` must be left out beside mixture paper.* got 0\.0"),
+        ({"mixture": "paper", "data_floor": 0.0}, r"data_floor` must not be set with mixture paper.* got 0\.0"),
         (
             {"selection": "server_similarity", "selection_epsilon": 0.1},
-            r"clustered\.selection_epsilon` must be left out beside selection server_similarity.* got 0\.1",
+            r"clustered\.selection_epsilon` must not be set with selection server_similarity.* got 0\.1",
         ),
         (
             {"selection": "server_similarity", "selection_rounds": 2},
-            r"clustered\.selection_rounds` must be left out beside selection server_similarity.* got 2",
+            r"clustered\.selection_rounds` must not be set with selection server_similarity.* got 2",
         ),
         (
             {"selection": "server_similarity", "loss_bound": 2.0},
-            r"clustered\.loss_bound` must be left out beside selection server_similarity.* got 2",
+            r"clustered\.loss_bound` must not be set with selection server_similarity.* got 2",
         ),
         (
             {"selection": "paper_argmin", "selection_epsilon": 0.1},
-            r"clustered\.selection_epsilon` must be left out beside selection paper_argmin.* got 0\.1",
+            r"clustered\.selection_epsilon` must not be set with selection paper_argmin.* got 0\.1",
         ),
     ],
 )

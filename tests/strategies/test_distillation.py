@@ -426,7 +426,7 @@ def test_populations_that_do_not_fit_are_refused(make_loop):
         planned()
     with pytest.raises(UserError, match=r"augmentation` must be none for these data, got 'dsa'"):
         planned(augmentation="dsa", min_participants=1)
-    with pytest.raises(UserError, match=r"aggregation` must not be class_count where clients add noise"):
+    with pytest.raises(UserError, match=r"aggregation` must not be class_count if clients add noise"):
         planned(aggregation="class_count", min_participants=1)
     own = type("Own", (ClientModule,), {"personal": ("0.bias",)})
     with pytest.raises(UserError, match="`personal` must be empty"):

@@ -205,7 +205,7 @@ def test_no_round_to_choose_in_is_nothing_to_plan(tmp_path):
 
 def test_a_client_without_a_budget_needs_a_number(make_loop):
     privacy = PrivacyOptions(epsilon=[4.0, math.inf, 8.0, 10.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
-    words = r"`strategies\.choosing\.selection_epsilon` must be a number where .* no budget, got None. Client 1"
+    words = r"`strategies\.choosing\.selection_epsilon` must be a number if .* no budget, got None. Client 1"
     with pytest.raises(UserError, match=words):
         make_loop(parts=[SizeWeighted(), Choosing()], privacy=privacy).plan_schedule()
     loop = make_loop(parts=[SizeWeighted(), Choosing(epsilon=0.2)], privacy=privacy)
@@ -230,10 +230,10 @@ def test_given_noise_leaves_room_for_the_choices(make_loop):
         ({"epsilon": 0.0}, "choosing.selection_epsilon` must be above 0 and finite, got 0.0"),
         ({"epsilon": math.inf}, "choosing.selection_epsilon` must be above 0"),
         ({"rounds": 0}, "choosing.selection_rounds` must be >= 1, got 0"),
-        ({"selection": "exponential", "rounds": 3}, "choosing.selection_rounds` must be left out beside"),
+        ({"selection": "exponential", "rounds": 3}, "choosing.selection_rounds` must not be set with"),
         ({"loss_bound": -1.0}, "choosing.loss_bound` must be above 0"),
-        ({"selection": "paper_argmin", "epsilon": 0.1}, "choosing.selection_epsilon` must be left out beside"),
-        ({"selection": "paper_argmin", "loss_bound": 1.0}, "choosing.loss_bound` must be left out beside"),
+        ({"selection": "paper_argmin", "epsilon": 0.1}, "choosing.selection_epsilon` must not be set with"),
+        ({"selection": "paper_argmin", "loss_bound": 1.0}, "choosing.loss_bound` must not be set with"),
     ],
 )
 def test_bad_options(options, words):
@@ -245,7 +245,7 @@ def test_a_regression_needs_a_bound(make_loop):
     population = blobs()
     real = dataclasses.replace(population, y=population.y.float(), num_classes=1)
     module = ClientModule(small_net(classes=1))
-    with pytest.raises(UserError, match=r"choosing\.loss_bound` must be a number without classes"):
+    with pytest.raises(UserError, match=r"choosing\.loss_bound` must be a number for a regression"):
         make_loop(real, module, parts=[SizeWeighted(), Choosing()]).plan_schedule()
     assert make_loop(real, module, parts=[SizeWeighted(), Choosing(loss_bound=4.0)]).run().finished
 

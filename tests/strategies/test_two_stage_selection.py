@@ -273,7 +273,7 @@ def test_a_loss_is_one_step_however_many_an_update_has(make_loop):
             {"privacy": {"noise_multiplier": 2.0}},
             r"`privacy\.noise_multiplier` must be null for strategy two_stage",
         ),
-        ({}, {"privacy": {"accountant": "prv"}}, r"`privacy\.accountant` must be gdp or rdp where later noise follows"),
+        ({}, {"privacy": {"accountant": "prv"}}, r"`privacy\.accountant` must be gdp or rdp where later noise depends"),
     ],
 )
 def test_bad_options_are_one_sentence(options, loop, words, make_loop):

@@ -1,4 +1,4 @@
-"""The clients' work spread over ranks: which rank trains which clients, what it is sent, and how results are joined."""
+"""Distribution of the clients' work over ranks: which rank trains which clients, and how the results are joined."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ T = TypeVar("T")
 
 
 def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
-    """Which pieces of work each rank does: the longest first, each to the rank that has least to do so far.
+    """Assign pieces of work to ranks: the longest piece first, each to the rank with the least work so far.
 
     Args:
-        costs: of each piece, >= 0, in any unit.
-        ranks: >= 1.
+        costs: cost of each piece, >= 0, in any unit.
+        ranks: number of ranks, >= 1.
 
     Returns:
-        For each rank the numbers of its pieces, ascending.
+        For each rank the indices of its pieces, ascending.
 
-    **Guarantees** Every piece once; no rank has more than 4/3 of the least possible largest load (Graham 1969).
+    **Guarantees** Every piece is assigned once. No rank has more than 4/3 of the least possible largest load (Graham
+    1969).
 
     >>> spread([1.0, 5.0, 3.0, 3.0], 2)
     [[0, 1], [2, 3]]
@@ -50,20 +51,20 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
         rank = loads.index(min(loads))
         pieces[rank].append(piece)
         loads[rank] += costs[piece]
-    return [sorted(own) for own in pieces]
+    return [sorted(assigned) for assigned in pieces]
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of a round, with those rows of models, anchors and `raw_weights` that it uses.
+    """One rank's part of a round, with only those rows of models, anchors and `raw_weights` that it uses.
 
     Args:
-        plan: of its clients; `model_of` and `anchor_of` count the rows that are here.
+        plan: plan of its c clients; `model_of` and `anchor_of` refer to the rows in this share.
         models: `[k, P]`, k <= K.
-        attempts: `[c]`, c <= C clients.
-        say: `[j, c]`, j <= K: for the models to which its updates are added; None if updates are kept.
-        added_to: `[j]`, their rows among all models.
-        personal: its clients' personal parameters.
+        charge_numbers: charge number of each of its clients, length c <= C.
+        raw_weights: `[j, c]`, j <= K, for the models to which its updates are added; None if updates are kept.
+        added_to: rows of these models among all models, length j.
+        personal: personal parameters of its clients.
     """
 
     plan: RoundPlan
@@ -83,45 +84,47 @@ class Share:
         raw_weights: Tensor | None,
         personal: dict[int, Tensor],
     ) -> Share:
-        """The part of the plan's clients at `rows`, ascending."""
+        """Return the share with the plan's clients at `rows`, which are ascending."""
         clients = {plan.clients[row] for row in rows}
-        own = plan.only(lambda client: client in clients)
-        models, model_of = _used(models, own.model_of)
-        own = dataclasses.replace(own, model_of=model_of)
-        if own.anchors is not None:
-            anchors, anchor_of = _used(own.anchors, own.anchor_of)
-            own = dataclasses.replace(own, anchors=anchors, anchor_of=anchor_of)
+        share_plan = plan.only(lambda client: client in clients)
+        models, model_of = _used(models, share_plan.model_of)
+        share_plan = dataclasses.replace(share_plan, model_of=model_of)
+        if share_plan.anchors is not None:
+            anchors, anchor_of = _used(share_plan.anchors, share_plan.anchor_of)
+            share_plan = dataclasses.replace(share_plan, anchors=anchors, anchor_of=anchor_of)
         added_to: tuple[int, ...] = ()
         if raw_weights is not None:
             raw_weights = raw_weights[:, list(rows)]
             added_to = tuple(raw_weights.any(dim=1).nonzero().flatten().tolist())
             raw_weights = raw_weights[list(added_to)]
         personal = {client: value for client, value in personal.items() if client in clients}
-        return cls(own, models, tuple(charge_numbers[row] for row in rows), raw_weights, added_to, personal)
+        return cls(share_plan, models, tuple(charge_numbers[row] for row in rows), raw_weights, added_to, personal)
 
 
 def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-    """The rows of `table` that `rows` names, each once, and the place of each of `rows` among them."""
+    """Return the rows of `table` that occur in `rows`, each once, and for each of `rows` its index among them."""
     used, places = torch.tensor(rows).unique(return_inverse=True)
     return table[used], tuple(places.tolist())
 
 
 class RankedEngine:
-    """One engine a rank, as one engine: rank 0 sends each its share of a round, works too, and puts the answers
-    together. The other ranks `serve`.
+    """An engine that distributes the work over one engine per rank.
 
-    Clients go where the seconds of their last rounds add up least; to an engine with which company matters, where their
-    expected records do, so that a simulation has the same company again. Personal parameters are at home at rank 0.
+    Rank 0 sends each rank its share of a round, also works itself, and joins the answers. The other ranks `serve`.
+    Clients are assigned by the seconds of their last rounds, so that the loads of the ranks are even. With an engine
+    whose results depend on the batch of clients (`batch_coupled`), they are assigned by expected records, so that a
+    simulation has the same batches when it is repeated. Personal parameters are kept on rank 0.
 
     Args:
-        inner: this rank's own engine. Without a number of workers it takes this rank's share of the cores.
+        inner: engine of this rank. If its number of workers is not set, it uses this rank's share of the cores.
+        ranks: all processes of the run.
 
-    **Guarantees** The same bits for any number of ranks: a client's release depends on its own streams only, all ranks
-    were found to have equal code, data, engine and device, and sums are exact until they are rounded once. (An engine
-    that leaves the threads within an operator to the environment is equal where `OMP_NUM_THREADS` is; where company
-    matters, equal up to rounding.)
+    **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its own
+    streams, all ranks are checked to have equal code, data, engine and device, and sums are exact until they are
+    rounded once. (An engine that leaves the threads within an operator to the environment gives equal bits if
+    `OMP_NUM_THREADS` is equal. With a `batch_coupled` engine results are equal up to rounding.)
 
-    **Privacy** Records stay where they are. What crosses: the key of a simulation (otherwise each rank draws fresh
+    **Privacy** Records stay on their rank. What crosses: the key of a simulation (otherwise each rank draws fresh
     noise), start models, released updates, noised answers, personal parameters, counts of gradients, outputs of
     evaluation.
     """
@@ -133,22 +136,22 @@ class RankedEngine:
         self.seconds: dict[int, float] = {}
         self._seconds_per_record: dict[int, float] = {}
 
-    # -- what rank 0 does
+    # -- rank 0
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         self._take(module, population)
         self.inner.setup(module, population, streams, sampling)
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
-        own = equal_ranks(self.inner, population, module)
-        told = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
+        identity = equal_ranks(self.inner, population, module)
+        message = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
         workers = [self.inner.workers]
-        for rank, (their_workers, theirs) in self._together("_set_up", [None, *[told] * (self.ranks.size - 1)]):
+        for rank, (their_workers, theirs) in self._together("_set_up", [None, *[message] * (self.ranks.size - 1)]):
             workers.append(their_workers)
-            for name, value in own.items():
+            for name, value in identity.items():
                 if theirs[name] != value:
                     raise UserError(
                         f"`ranks` must all have the same {name}, got another one on rank {rank} than on rank 0. Start "
-                        "them from one installation and one configuration, on equal machines."
+                        "all ranks from the same installation and configuration, on equal machines."
                     )
         self.workers = sum(one or 1 for one in workers)
 
@@ -157,21 +160,24 @@ class RankedEngine:
     ) -> ClientUpdates:
         everything = self.inner.state_dict()
         personal, counts = everything["personal"], everything["counts"]
-        groups, costs = one_step.groups(plan, self.module), self._costs(plan)  # whole groups, or bits would change
+        groups, costs = (
+            one_step.groups(plan, self.module),
+            self._costs(plan),
+        )  # splitting a group would change bits
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
-        rows_of = [sorted(row for group in own for row in groups[group]) for own in groups_of]
+        rows_of = [sorted(row for group in assigned for row in groups[group]) for assigned in groups_of]
         shares = [
             Share.of(rows, plan, models, charge_numbers, raw_weights, personal) if rows else None for rows in rows_of
         ]
         parts = [None if share is None else (share,) for share in shares]
         received = UpdateBuffer(plan, raw_weights)
         self.seconds = {}
-        for rank, (updates, own, seconds) in self._together("_train", parts):
+        for rank, (updates, state, seconds) in self._together("_train", parts):
             share = shares[rank]
-            assert share is not None  # for mypy: it answered
+            assert share is not None  # for mypy: the rank answered, so it had a share
             received.merge(updates, share.added_to)
-            personal.update(own["personal"])
-            counts += own["counts"]
+            personal.update(state["personal"])
+            counts += state["counts"]
             self.seconds.update(seconds)
         self.inner.load_state_dict(everything)
         self._remember(plan)
@@ -193,8 +199,8 @@ class RankedEngine:
         parts = rows.split(-(-chunks // self.ranks.size) * FORWARD_CHUNK)
         if len(parts) == 1:
             return self.inner.outputs(model, rows)
-        own = model.clone()  # a message holds all the memory that a view looks at
-        answers = dict(self._together("_outputs", [(own, part.clone()) for part in parts]))
+        model_copy = model.clone()  # a message with a view would contain the whole memory behind it
+        answers = dict(self._together("_outputs", [(model_copy, part.clone()) for part in parts]))
         return torch.cat([answers[rank] for rank in range(len(parts))])
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
@@ -207,7 +213,7 @@ class RankedEngine:
         self.inner.load_state_dict(state)
 
     def _together(self, command: str, parts: Sequence[tuple | None]) -> Iterator[tuple[int, Any]]:
-        """`command(*part)` on every rank that has a part, at the same time; each rank's answer as it comes."""
+        """Call `command(*part)` on every rank that has a part, concurrently; yield each rank's answer as it arrives."""
         others = [rank for rank in self.ranks.others if rank < len(parts) and parts[rank] is not None]
         for rank in others:
             self.ranks.send(rank, (command, parts[rank]))
@@ -220,7 +226,10 @@ class RankedEngine:
             yield rank, answer
 
     def _costs(self, plan: RoundPlan) -> list[float]:
-        """Seconds each client of the plan will take, by its last round; expected records before anything is known."""
+        """Return the cost of each client of the plan: its seconds, estimated from its last round.
+
+        The cost is the number of expected records before anything was measured, and with a `batch_coupled` engine.
+        """
         if self.batch_coupled:
             return list(plan.expected_records)
         known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
@@ -233,10 +242,10 @@ class RankedEngine:
             if client in self.seconds:
                 self._seconds_per_record[client] = self.seconds[client] / records
 
-    # -- what every rank does
+    # -- all ranks
 
     def serve(self, module: ClientModule, population: Population) -> Any:
-        """Work for rank 0 until its run has ended well; returns its result."""
+        """Work for rank 0 until its run has ended successfully, and return the result of the run."""
         self._take(module, population)
         return self.ranks.serve(lambda message: getattr(self, message[0])(*message[1]))
 
@@ -248,14 +257,19 @@ class RankedEngine:
     def _set_up(
         self, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
     ) -> tuple[int | None, dict[str, str]]:
-        """Another rank than 0; returns its workers and what it is."""
-        self.module.net.load_state_dict(net)  # also what is not trained, and has no reason to be equal
+        """Set up the engine of a rank other than 0; return its workers and its identity."""
+        self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
         self.inner.setup(self.module, self.population, streams, sampling)
-        torch.set_num_threads(threads)  # those within an operator decide bits
+        torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self.inner.workers, equal_ranks(self.inner, self.population, self.module)
 
     def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
-        """What arrives from the share's clients, their personal parameters and this round's counts, their seconds."""
+        """Train the share's clients.
+
+        Returns:
+            Their updates; the engine's state, with their personal parameters and this round's counts; and their
+            seconds.
+        """
         nothing = torch.zeros_like(self.inner.state_dict()["counts"])
         self.inner.load_state_dict({"personal": share.personal, "counts": nothing})
         self.inner.seconds.clear()
@@ -270,10 +284,13 @@ class RankedEngine:
 
 
 class RankedClients(LocalClients):
-    """`LocalClients` whose work is spread over ranks. The server's side and the ledger are rank 0's.
+    """`LocalClients` whose work is distributed over ranks. The server's side and the ledger are on rank 0.
 
     Args:
-        engine: this rank's own engine.
+        population: the clients' records.
+        module: one client's step.
+        engine: engine of this rank.
+        privacy: budgets and mechanism; None is a run without privacy.
         ranks: all processes of the run.
     """
 

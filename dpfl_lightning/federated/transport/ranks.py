@@ -1,4 +1,4 @@
-"""The processes of one run: who they are (Lightning Fabric), and what rank 0 and the others say to each other."""
+"""The processes of one run: their setup by Lightning Fabric, and the messages between rank 0 and the other ranks."""
 
 from __future__ import annotations
 
@@ -32,44 +32,46 @@ from dpfl_lightning.runtime.launcher import Launch, launched
 
 T = TypeVar("T")
 
-_PATIENCE = timedelta(weeks=1)  # for a message: a round may be long, and a rank that dies closes its socket anyway
-_FAREWELL = 10.0  # seconds for the others to end
-_MESSAGE, _END = 0, 1  # what a header announces: so many bytes; the end of the run with this exit status
+_PATIENCE = timedelta(weeks=1)  # timeout of a message: a round may be long, and a rank that dies closes its socket
+_FAREWELL = 10.0  # seconds to wait for the end of the other ranks
+_MESSAGE, _END = 0, 1  # kind of a header: a message of this many bytes, or the end of the run with this exit status
 
 
 class LostRank(LostClients):
-    """A rank ended before the run did. Nothing is lost but the round in hand."""
+    """A rank ended before the run did. Only the current round is lost."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The answer of a rank to which an exception came."""
+    """The answer of a rank on which an exception was raised."""
 
     error: Exception
 
 
 @dataclass(frozen=True)
 class Finished:
-    """Rank 0's last message of a run that ended well."""
+    """Rank 0's last message of a run that ended successfully."""
 
     result: Any
 
 
 class Ranks:
-    """This process among those of its launcher, or alone. Every rank builds its own in step with the others.
+    """This process among the processes of its launcher, or alone.
 
-    Rank 0 leads: `lead` runs the verbs while the others `serve`, that is, answer its messages. Messages are any
-    objects, tensors in them arrive on the receiver's device. A thread for each peer waits for them, so that the main
-    thread can always be interrupted, and a rank is gone as soon as its peer is.
+    Every rank creates this object at the same point of the program. Rank 0 leads: `lead` runs its work while the other
+    ranks `serve`, that is, answer its messages. Messages are arbitrary objects; tensors in them arrive on the
+    receiver's device. One thread for each peer waits for messages, so that the main thread can always be interrupted,
+    and the loss of a peer is noticed immediately.
 
     Args:
-        device: "auto", or what Lightning Fabric takes as accelerator; each rank has one device.
+        device: "auto", or an accelerator of Lightning Fabric; each rank has one device.
 
-    **Privacy** Outputs of evaluation and personal parameters travel between ranks, unencrypted: trust the network
-    between them as the ranks' memory. Messages are unpickled, so whoever can send one can run code.
+    **Privacy** Outputs of evaluation and personal parameters are sent between ranks without encryption: the network
+    between them must be trusted as much as the ranks' memory. Messages are unpickled, so anyone who can send a message
+    can run code.
 
     Raises:
-        UserError: the device is not there, or the ranks do not find each other.
+        UserError: the device does not exist, or the ranks do not find each other.
     """
 
     def __init__(self, device: str) -> None:
@@ -82,15 +84,15 @@ class Ranks:
         self._inbox: queue.SimpleQueue[tuple[int, Tensor | None]] = queue.SimpleQueue()
         self._leaving = threading.Lock()
         self._sending = False
-        self._stop: BaseException | None = None  # a signal's exception that waits for the end of a message
+        self._stop: BaseException | None = None  # exception of a signal, which is raised after the current message
 
     @property
     def others(self) -> range:
-        """Those that this rank talks with: all but itself for rank 0, which alone the others know."""
+        """The ranks with which this rank communicates: all other ranks for rank 0, and rank 0 for the others."""
         return range(1, self.size) if self.rank == 0 else range(1)
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's `value`, on every rank, outside of runs."""
+        """Return rank 0's `value` on every rank; only outside of runs."""
         if self.rank == 0:
             for rank in self.others:
                 self.send(rank, value)
@@ -103,12 +105,12 @@ class Ranks:
     # -- a run
 
     def lead(self, work: Callable[[], T]) -> T:
-        """Rank 0's `work`, which the others serve; they return its result too, or end as it ends.
+        """Run rank 0's `work`, which the other ranks serve. They return its result, too, or end with the same status.
 
-        SIGTERM (by which a launcher ends the ranks that are left when one dies) and Ctrl-C come once, as exceptions,
-        within a round at the second signal (`stopping.between_rounds`).
-        When it ends by any exception both are ignored for good: saving the run and saying why it ended are not
-        interrupted, and no other run can follow, since the ranks have left each other.
+        SIGTERM (with which a launcher ends the remaining ranks when one dies) and Ctrl-C are raised once, as
+        exceptions; within a round at the second signal (`stopping.between_rounds`). If the work ends with an exception,
+        both signals are ignored from then on, so that saving the run and reporting the reason are not interrupted. No
+        other run can follow, because the ranks are then disconnected.
         """
         if self.size == 1:
             return work()
@@ -124,11 +126,14 @@ class Ranks:
         return result
 
     def serve(self, handle: Callable[[Any], Any]) -> Any:
-        """Answer rank 0's messages by `handle(message)` until its run has ended well; returns its result.
+        """Answer rank 0's messages with `handle(message)` until its run has ended successfully; return its result.
 
         An exception of `handle` is sent to rank 0, which raises it. If rank 0 fails, this process ends.
         """
-        with self._listening(), _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # rank 0 hears them for all
+        with (
+            self._listening(),
+            _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM),
+        ):  # rank 0 handles them for all
             while True:
                 _, message = self.receive()
                 if isinstance(message, Finished):
@@ -140,10 +145,10 @@ class Ranks:
                 self.send(0, answer)
 
     def send(self, rank: int, message: object) -> None:
-        """To `rank`.
+        """Send `message` to `rank`.
 
         Raises:
-            LostRank: it is gone.
+            LostRank: the rank is gone.
         """
         packed = io.BytesIO()
         torch.save(message, packed)  # pickle, with each tensor's bytes once; tensors may lie on any device
@@ -160,7 +165,7 @@ class Ranks:
             raise self._stop
 
     def receive(self) -> tuple[int, Any]:
-        """The next message and the rank it came from, in the order of arrival.
+        """Return the next message and the rank that sent it, in the order of arrival.
 
         Raises:
             LostRank: a rank is gone.
@@ -174,13 +179,13 @@ class Ranks:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hear the others, until they have answered the end of the run, or are gone."""
+        """Listen to the other ranks until they have confirmed the end of the run, or are gone."""
         threads = [threading.Thread(target=self._listen, args=(rank,), daemon=True) for rank in self.others]
         for thread in threads:
             thread.start()
         try:
             yield
-        finally:  # a thread that comes back from torch while the interpreter ends would abort the process
+        finally:  # a thread that returns from torch during interpreter shutdown would abort the process
             for thread in threads:
                 thread.join(_FAREWELL)
 
@@ -195,26 +200,29 @@ class Ranks:
             self._inbox.put((rank, None))
 
     def _hear(self, rank: int) -> Any:
-        """The bytes of the next message of `rank`, or the exit status with which the run has ended."""
+        """Return the bytes of the next message of `rank`, or the exit status with which the run has ended."""
         kind, number = _received(torch.empty(2, dtype=torch.int64), rank).tolist()
         return number if kind == _END else _received(torch.empty(number, dtype=torch.uint8), rank)
 
     def _unpacked(self, data: Tensor) -> Any:
         packed = io.BytesIO(data.numpy().data)
-        return torch.load(packed, map_location=self.fabric.device, weights_only=False)  # any object, of a trusted peer
+        return torch.load(packed, map_location=self.fabric.device, weights_only=False)  # any object of a trusted peer
 
     def _ended(self, status: int) -> None:
-        """Rank 0's run has ended: answer, so that it may stop listening too; or end with it."""
+        """Handle the end of rank 0's run: confirm it, so that rank 0 stops listening, or end with its status."""
         if self.rank > 0 and status != 0:
             self._leave(status)
         if self.rank > 0:
             self._header(0, _END, 0)
 
     def _stop_once(self, number: int, frame: object) -> None:
-        """Handles a signal; one that comes while a message goes out waits, or the next would be read as its rest."""
+        """Handle a signal once. If a message is being sent, the exception is raised after it.
+
+        Otherwise the receiver would read the next message as the rest of this one.
+        """
         _ignore(signal.SIGTERM, signal.SIGINT)
-        words = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
-        error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(words)
+        reason = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
+        error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(reason)
         if not self._sending:
             raise error
         self._stop = error
@@ -223,7 +231,7 @@ class Ranks:
         _ignore(signal.SIGTERM, signal.SIGINT)
         status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
         for rank in self.others:
-            with suppress(RuntimeError):  # it may be the one that was lost
+            with suppress(RuntimeError):  # it may be the lost rank
                 self._header(rank, _END, status)
 
     def _header(self, rank: int, kind: int, number: int) -> None:
@@ -236,46 +244,53 @@ class Ranks:
         raise LostRank(f"`ranks` must all live until the run ends, got the end of rank {rank}.")
 
     def _leave(self, status: int, words: str = "") -> NoReturn:
-        """End this process now. The main thread may be deep in a client's round and cannot be told; it owns no file."""
-        self._leaving.acquire()  # for good: two threads may find that rank 0 is gone
+        """End this process immediately.
+
+        The main thread may be in the middle of a client's round and cannot be notified; it has no open files.
+        """
+        self._leaving.acquire()  # never released: two threads may notice that rank 0 is gone
         if words:
             print(words, file=sys.stderr, flush=True)
         os._exit(status)
 
     def _portable(self, error: Exception) -> Exception:
-        """The exception as rank 0 may raise it, with where it came from."""
+        """Return the exception in a form that rank 0 can raise, with a note on where it was raised."""
         where = f"On rank {self.rank}:\n{''.join(traceback.format_exception(error))}"
         try:
             error = pickle.loads(pickle.dumps(error))
-        except Exception:  # whatever a class of exceptions does when it is pickled
+        except Exception:  # the class may raise anything when it is pickled
             error = RuntimeError(f"{type(error).__name__}: {error}")
         error.add_note(where)
         return error
 
     def _own_cores(self) -> int:
-        """This rank's share of the cores it may run on: SLURM may have bound each rank to its own, torchrun has not."""
+        """Return the number of cores for this rank.
+
+        SLURM may have bound each rank to separate cores. torchrun does not, so ranks with the same cores share them
+        evenly.
+        """
         affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        own = (socket.gethostname(), sorted(affinity))
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, own)
-        return max(1, len(affinity) // everyone.count(own))
+        host_and_cores = (socket.gethostname(), sorted(affinity))
+        all_ranks: list[Any] = [None] * self.size
+        dist.all_gather_object(all_ranks, host_and_cores)
+        return max(1, len(affinity) // all_ranks.count(host_and_cores))
 
 
 def _fabric(device: str, launch: Launch) -> Fabric:
-    """Fabric with one device of this machine for each rank; the ranks have then found each other."""
+    """Return a launched Fabric with one device of this machine for each rank."""
     try:
         if launch.size == 1:
             return Fabric(accelerator=device, devices=1, plugins=[LightningEnvironment()])
         by_torchrun = TorchElasticEnvironment.detect()
         environment = TorchElasticEnvironment() if by_torchrun else SLURMEnvironment(auto_requeue=False)
-        # gloo, between CPUs: messages are few, of any size and of any object, and notice when a peer dies; whatever
-        # is on a GPU stays there until the end of a client's round.
+        # gloo (between CPUs): messages are few, contain arbitrary objects, and must fail when a peer dies. Tensors on a
+        # GPU stay there until the end of a client's round.
         strategy = DDPStrategy(cluster_environment=environment, process_group_backend="gloo")
         hosts = launch.size // launch.local_size
         fabric = Fabric(accelerator=device, devices=launch.local_size, num_nodes=hosts, strategy=strategy)
     except (MisconfigurationException, ValueError, RuntimeError) as error:
         raise UserError(f"`engine.device` must be a device of this machine, got {device!r}: {_first(error)}") from None
-    logging.disable(logging.INFO)  # it would tell of each rank on each rank
+    logging.disable(logging.INFO)  # otherwise each rank logs a line about every rank
     try:
         fabric.launch()
     except (ValueError, RuntimeError) as error:
@@ -292,9 +307,9 @@ def _first(error: Exception) -> str:
 
 
 def _received(buffer: Tensor, rank: int) -> Tensor:
-    """The buffer, filled with what `rank` sends next."""
+    """Return the buffer, filled with the next data from `rank`."""
     work = dist.irecv(buffer, rank)
-    assert work is not None  # for mypy: this process is in the group
+    assert work is not None  # for mypy: this process belongs to the group
     work.wait(_PATIENCE)
     return buffer
 
@@ -308,9 +323,9 @@ def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
         yield
         return
     before = {number: signal.signal(number, handler) for number in numbers}
-    yield  # after an exception the process is about to end, and must still say why: the old handlers stay away
-    for number, own in before.items():
-        signal.signal(number, own)
+    yield  # after an exception the old handlers are not restored: the process still has to report the reason, and ends
+    for number, old_handler in before.items():
+        signal.signal(number, old_handler)
 
 
 def _ignore(*numbers: signal.Signals) -> None:

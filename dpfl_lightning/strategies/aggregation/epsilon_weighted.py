@@ -1,4 +1,4 @@
-"""WeiAvg: weights by the budgets that clients claim."""
+"""WeiAvg: clients are weighted by the privacy budgets that they claim."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from dpfl_lightning.federated.server.view import View
 
 
 class EpsilonWeighted(Strategy):
-    """WeiAvg: `w_i = epsilon_i / sum_j epsilon_j` over the participants.
+    """WeiAvg: weights are proportional to budgets, `w_i = epsilon_i / sum_j epsilon_j` over the participants.
 
-    Trusts the claimed epsilon: a client that overstates its budget gains weight.
+    The claimed epsilon is trusted: a client that overstates its budget gains weight.
 
-    **Privacy** Post-processing; the clients' budgets themselves are disclosed to the server.
+    **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
+
+    Raises:
+        UserError: a client has no finite budget.
 
     Reference: Liu et al. (2021), Algorithm 2.
     """

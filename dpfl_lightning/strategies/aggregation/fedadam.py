@@ -1,4 +1,4 @@
-"""Adam at the server (FedAdam)."""
+"""FedAdam: Adam on the server."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from dpfl_lightning.federated.server.view import ServerState, View
 
 
 class FedAdam(Strategy):
-    """Takes Adam steps with the aggregated update: `models += learning_rate * m / (sqrt(v) + epsilon)`.
+    """FedAdam: Adam steps with the aggregated update, `models += learning_rate * m / (sqrt(v) + epsilon)`.
 
-    A model that no client trained stays as it is. Where privacy noise dominates, `v` mostly measures the noise.
+    A model that no client trained is not changed. Where privacy noise dominates, `v` mostly measures the noise.
 
     Args:
-        learning_rate: of the server, > 0.
-        beta1, beta2: decays of the moments `m` and `v`, in [0, 1).
-        epsilon: > 0; bounds the step of parameters that hardly move; `v` starts at its square.
+        learning_rate: learning rate of the server, > 0.
+        beta1: decay of the first moment `m`, in [0, 1).
+        beta2: decay of the second moment `v`, in [0, 1).
+        epsilon: > 0; it bounds the step of parameters that hardly move, and `v` starts at its square.
 
     **Privacy** Post-processing.
 

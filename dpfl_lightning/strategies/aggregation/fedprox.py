@@ -1,4 +1,4 @@
-"""FedProx: local steps are pulled back to the round's model."""
+"""FedProx: local training is pulled towards the round's model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from dpfl_lightning.federated.server.view import View
 
 
 class FedProx(Strategy):
-    """Adds `pull * (parameters - model of the round)` to every local step; goes beside a base rule.
+    """FedProx: adds `pull * (parameters - model of the round)` to every local step.
 
-    Against clients drifting apart when data differ or local steps are many.
+    This keeps clients from drifting apart if their data differ or they take many local steps. It is combined with a
+    base rule.
 
     Args:
-        pull: the proximal strength mu, >= 0; 0 is no pull.
+        pull: strength mu of the proximal term, >= 0; 0 turns it off.
 
-    **Privacy** The pull is a function of released models, added after the noise: it costs nothing.
+    **Privacy** The pull is a function of released models and is added after the noise: it costs nothing.
 
     Reference: Li et al. (2020), with the proximal term outside the clipping.
     """

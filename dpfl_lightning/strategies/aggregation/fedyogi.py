@@ -1,4 +1,4 @@
-"""Yogi at the server (FedYogi)."""
+"""FedYogi: Yogi on the server."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 
 
 class FedYogi(FedAdam):
-    """`FedAdam` whose second moment changes additively: `v -= (1 - beta2) * update^2 * sign(v - update^2)`.
+    """FedYogi: FedAdam with an additive second moment, `v -= (1 - beta2) * update^2 * sign(v - update^2)`.
 
-    One noisy round therefore changes the size of later steps less than in Adam. The options are those of `FedAdam`.
+    One noisy round therefore changes the size of later steps less than in Adam. The options are those of `fedadam`.
 
     **Privacy** Post-processing.
 

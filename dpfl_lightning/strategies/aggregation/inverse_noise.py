@@ -1,4 +1,4 @@
-"""Weights by the noise that clients say is in their updates: the least noise that weights can give."""
+"""Weights by the inverse noise variance that follows from the parameters that clients report."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from dpfl_lightning.federated.server.view import View
 
 
 class InverseNoise(Strategy):
-    """`w_i ~ 1 / v_i`, v_i the variance of the noise in client i's update; without noise all weigh the same.
+    """Inverse-variance weights: `w_i ~ 1 / v_i`, where v_i is the variance of the noise in client i's update.
 
-    Believes what clients say of budgets, batch sizes and clip norms; `noise_aware` finds the same out from the updates.
+    Among all weights of the mean these give the least noise. Without noise all clients have the same weight. The
+    reported budgets, batch sizes and clip norms are trusted; `noise_aware` estimates the variances from the updates.
 
-    **Privacy** Post-processing; budgets and batch sizes are disclosed to the server.
+    **Privacy** Post-processing. Budgets and batch sizes are disclosed to the server.
     """
 
     role = "base"

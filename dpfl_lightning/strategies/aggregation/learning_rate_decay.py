@@ -1,4 +1,4 @@
-"""Local steps that become smaller from round to round."""
+"""Decay of the local learning rate over the rounds."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from dpfl_lightning.federated.server.view import View
 
 
 class LearningRateDecay(Strategy):
-    """Every client's learning rate in round t is its own / (1 + t / `half_after`); goes beside a base rule.
+    """Divides every client's learning rate in round t by `1 + t / half_after`.
+
+    It is combined with a base rule.
 
     Args:
-        half_after: rounds after which it is half, > 0.
+        half_after: number of rounds after which the learning rate has halved, > 0.
 
-    **Privacy** A function of the round: it costs nothing, and noise multipliers do not depend on it.
+    **Privacy** The decay is a function of the round: it costs nothing, and noise multipliers do not depend on it.
 
-    Reference: Ma et al., "The Power of Bias", section VI: 200, or 100 on CIFAR-10.
+    Reference: Ma et al., "The Power of Bias", section VI, with `half_after` 200, or 100 on CIFAR-10.
     """
 
     needs_training = True

@@ -1,4 +1,4 @@
-"""The cautious rival: everybody trains with the smallest budget of all."""
+"""Baseline in which all clients train with the smallest budget of the federation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 
 class MinimumEpsilon(SizeWeighted):
-    """Every client uses `min_j epsilon_j`; weights by data size.
+    """Trains every client with the smallest budget, `min_j epsilon_j`, and weights clients by data size.
 
     **Guarantees** No client spends more than the smallest budget of the federation.
 
-    **Privacy** Post-processing; changes the budgets before noise is solved.
+    **Privacy** Post-processing. The budgets are changed before the noise is solved.
 
     Reference: Malekmohammadi et al. (2024), section 4.
     """

@@ -1,4 +1,4 @@
-"""Robust-HDP: weights by how noisy each update is, judged by the updates themselves."""
+"""Robust-HDP: weights by the noise variance of each update, estimated from the updates themselves."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.mechanism import Mechanism
 
 _KEY = "strategies.noise_aware"
-_ENOUGH = 8  # clients of one model that can be judged among themselves
-_FEW = 3.0  # clients that count, below which the user is told
-_MOST_STEPS = 1.5  # of a sum, over those of its mean: beyond 2 it may swing to and fro where local training converges
-_UNLIKE = ("dirichlet", "shards")  # partitions that give clients data of different kinds
+_ENOUGH = 8  # fewest clients of one model whose noise is estimated among themselves
+_FEW = 3.0  # effective number of clients below which the user is warned
+_MOST_STEPS = 1.5  # largest scale of an update: beyond 2 it may oscillate where local training converges
+_UNLIKE = ("dirichlet", "shards")  # partitions with different label distributions
 
 
 def judged_groups(model_of: Sequence[int]) -> tuple[int, ...]:
-    """Which clients are judged together, `[C]`: those of one model if every model has 8, else all.
+    """Return the group `[C]` within which each client's noise is estimated.
+
+    The groups are the clients of each model if every model has at least 8; otherwise all clients are one group.
 
     >>> judged_groups([0] * 8 + [1] * 7) == (0,) * 15, judged_groups([0] * 8 + [1] * 8) == (0,) * 8 + (1,) * 8
     (True, True)
@@ -42,34 +44,37 @@ def judged_groups(model_of: Sequence[int]) -> tuple[int, ...]:
 def estimate_by_group(
     deltas: Tensor, groups: Sequence[int], options: EstimatorOptions, truth: Tensor | None = None
 ) -> Estimate:
-    """`estimate` of each group by itself; of the diagnostics the worst.
+    """Return the `estimate` of each group separately, with the worst of the diagnostics.
 
     Args:
-        deltas: `[C, P]`, released.
-        groups: `[C]`.
-        options: see there.
-        truth: `[C]`, for `oracle`.
+        deltas: released updates `[C, P]`.
+        groups: group of each client, `[C]`.
+        options: see `EstimatorOptions`.
+        truth: true variances `[C]`, for the estimator `oracle`.
     """
-    noise_var, told = torch.zeros(len(groups), dtype=torch.float64), dict[str, list[float]]()
+    noise_var, diagnostics = torch.zeros(len(groups), dtype=torch.float64), dict[str, list[float]]()
     for rows in _rows_of(groups):
-        own = deltas if len(rows) == len(groups) else deltas[rows]
-        found = estimate(own, options, None if truth is None else truth[rows])
-        noise_var[rows] = found.noise_var
-        for key, value in found.diagnostics.items():
-            told.setdefault(key, []).append(value)
-    return Estimate(noise_var, {key: (min if key == "converged" else max)(own) for key, own in told.items()})
+        group_deltas = deltas if len(rows) == len(groups) else deltas[rows]
+        group_estimate = estimate(group_deltas, options, None if truth is None else truth[rows])
+        noise_var[rows] = group_estimate.noise_var
+        for key, value in group_estimate.diagnostics.items():
+            diagnostics.setdefault(key, []).append(value)
+    return Estimate(
+        noise_var, {key: (min if key == "converged" else max)(values) for key, values in diagnostics.items()}
+    )
 
 
 def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> float:
-    """What makes a sum of updates hold as many local steps as under weights by data size, 1.5 at most.
+    """Return the factor that makes an aggregate represent as many local steps as weights by data size; at most 1.5.
 
-    More would carry the model so far beyond where clients went that it swings to and fro, as over-relaxed steps do
-    beyond 2: at Dist5, which asks for 2.3, two runs of 30 rounds had 63.0 and 70.4 %, with this bound 75.9 %.
+    A larger factor would move the model so far beyond the clients' updates that it oscillates, as over-relaxed steps do
+    beyond 2. At Dist5, where the factor would be 2.3, two runs of 30 rounds reached 63.0 and 70.4 %; with the bound of
+    1.5 the accuracy was 75.9 %.
 
     Args:
-        share: `[C]`, the weights of the sum.
-        steps: length C, local steps behind each update.
-        records: length C, training records of each client.
+        share: weights of the aggregate, `[C]`.
+        steps: local steps behind each update, length C.
+        records: training records of each client, length C.
 
     >>> step_scale(torch.tensor([3.0, 1.0]), steps=[10, 30], records=[100, 100])
     1.3333333333333333
@@ -84,14 +89,14 @@ def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> f
 
 @dataclass(frozen=True)
 class _Known:
-    """The last estimate: `[N]` each, `mechanism` `[N, 4]`.
+    """The last estimate; the tensors are `[N]`, `mechanism` is `[N, 4]`.
 
     Args:
-        round: it was made in.
-        noise_var: float64, of one parameter; NaN: the client was not in it.
-        steps: int64, behind the update; 0: the client was not in it.
-        group: int64, that the client was judged in.
-        mechanism: float64, the numbers of its steps' mechanism; 0: not known.
+        round: round in which it was made.
+        noise_var: noise variance of one parameter, float64; NaN for clients that were not in the round.
+        steps: local steps behind the update, int64; 0 for clients that were not in the round.
+        group: group within which the client's noise was estimated, int64.
+        mechanism: the numbers of the client's mechanism, float64; 0 if unknown.
     """
 
     round: int
@@ -104,44 +109,48 @@ class _Known:
 
 
 class NoiseAware(Strategy):
-    """Robust-HDP: `w_i ~ 1 / v_i`, or `w_i ~ steps_i / v_i`, with v the estimated noise variances of the updates.
+    """Robust-HDP: `w_i ~ 1 / v_i` or `w_i ~ steps_i / v_i`, where v_i is the estimated noise variance of update i.
 
-    For clients whose budgets or batch sizes differ and whose data are alike. With equal noise size_weighted is as
-    good; with data of different kinds beside different batch sizes the few quietest clients decide what is learned.
+    It suits clients whose budgets or batch sizes differ and whose data are alike. With equal noise `size_weighted` is
+    as good. If both the kind of data and the batch sizes differ between clients, the few clients with the least noise
+    decide what is learned.
 
     Args:
-        estimator: `rpca` (robust PCA, the paper's), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle`: the true
-            variances, for simulations.
-        objective: `max_snr`, the best ratio of signal to noise if every local step brings as much signal, scaled to as
-            many steps as under weights by data size (by 1.5 at most), so that a learning rate serves both; or
-            `min_variance`, the least noise, which starves clients of many small steps and moves the model less (the
-            paper's).
-        reestimate_every: rounds from one estimate to the next, >= 1; 0 or `first_round` keeps the first one.
-        floor: a variance counts as at least this share of the median, >= 0.
-        max_weight: no client weighs more, in (0, 1]; the only bound on a client that sends next to nothing, 0.5 is a
-            safe one. Exact if no other strategy has a say.
-        rows: `rpca`: parameters of one block; null takes all at once.
-        blocks: `rpca`: blocks to average over; null takes all.
-        row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, the paper's).
+        estimator: `rpca` (robust PCA, as in the paper), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle` (the
+            true variances, for simulations).
+        objective: `max_snr` maximises the signal-to-noise ratio, assuming that every local step contributes the same
+            signal; the update is scaled to as many steps as under weights by data size (by at most 1.5), so that the
+            same learning rate works for both. `min_variance` (as in the paper) minimises the noise; clients with many
+            small steps then get little weight, and the model moves less.
+        reestimate_every: number of rounds between two estimates, >= 1; 0 or `first_round` keeps the first estimate.
+        floor: lower bound on a variance, as a share of the median variance, >= 0.
+        max_weight: upper bound on a client's weight, in (0, 1]. It is the only bound on the influence of a client that
+            sends an update near zero; 0.5 is a safe value. The bound is exact if no other strategy changes the weights.
+        rows: `rpca`: number of parameters in one block; null takes all at once.
+        blocks: `rpca`: number of blocks to average over; null takes all.
+        row_choice: `rpca`: `random` (from a public seed) or `head` (the first ones, as in the paper).
         preset: `rpca`: `fast`, `candes` or `release` (the paper's code).
-        rank: `hetero_pca`: directions that clients share, >= 1.
+        rank: `hetero_pca`: number of directions that clients share, >= 1.
 
-    A round that lies between two estimates keeps no single update. It must hold only clients that were in the last
-    one, after as many local steps of the same noise and batch (beside `clustered` those of round 1 are others) and
-    judged together; else the whole round is estimated anew, for the scales of two estimates may differ. Clients of
-    different models are judged apart where every model has 8 of them.
+    In a round without a new estimate the server keeps no single update. All clients of such a round must have been in
+    the last estimate, with the same number of local steps, noise and batch size, and in the same group. Otherwise the
+    whole round is estimated anew, because the scales of two estimates may differ. (With `clustered` the steps of round
+    1 differ from those of later rounds.) If every model has at least 8 clients, the noise of each model's clients is
+    estimated separately.
 
-    Reads no claim about budgets, batches or noise, `oracle` apart, but for whether they changed; `max_snr` counts local
-    steps, which follow from announced numbers of records. Robust to false claims, not to false updates.
+    Except for `oracle`, reported budgets, batch sizes and noise are used only to detect changes. `max_snr` also uses
+    the number of local steps, which follows from the reported number of records. The weights are robust to false
+    reports, but not to false updates.
 
-    **Privacy** Post-processing of released updates: charges nothing.
+    **Privacy** Post-processing of released updates; nothing is charged.
 
     Raises:
-        UserError: an unknown name, or a number out of range.
+        UserError: a name is unknown, or a number is out of range.
 
-    Reference: Malekmohammadi et al. (2024), Algorithm 1: `objective: min_variance, row_choice: head`; its code has also
-    `reestimate_every: first_round, preset: release`. `max_snr`, floor, cap and other estimators are not in the paper;
-    what other strategies multiply onto the weights does not change the scale of `max_snr`.
+    Reference: Malekmohammadi et al. (2024), Algorithm 1, which is `objective: min_variance, row_choice: head`; its code
+    also uses `reestimate_every: first_round, preset: release`. `max_snr`, `floor`, `max_weight` and the other
+    estimators are not in the paper. Factors that other strategies apply to the weights do not change the scale of
+    `max_snr`.
 
     >>> updates = ClientUpdates((0, 1), (10, 10), noise_std=(), deltas=torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
     >>> estimate_by_group(updates.released, judged_groups([0, 0]), EstimatorOptions()).noise_var
@@ -172,7 +181,7 @@ class NoiseAware(Strategy):
         try:
             self._options = EstimatorOptions(estimator, PRESETS[preset], rows, blocks, row_choice, rank)
             weights(torch.ones(1), [1], **self._rule)  # type: ignore[arg-type]
-        except UserError as error:  # their keys are those of this strategy
+        except UserError as error:  # add the prefix of this strategy to the key
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
         if estimator == "oracle":
             self.caveats = (
@@ -187,8 +196,8 @@ class NoiseAware(Strategy):
         partition = view.run.options.get("data", {}).get("partition", {}).get("name")
         if partition in _UNLIKE and len(set(view.facts.batch_size)) > 1:
             warnings.warn(
-                f"strategy noise_aware: data differ between clients (partition {partition}) and so do batch sizes: the "
-                "few clients with the largest batches will decide what is learned. Equal batch sizes are better here.",
+                f"strategy noise_aware: data differ between clients (partition {partition}) and so do batch sizes, so "
+                "the few clients with the largest batches will decide what is learned. Use equal batch sizes here.",
                 UserNotice,
                 stacklevel=2,
             )
@@ -201,7 +210,7 @@ class NoiseAware(Strategy):
         clients = list(plan.clients)
         if known.steps[clients].tolist() != list(plan.steps):
             return True
-        if known.mechanism[clients].tolist() != [_numbers(own) for own in plan.mechanism_of]:
+        if known.mechanism[clients].tolist() != [_numbers(mechanism) for mechanism in plan.mechanism_of]:
             return True
         groups = [known.group[[plan.clients[row] for row in rows]] for rows in _rows_of(plan.model_of)]
         return any(len(group.unique()) > 1 for group in groups)
@@ -230,8 +239,8 @@ class NoiseAware(Strategy):
         if self._known is None:
             return {}
         age = view.state.round - self._known.round
-        told = {f"{self._options.name}_{key}": value for key, value in self._diagnostics.items() if age == 0}
-        return {"estimated_noise_std": self._known.noise_var.sqrt(), "rounds_since_estimate": age, **told}
+        diagnostics = {f"{self._options.name}_{key}": value for key, value in self._diagnostics.items() if age == 0}
+        return {"estimated_noise_std": self._known.noise_var.sqrt(), "rounds_since_estimate": age, **diagnostics}
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._known is None else vars(self._known).copy()
@@ -244,15 +253,15 @@ class NoiseAware(Strategy):
         width, groups, truth = deltas.shape[1], judged_groups(model_of), None
         if self._options.name == "oracle":
             truth = width * torch.tensor(updates.noise_std, dtype=torch.float64) ** 2
-        found = estimate_by_group(deltas, groups, self._options, truth)
+        estimated = estimate_by_group(deltas, groups, self._options, truth)
         noise_var = torch.full((count,), torch.nan, dtype=torch.float64)
         steps, group = torch.zeros(2, count, dtype=torch.long)
-        noise_var[clients] = found.noise_var / width
+        noise_var[clients] = estimated.noise_var / width
         steps[clients], group[clients] = torch.tensor(updates.steps), torch.tensor(groups)
         mechanism = torch.zeros(count, len(dataclasses.fields(Mechanism)), dtype=torch.float64)
         if updates.mechanism_of:
-            mechanism[clients] = torch.tensor([_numbers(own) for own in updates.mechanism_of], dtype=torch.float64)
-        self._diagnostics = found.diagnostics
+            mechanism[clients] = torch.tensor([_numbers(one) for one in updates.mechanism_of], dtype=torch.float64)
+        self._diagnostics = estimated.diagnostics
         return _Known(view.round, noise_var, steps, group, mechanism)
 
     def _warn_of_few(self, share: Tensor, clients: Sequence[int]) -> None:
@@ -263,19 +272,19 @@ class NoiseAware(Strategy):
         heaviest = int(share.argmax())
         warnings.warn(
             f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {clients[heaviest]} has "
-            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. max_weight bounds it.",
+            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it.",
             UserNotice,
             stacklevel=2,
         )
 
 
 def _numbers(mechanism: Mechanism) -> list[float]:
-    """What two mechanisms of a run can differ in."""
+    """Return the numbers of a mechanism, in which two mechanisms of a run can differ."""
     return [float(number) for number in dataclasses.astuple(mechanism)]
 
 
 def _rows_of(groups: Sequence[int]) -> Iterator[list[int]]:
-    """The rows of each group."""
+    """Yield the rows of each group."""
     rows: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)

@@ -1,4 +1,4 @@
-"""PFA: the updates of clients with small budgets are projected onto what those with large budgets found."""
+"""PFA: updates of clients with small budgets are projected onto a subspace of updates of clients with large budgets."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ _VARIANTS = ("liu_code", "liu_printed", "hdpfl")
 
 
 def projected_mean(deltas: Tensor, weights: Tensor, public: Tensor, variant: str, components: int = 1) -> Tensor:
-    """The weighted mean of the updates, private ones by their image in the subspace of the public ones, `[P]`.
+    """Return the weighted mean `[P]` of the updates, with private updates projected onto the public subspace.
 
-    With `m` and `s` the public updates' mean and standard deviation and `V` their `components` leading directions:
+    Let `m` and `s` be the mean and standard deviation of the public updates, and `V` their `components` leading
+    directions. A private update x is replaced by:
 
-    - liu_code: `V V' (x - m) + m`, `V` of the centred public updates;
-    - liu_printed: `v v' x`, `v` the direction of the weighted public mean;
+    - liu_code: `V V' (x - m) + m`, with `V` of the centred public updates;
+    - liu_printed: `v v' x`, with `v` the direction of the weighted public mean;
     - hdpfl: as liu_code, in coordinates `(x - m) / s`.
 
     Args:
-        deltas: `[C, P]`.
-        weights: `[C]`, >= 0, of sum 1.
-        public: `[C]` bool; all or none is the plain weighted mean.
+        deltas: updates `[C, P]`.
+        weights: `[C]`, >= 0, with sum 1.
+        public: `[C]` bool; if all or none are public, the result is the plain weighted mean.
         variant: liu_code, liu_printed or hdpfl.
-        components: dimension of the subspace, >= 1; liu_printed has one.
+        components: dimension of the subspace, >= 1; liu_printed always uses 1.
     """
     if bool(public.all()) or not bool(public.any()):
         return (weights @ deltas.double()).to(deltas.dtype)
@@ -44,21 +45,21 @@ def projected_mean(deltas: Tensor, weights: Tensor, public: Tensor, variant: str
 
 
 def _image(x: Tensor, public: Tensor, weights: Tensor, variant: str, components: int) -> Tensor:
-    """`x` `[P]` in the subspace of the public updates `[m, P]`."""
+    """Project `x` `[P]` into the subspace of the public updates `[m, P]`."""
     mean = public.mean(dim=0)
-    if variant == "liu_printed" or len(public) == 1:  # one centred update is zero: it is its own direction
+    if variant == "liu_printed" or len(public) == 1:  # one centred update is zero, so the update itself is used
         main = (weights @ public if variant == "liu_printed" else mean)[None]
         return _projected(x, main, 1, 0.0)
     scale = torch.ones_like(mean)
     if variant == "hdpfl":
         std = public.std(dim=0, correction=0)
         scale = torch.where(std > 0, std, 1.0)
-    rounding = 1e-24 * float((public / scale).square().sum())  # of updates that are all the same
+    rounding = 1e-24 * float((public / scale).square().sum())  # of equal updates
     return _projected((x - mean) / scale, (public - mean) / scale, components, rounding) * scale + mean
 
 
 def _projected(x: Tensor, rows: Tensor, components: int, rounding: float) -> Tensor:
-    """`x` `[P]` on the leading right singular vectors of `rows` `[m, P]`, through their m x m Gram matrix."""
+    """Project `x` `[P]` onto the leading right singular vectors of `rows` `[m, P]`, using their m x m Gram matrix."""
     values, vectors = torch.linalg.eigh(rows @ rows.T)
     kept = values[-components:] > max(1e-12 * float(values[-1]), rounding)
     values, vectors = values[-components:][kept], vectors[:, -components:][:, kept]
@@ -66,7 +67,14 @@ def _projected(x: Tensor, rows: Tensor, components: int, rounding: float) -> Ten
 
 
 def larger_budgets(epsilon: np.ndarray, grouping: str, top_fraction: float, seed: int) -> np.ndarray:
-    """Which clients are "public": the group with the larger mean budget, `[N]` bool; all of them if they are equal."""
+    """Return which clients are "public" `[N]` bool: the group with the larger mean budget, or all if budgets are equal.
+
+    Args:
+        epsilon: claimed budget of each client, `[N]`.
+        grouping: `top`, or a key of `_GROUPINGS`.
+        top_fraction: share of the clients that is public under `top`, in (0, 1).
+        seed: of the grouping.
+    """
     if epsilon.max() == epsilon.min():
         return np.ones(len(epsilon), dtype=bool)
     if grouping == "top":
@@ -107,25 +115,26 @@ _GROUPINGS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
 class Pfa(EpsilonWeighted):
     """Projected federated averaging: weights by claimed budgets, small budgets projected onto large ones.
 
-    Clients are split once by their claimed epsilon into "public" (large) and "private" (small); in every round the
-    private updates are replaced by their projection onto the leading directions of the public ones (`projected_mean`).
-    A round with only one of the two kinds is WeiAvg.
+    Clients are split once, by their claimed epsilon, into "public" (large) and "private" (small). In every round the
+    private updates are replaced by their projection onto the leading directions of the public updates. If a round has
+    only clients of one kind, it is WeiAvg (`epsilon_weighted`). The claimed epsilon is trusted twice: for the weights
+    and for the groups.
 
     Args:
-        variant: liu_code (default), liu_printed or hdpfl (what the noise-aware paper's numbers came from).
-        grouping: mixture (default: two Gaussians), top (the largest `top_fraction`), kmeans or hierarchical.
-        components: dimension of the subspace, >= 1.
-        top_fraction: share of clients that are public under `top`, in (0, 1).
+        variant: form of the projection: `liu_code`, `liu_printed`, or `hdpfl`, with which the numbers of the
+            noise-aware paper were computed.
+        grouping: how clients are split: `mixture` (two Gaussians), `top` (the largest `top_fraction`), `kmeans` or
+            `hierarchical`.
+        components: dimension of the subspace, >= 1; `liu_printed` always uses 1.
+        top_fraction: share of clients that are public with `grouping: top`, in (0, 1).
 
-    Trusts the claimed epsilon, twice: for weights and for groups.
-
-    **Privacy** Post-processing; the clients' budgets themselves are disclosed to the server.
+    **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
 
     Raises:
-        UserError: an unknown variant or grouping, or a number out of range.
+        UserError: a name is unknown, a number is out of range, or a client has no finite budget.
 
-    Reference: Liu et al. (2021), Algorithm 3 (liu_printed) and its code (liu_code, there for each parameter tensor,
-    here for the whole vector); Malekmohammadi et al. (2024)'s code (hdpfl).
+    Reference: Liu et al. (2021), Algorithm 3 (liu_printed) and its code (liu_code), which projects each parameter
+    tensor separately; here the whole vector is projected. The code of Malekmohammadi et al. (2024) (hdpfl).
     """
 
     needs_training = True
@@ -156,9 +165,9 @@ class Pfa(EpsilonWeighted):
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
         public = self.public[list(updates.clients)].to(updates.released.device)
         rows = [
-            projected_mean(updates.released, own.to(updates.released.device), public, self.variant, self.components)
-            if bool(own.any())
+            projected_mean(updates.released, share.to(updates.released.device), public, self.variant, self.components)
+            if bool(share.any())
             else torch.zeros_like(updates.released[0])
-            for own in weights
+            for share in weights
         ]
         return torch.stack(rows)

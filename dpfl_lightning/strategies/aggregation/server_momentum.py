@@ -1,4 +1,4 @@
-"""Momentum of the server's steps (FedAvgM)."""
+"""FedAvgM: momentum on the server."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from dpfl_lightning.federated.server.view import ServerState, View
 
 
 class ServerMomentum(Strategy):
-    """Adds momentum to the aggregated update: `m = momentum * m + update`, `models += learning_rate * m`.
+    """FedAvgM: adds momentum to the aggregated update.
 
-    A model that no client trained in a round stays as it is. If the number of models changes, momentum starts at zero.
+    The server computes `m = momentum * m + update` and `models += learning_rate * m`. A model that no client trained in
+    a round is not changed. If the number of models changes, the momentum is reset to zero.
 
     Args:
-        momentum: in [0, 1).
-        learning_rate: of the server, > 0.
+        momentum: decay of the momentum, in [0, 1).
+        learning_rate: learning rate of the server, > 0.
 
     **Privacy** Post-processing.
 

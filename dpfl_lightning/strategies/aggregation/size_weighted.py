@@ -1,4 +1,4 @@
-"""DPFedAvg: weights by data size."""
+"""DPFedAvg: clients are weighted by their data sizes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from dpfl_lightning.federated.server.view import View
 
 
 class SizeWeighted(Strategy):
-    """DPFedAvg: `w_i = N_i / sum_j N_j`. With `privacy: null` it is plain FedAvg.
+    """DPFedAvg: weights are proportional to data size, `w_i = N_i / sum_j N_j`.
 
-    Right when noise levels are alike; with unequal budgets or batch sizes a noise-aware rule is better.
+    With `privacy: null` this is plain FedAvg. It suits clients with similar noise levels. If budgets or batch sizes
+    differ, a noise-aware rule is better.
 
-    **Privacy** Post-processing. Trusts the announced data sizes, which are taken as public: under add-or-remove
-    adjacency an exact count is not covered by the guarantee.
+    **Privacy** Post-processing. The data sizes are trusted, and they are treated as public: under add-or-remove
+    adjacency the guarantee does not cover an exact count.
 
     Reference: Noble et al. (2021), with the weights that Malekmohammadi et al. (2024) use; McMahan et al. (2017).
     """

@@ -13,13 +13,14 @@ from dpfl_lightning.federated.server.view import View
 
 
 class TrimmedMean(Strategy):
-    """Replaces the weighted mean by a mean of each coordinate without its smallest and largest values.
+    """Replaces the weighted mean by the mean of each coordinate without its smallest and largest values.
 
-    Of the C clients that train a model, `floor(share * C)` values are dropped at each end, so that as many clients
-    cannot move the model arbitrarily far. Weights decide who counts, not how much.
+    Of the C clients that train a model, the `floor(share * C)` smallest and as many largest values are dropped, so
+    `floor(share * C)` clients cannot move the model arbitrarily far. A client with a positive weight is included; the
+    size of its weight has no effect.
 
     Args:
-        share: of the clients, dropped at each end, in [0, 0.5); 0 is the plain mean.
+        share: share of the clients that is dropped at each end, in [0, 0.5); 0 is the plain mean.
 
     **Privacy** Post-processing.
 
@@ -41,7 +42,7 @@ class TrimmedMean(Strategy):
         return torch.stack([self._centre(deltas[row]) if row.any() else nothing for row in clients_of])
 
     def _centre(self, deltas: Tensor) -> Tensor:
-        """The centre `[...]` of the rows of `[C, ...]`, C > 0."""
+        """Return the centre `[...]` of the rows of `deltas` `[C, ...]`, C > 0."""
         dropped = int(self._share * len(deltas))
         kept = deltas.sort(dim=0).values[dropped : len(deltas) - dropped]
         return kept.mean(dim=0, dtype=torch.float64).to(deltas.dtype)

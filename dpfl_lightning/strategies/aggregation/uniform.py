@@ -1,4 +1,4 @@
-"""Every participant counts the same."""
+"""Equal weights for all participants."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from dpfl_lightning.federated.server.view import View
 
 
 class Uniform(Strategy):
-    """`w_i = 1 / C`. Needs nothing from the clients, not even their data sizes.
+    """Gives every participant the same weight, `w_i = 1 / C`.
+
+    It needs no information about the clients, not even their data sizes.
 
     **Privacy** Post-processing.
     """

@@ -1,4 +1,4 @@
-"""Who was in which group in a round: noted by strategies that form groups, and told to watchers."""
+"""Base class of strategies that form groups: the metric `group` of a round."""
 
 from __future__ import annotations
 
@@ -12,14 +12,17 @@ from dpfl_lightning.federated.server.view import View
 
 
 class TellsGroups(Strategy):
-    """Tells `group` `[N]` of every round in which updates arrived: what `_note` was given, NaN for absent clients."""
+    """Reports the metric `group` `[N]` of each round in which updates arrived; absent clients have NaN.
+
+    A subclass passes the groups of a round to `_note`.
+    """
 
     needs_training = True
 
     _noted: tuple[int, Tensor] | None = None
 
     def _note(self, view: View, clients: Sequence[int], groups: Sequence[int]) -> None:
-        """`groups` `[C]` of the round's `clients` `[C]`."""
+        """Record the `groups` `[C]` of the round's `clients` `[C]`."""
         self._noted = view.round, of_all(clients, groups, view.facts.num_clients)
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:

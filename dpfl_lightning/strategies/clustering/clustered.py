@@ -1,4 +1,4 @@
-"""Robust clustered DPFL: one full batch from one model shows groups of clients, which then train models apart."""
+"""Robust clustered DPFL: groups of clients are found by full-batch updates in round 1, then train separate models."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", 
 
 
 def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, seed: int) -> tuple[int, ...]:
-    """A group for each client of a round, drawn from its row of `responsibilities` `[N, M]`: public randomness.
+    """Draw a group for each client of a round from its row of `responsibilities` `[N, M]`, with public randomness.
 
-    A draw depends on (seed, round, client) alone.
+    A draw depends only on (seed, round, client).
 
     >>> drawn_groups(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), clients=[1, 0], round=2, seed=0)
     (0, 1)
@@ -50,37 +50,45 @@ def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, s
 
 
 class Clustered(TellsGroups):
-    """R-DPCFL: groups of clients are found by their updates from one full batch, then trained apart.
+    """R-DPCFL: groups of clients are found by their updates from one full batch, and then train separate models.
 
-    For clients of a few very different kinds, some of them few, with records enough for a full batch to be nearly free
-    of noise. Three stages: in round 1 everybody takes a full batch from one model, and the server fits a mixture to the
-    updates; up to `switch_round` a client's model is drawn from its membership; then each client chooses by its loss.
-    Goes beside a base rule, which works within each group, before selections (`uniform_selection`), whose quotas are of
-    the later rounds, and before strategies that pull to the round's model. Everybody takes part in round 1, and who
-    sits out a later one is asked to choose there, too.
+    It suits clients of a few very different kinds, some of which may be rare, that have enough records for a full batch
+    to be nearly free of noise. Training has three stages. In round 1 all clients compute a full-batch update of one
+    model, and the server fits a mixture to the updates. Up to `switch_round` each client's model is drawn from its
+    memberships. After that each client chooses a model by its loss.
+
+    The strategy is combined with a base rule, which works within each group. Name it before selections
+    (`uniform_selection`), whose quotas are for the later rounds, and before strategies that pull towards the round's
+    model. All clients take part in round 1. In later rounds, clients that do not take part are asked to choose, too.
 
     Args:
-        num_clusters: M, or `auto`: found. 1 is the base rule alone.
-        mixture: `robust`, groups that noise does not explain, or `paper`, in two dimensions and never unsure.
-        choose_m: `robust`, auto: `split` sees groups within groups, `mss` the coarsest level only.
-        min_cluster_size: `robust`: fewer clients are no group, >= 1.
-        data_floor: `robust`: groups must also be farther apart than this share of what sampled records explain at most.
-        first_round_noise_multiplier: noise of the full batch, > 0; null is 5, and 3 above a million parameters; `same`
-            is one multiplier for all rounds (the papers'), which makes the later rounds pay for the first.
-        reuse_first_round: the first updates move the new models; if not, all begin where the run began.
-        switch_round: last round in which models are drawn, or `auto`: half the run, the less the surer groups are not.
-            Known only after round 1, so `auto` plans choices for all rounds after it: beside `selection: exponential`,
-            sure groups use half of them, and the rest's share of the budget is lost (at epsilon 5, 6,600 records and
-            200 rounds noise is 1.76 times what half of them would need). Give a number there.
-        selection: how clients choose then, see `ModelSelection`; `server_similarity` asks nobody: each client stays
-            with its likeliest group.
-        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
-        selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
-        loss_bound: of choices with noise, > 0; null is 2 log(classes).
+        num_clusters: number M of groups, or `auto`, which estimates it. 1 is the base rule alone.
+        mixture: `robust` finds only groups that noise does not explain; `paper` works in two dimensions and never
+            reports that it is uncertain.
+        choose_m: `robust` with `auto`: `split` finds groups within groups, `mss` finds only the coarsest level.
+        min_cluster_size: `robust`: smallest number of clients of a group, >= 1.
+        data_floor: `robust`: lower bound on the distance of groups, as a share of the largest distance that the
+            sampling of records explains, >= 0.
+        first_round_noise_multiplier: noise multiplier of the full batch, > 0. null is 5, or 3 above a million
+            parameters. `same` uses one multiplier for all rounds (as in the papers), so that the later rounds pay for
+            the first.
+        reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
+            parameters of the run.
+        switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
+            overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
+            `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost (at
+            epsilon 5, 6,600 records and 200 rounds the noise is 1.76 times as large as half of the choices would
+            require). Set a number in that case.
+        selection: how clients choose after `switch_round`: `exponential_frozen` (the exponential mechanism in the first
+            `selection_rounds` rounds, then the last choice is kept), `exponential` (in every round), `paper_argmin`
+            (without noise) or `server_similarity` (clients are not asked; each keeps its most likely group).
+        selection_epsilon: bounded range of one choice with noise, > 0; null is 0.03 of each client's budget.
+        selection_rounds: number of rounds with choices for `exponential_frozen`, >= 1; null is a tenth of the run's.
+        loss_bound: losses of choices with noise are clipped to [0, loss_bound], > 0; null is 2 log(classes).
 
-    A choice between models that are all the same is not asked for: that round's models are drawn. Models that nobody
-    trains stay as they are. A client that missed round 1 belongs to every group alike. With M = 1 found, training goes
-    on as under the base rule, and what was planned for choices is not spent.
+    While all models are the same, clients are not asked to choose; the models of such a round are drawn. Models that no
+    client trains are not changed. A client that missed round 1 has equal memberships in all groups. If `auto`
+    finds M = 1, training continues as under the base rule, and the budget planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
     `selection: paper_argmin` has no noise and makes every epsilon infinite.
@@ -88,13 +96,14 @@ class Clustered(TellsGroups):
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
 
     Raises:
-        UserError: an unknown name, a number out of range, an option that has no say beside another one, more clusters
-            than clients, groups to be found without noise, or a selection before it.
+        UserError: a name is unknown, a number is out of range, an option has no effect with another one, there are more
+            clusters than clients, `num_clusters` is `auto` without privacy, or a selection is named before this
+            strategy.
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
-    Federated Learning through Robust Clustering", and its revision with an unknown M. Theirs is `mixture: paper,
-    first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`. Draws and choices are timed
-    as in the revision; the first version draws in one round more.
+    Federated Learning through Robust Clustering", and its revision with an unknown M. The papers' form is `mixture:
+    paper, first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`. Draws and choices
+    take place in the same rounds as in the revision; the first version draws in one round more.
     """
 
     role = "mask"
@@ -119,13 +128,13 @@ class Clustered(TellsGroups):
         known = _count(num_clusters, f"{_KEY}.num_clusters")
         try:
             self._options = GroupOptions(known, choose_m, min_cluster_size, data_floor)
-        except UserError as error:  # its keys are those of this strategy
+        except UserError as error:  # add the prefix of this strategy to the key
             raise UserError(str(error).replace("`", f"`{_KEY}.", 1)) from None
         if mixture == "paper":
             usual = GroupOptions()
             refuse_unused(
                 _KEY,
-                "mixture paper, which finds groups in its own way",
+                "mixture paper, which finds groups by another method",
                 choose_m=(choose_m, usual.choose),
                 min_cluster_size=(min_cluster_size, usual.min_size),
                 data_floor=(data_floor, usual.data_floor),
@@ -143,14 +152,14 @@ class Clustered(TellsGroups):
         if self._by_similarity:
             refuse_unused(
                 _KEY,
-                f"selection {_SIMILARITY}, which asks nobody",
+                f"selection {_SIMILARITY}, which does not ask clients",
                 selection_epsilon=(selection_epsilon, None),
                 selection_rounds=(selection_rounds, None),
                 loss_bound=(loss_bound, None),
             )
         by_loss = SELECTIONS[0] if self._by_similarity else selection
         self._choice = ModelSelection(by_loss, selection_epsilon, selection_rounds, loss_bound, _KEY)
-        # of round 1, once it is over; rows of absent clients: equal memberships, and NaN in the picture
+        # results of round 1; absent clients have equal memberships, and NaN in `embedding`
         self.responsibilities: Tensor | None = None  # [N, M]
         self.embedding = torch.empty(0, 2)  # [N, 2]
         self.separation, self.overlap, self.confident = 0.0, 1.0, False
@@ -172,17 +181,19 @@ class Clustered(TellsGroups):
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
             return schedule
-        # groups that are not sure choose from round 2 on: what they may need must be in the plan
+        # if groups overlap, clients may choose from round 2 on, so these choices must be in the plan
         return self._choice.plan_run(schedule, view, max(0, schedule.rounds - (self._last_drawn or 1)))
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         if self._alone:
             return plan
         if plan.anchors is not None:
-            raise UserError(f"`{_KEY}` must stand before strategies that pull to the round's model, got it after one.")
+            raise UserError(
+                f"`{_KEY}` must be named before strategies that pull towards the round's model, got it after one."
+            )
         if view.round == 1:
             one = len(view.state.models) == 1
-            require(one, _KEY, "be the only strategy that begins with models of its own", len(view.state.models))
+            require(one, _KEY, "be the only strategy that creates models", len(view.state.models))
             return view.plan(first_round.PURPOSE, plan.clients)
         if self.responsibilities is None or len(view.state.models) == 1:
             return plan
@@ -194,7 +205,7 @@ class Clustered(TellsGroups):
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         if self._alone or view.round > 1:
             return None
-        return torch.zeros(len(updates.clients), dtype=torch.float64)  # leaves the model alone
+        return torch.zeros(len(updates.clients), dtype=torch.float64)  # the model is not changed
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         self._note(view, updates.clients, updates.model_of)
@@ -206,13 +217,17 @@ class Clustered(TellsGroups):
         return dataclasses.replace(state, model_of=tuple(model_of))
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        told = dict(super().metrics(view))
+        metrics = dict(super().metrics(view))
         if (cluster_metrics := self.responsibilities) is None:
-            return told
-        told |= {"num_clusters": cluster_metrics.shape[1], "confident": self.confident, "separation": self.separation}
-        told |= {"overlap": self.overlap, "switch_round": self.last_drawn_round}
+            return metrics
+        metrics |= {
+            "num_clusters": cluster_metrics.shape[1],
+            "confident": self.confident,
+            "separation": self.separation,
+        }
+        metrics |= {"overlap": self.overlap, "switch_round": self.last_drawn_round}
         entropy = -(cluster_metrics * cluster_metrics.clamp_min(1e-300).log()).sum(dim=1).mean()
-        return told | {"membership_entropy": float(entropy)} | (self.diagnostics if view.state.round == 1 else {})
+        return metrics | {"membership_entropy": float(entropy)} | (self.diagnostics if view.state.round == 1 else {})
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
         if self.responsibilities is None:
@@ -248,11 +263,11 @@ class Clustered(TellsGroups):
         key, wanted, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
         require(wanted is None or wanted <= count, key, f"be at most the {count} clients", wanted)
         blind = wanted is None and self._mixture == "robust" and math.inf in view.clip_norm
-        advice = "Groups are told from noise and clipped records, and there is neither."
+        advice = "The number of groups is estimated from noise and clipping, and there is neither."
         require(not blind, key, "be a number without privacy", "auto", advice)
 
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        """M models from one, by the mixture of the first updates."""
+        """Return the state with M models instead of one, by the mixture of the first updates."""
         mixture = self._fitted(updates, view)
         cluster_metrics = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
@@ -269,21 +284,22 @@ class Clustered(TellsGroups):
         return robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
-        """The memberships of all clients, `[N, M]`."""
+        """Store the fitted mixture, and return the memberships of all clients, `[N, M]`."""
         count, groups = view.facts.num_clients, mixture.num_groups
         self.responsibilities = torch.full((count, groups), 1 / groups, dtype=torch.float64)
         self.responsibilities[list(clients)] = mixture.responsibilities
-        self.embedding = torch.stack([of_all(clients, own, count) for own in mixture.embedding.T], dim=1)
+        self.embedding = torch.stack([of_all(clients, coordinate, count) for coordinate in mixture.embedding.T], dim=1)
         self.separation, self.overlap, self.confident = mixture.separation, mixture.overlap, mixture.confident
         self.last_drawn_round = self._last_drawn or switch_round(mixture.overlap, view.schedule.rounds)
         self.diagnostics = dict(mixture.diagnostics)
         if not mixture.confident:
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
-            held, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
-            alone = f" of a cut that leaves fewer than {size} alone" if mixture.separation > held else ""
+            threshold, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
+            alone = f" of a split with a group of fewer than {size}" if mixture.separation > threshold else ""
             warnings.warn(
-                f"strategy clustered: noise and sampled records explain round 1 as well as groups of {size} or more do "
-                f"(separation {mixture.separation:.3g}{alone}, explained are {held:.3g}): {then}.",
+                f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups "
+                f"of {size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold "
+                f"{threshold:.3g}): {then}.",
                 UserNotice,
                 stacklevel=2,
             )
@@ -292,13 +308,13 @@ class Clustered(TellsGroups):
     # -- later rounds
 
     def _models_of(self, plan: RoundPlan, cluster_metrics: Tensor, view: View) -> tuple[int, ...]:
-        """The model of each client of the plan."""
+        """Return the model of each client of the plan."""
         models = view.state.models
         if view.round <= self.last_drawn_round:
             return drawn_groups(cluster_metrics, plan.clients, view.round, view.seed)
         if self._by_similarity:
             return tuple(cluster_metrics[list(plan.clients)].argmax(dim=1).tolist())
-        if not bool((models[1:] != models[:1]).any()):  # lowest losses would send all to one model, for ever
+        if not bool((models[1:] != models[:1]).any()):  # choices would assign all clients to one model for good
             even = cluster_metrics if self.confident else torch.ones_like(cluster_metrics)
             return drawn_groups(even, plan.clients, view.round, view.seed)
         chosen = self._choice.choose(plan, view, models)
@@ -307,20 +323,23 @@ class Clustered(TellsGroups):
 
 
 def _check_order(schedule: RunSchedule) -> None:
-    """Refuse quotas of all rounds: they would be spent in round 1, which is everybody's and has a price of its own."""
-    for client, own in enumerate(schedule.clients):
-        for line in own.planned:
+    """Raise UserError if quotas were planned before this strategy.
+
+    Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
+    """
+    for client, client_schedule in enumerate(schedule.clients):
+        for line in client_schedule.planned:
             if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
                 quota = max(0, line.count - schedule.reserve)
                 raise UserError(
-                    f"`{_KEY}` must be named before strategies that say how often clients train "
+                    f"`{_KEY}` must be named before strategies that limit how often clients train "
                     f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} of "
                     f"{schedule.rounds} rounds."
                 )
 
 
 def _count(value: int | str, key: str) -> int | None:
-    """None is `auto`."""
+    """Return the whole number, or None for `auto`."""
     whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
     require(whole or value == "auto", key, "be `auto` or a whole number of at least 1", value)
     return None if isinstance(value, str) else value

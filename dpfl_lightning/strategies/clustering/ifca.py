@@ -1,4 +1,4 @@
-"""Iterative federated clustering: M models, and every client trains the one that fits its own records best."""
+"""IFCA: the server has M models, and every client trains the model that fits its records best."""
 
 from __future__ import annotations
 
@@ -20,30 +20,32 @@ _INITS = ("distinct", "random_assignment")
 
 
 class Ifca(TellsGroups):
-    """f-CDPFL: the server has M models; a client trains the one of lowest loss; the base rule works within each group.
+    """f-CDPFL (IFCA): each client trains the one of M models with its lowest loss; the base rule works within a group.
 
-    For clients of several kinds in known number. Which models the first choices meet decides much: from distinct random
-    models clients may crowd into few of them. Goes beside a base rule, and after a strategy that lets clients sit out,
-    or who sits out is asked, too. A client that has not chosen yet has a model drawn from the public seed, as many
-    clients each; a model that nobody trains stays as it is.
+    It suits clients of several kinds whose number is known. The result depends strongly on the models of the first
+    choices: from distinct random models the clients may concentrate on few of them. It is combined with a base rule,
+    and should be named after strategies that select clients; otherwise clients that are not selected are asked, too. A
+    client that has not chosen yet uses a model drawn from the public seed, with equally many clients for each model. A
+    model that no client trains is not changed.
 
     Args:
         num_clusters: M, >= 1; 1 is the base rule alone.
-        init: `distinct`, M independent random initialisations, or `random_assignment`, one for all M, which the first
-            round's clients, drawn at random, make different.
-        selection: `exponential_frozen`, `exponential` or `paper_argmin`, see `ModelSelection`, as are the next three.
-        selection_epsilon: of choices with noise: bounded range of one, > 0; null is 0.03 of each client's budget.
-        selection_rounds: of `exponential_frozen`, >= 1; null is a tenth of the run's.
-        loss_bound: of choices with noise, > 0; null is 2 log(classes).
+        init: `distinct` uses M independent random initialisations. `random_assignment` uses one initialisation for all
+            M models, which become different in the first round, because their clients are drawn at random.
+        selection: how clients choose: `exponential_frozen` (the exponential mechanism in the first `selection_rounds`
+            rounds, then the last choice is kept), `exponential` (in every round) or `paper_argmin` (without noise).
+        selection_epsilon: bounded range of one choice with noise, > 0; null is 0.03 of each client's budget.
+        selection_rounds: number of rounds with choices for `exponential_frozen`, >= 1; null is a tenth of the run's.
+        loss_bound: losses of choices with noise are clipped to [0, loss_bound], > 0; null is 2 log(classes).
 
-    **Privacy** Choices are planned, noised, charged and solved together with the training. Those of `paper_argmin` have
-    no noise and make every epsilon infinite.
+    **Privacy** Choices are planned, noised, charged and solved together with the training. Choices of `paper_argmin`
+    have no noise and make every epsilon infinite.
 
     Raises:
-        UserError: an unknown name, or a number out of range.
+        UserError: a name is unknown, or a number is out of range.
 
     Reference: Ghosh, Chung, Yin and Ramchandran (2020), Algorithm 1 with model averaging; Mansour et al. (2020),
-    HypCluster. `selection: paper_argmin` is what Malekmohammadi, Taik and Farnadi (2024) compare with as "f-CDPFL".
+    HypCluster. Malekmohammadi, Taik and Farnadi (2024) compare with `selection: paper_argmin` as "f-CDPFL".
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Ifca(TellsGroups):
         self._choice = ModelSelection(selection, selection_epsilon, selection_rounds, loss_bound, key)
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        first = 1 if self._init == "distinct" else 2  # there is nothing to choose between equal models
+        first = 1 if self._init == "distinct" else 2  # a choice between equal models is not needed
         return self._choice.plan_run(schedule, view, schedule.rounds + 1 - first if self._num_clusters > 1 else 0)
 
     def initialise(self, state: ServerState, view: View) -> ServerState:

@@ -1,4 +1,4 @@
-"""Myopic clustering: k-means on the updates of every round says who shares with whom."""
+"""KM-CDPFL: k-means on the updates of each round decides which clients share their updates."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from dpfl_lightning.strategies.clustering.local import Local
 
 
 def coordinates(deltas: Tensor) -> np.ndarray:
-    """Points with the same distances from each other as the updates `[C, P]`, in C dimensions: `[C, C]` float64.
+    """Return points `[C, C]`, float64, with the same distances between them as the updates `deltas` `[C, P]`.
 
-    C points and their mean span at most C - 1 dimensions: coordinates come from the Gram matrix of the centred updates.
+    C points and their mean span at most C - 1 dimensions, so the coordinates come from the Gram matrix of the centred
+    updates.
 
     >>> points = coordinates(torch.tensor([[0.0, 0.0, 9.0], [3.0, 4.0, 9.0]]))
     >>> round(float(np.linalg.norm(points[0] - points[1])), 12)
@@ -29,7 +30,10 @@ def coordinates(deltas: Tensor) -> np.ndarray:
 
 
 def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
-    """Which cluster each of the points `[n, d]` is in, `[n]`: k-means++, the best of 10 starts; at most n clusters."""
+    """Return the cluster `[n]` of each of the points `[n, d]`, by k-means++ with the best of 10 starts.
+
+    There are at most n clusters.
+    """
     from sklearn.cluster import KMeans
 
     count = min(num_clusters, len(points))
@@ -37,18 +41,19 @@ def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
 
 
 class KMeansClusters(TellsGroups, Local):
-    """KM-CDPFL: every client has a model of its own, and adds to it the mean update of its cluster of this round.
+    """KM-CDPFL: every client has a separate model, to which the mean update of its cluster is added in each round.
 
-    As simple as clustering gets, and myopic: updates from different models are compared as if they came from one. Goes
-    beside a base rule, which weighs within the cluster: `uniform` is the paper's mean.
+    The clusters are found anew in each round by k-means on the updates. The method is simple and myopic: it compares
+    updates from different models as if they came from one model. It is combined with a base rule, which gives the
+    weights within the cluster; the paper's mean is `uniform`.
 
     Args:
         num_clusters: M, >= 1; a round with fewer clients has as many clusters as clients.
 
-    **Privacy** Post-processing of released updates: charges nothing.
+    **Privacy** Post-processing of released updates; nothing is charged.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
 
     Reference: Werner et al. (2023), with DPSGD at the clients as in Malekmohammadi, Taik and Farnadi (2024).
     """
@@ -63,8 +68,8 @@ class KMeansClusters(TellsGroups, Local):
         self._num_clusters = num_clusters
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
-        """Row i is client i's model: 1 for each member of its cluster."""
-        order = np.argsort(updates.clients)  # labels must not depend on who came first
+        """Return the weights `[N, C]`: row i is for client i's model, with 1 for each member of its cluster."""
+        order = np.argsort(updates.clients)  # labels must not depend on the order of arrival
         seed = int(np.random.SeedSequence([view.seed, view.round]).generate_state(1)[0])
         labels = np.empty(len(order), dtype=np.int64)
         labels[order] = kmeans(coordinates(updates.released.flatten(1)[order.tolist()]), self._num_clusters, seed)

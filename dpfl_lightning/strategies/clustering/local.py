@@ -1,4 +1,4 @@
-"""Everybody for itself: a model for each client, which only its own updates move."""
+"""Local training without a federation: one model for each client."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dpfl_lightning.federated.server.view import ServerState, View
 
 
 class Local(Strategy):
-    """Every client trains a model of its own; all begin alike, and nothing is shared.
+    """Every client trains a separate model, and nothing is shared; all models start from the same parameters.
 
-    What a client gets without a federation: the mark to beat. Goes beside a base rule, which has no say here.
+    This is the baseline without a federation. It is combined with a base rule, which has no effect here.
 
-    **Privacy** Nothing beyond the updates, which are planned, noised and charged as in any run.
+    **Privacy** Nothing is released beyond the updates, which are planned, noised and charged as in any run.
 
     Reference: "Local" in Malekmohammadi, Taik and Farnadi (2025); Liu, Hu, Wu and Smith (2022).
     """

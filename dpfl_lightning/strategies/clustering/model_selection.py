@@ -1,4 +1,4 @@
-"""Clients choose among the server's models by their losses: planned with the run, charged, remembered."""
+"""Clients choose among the server's models by their losses; the choices are planned with the run and charged."""
 
 from __future__ import annotations
 
@@ -17,44 +17,44 @@ from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent, Sel
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
-#: what a guarantee says of `paper_argmin`
+#: text of a guarantee for `paper_argmin`
 PLAIN_CHOICES = "which model each client chooses is released without noise"
 
 SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
 _PURPOSE = "select"
-_SHARE = 0.03  # of a client's budget: the range of one selection
+_SHARE = 0.03  # default bounded range of one selection, as a share of the client's budget
 _BARE = NonPrivateEvent("updates and choices of models are released without noise")
 
 
 class ModelSelection:
-    """Which of M models each client uses, by its own loss on its training records.
+    """Selects which of M models each client uses, by the client's loss on its training records.
 
     Args:
-        selection: how, and how often.
+        selection: how clients choose, and how often.
             exponential_frozen: the exponential mechanism in the first `rounds` rounds, then the last answer is kept;
             exponential: the exponential mechanism in every round;
-            paper_argmin: the plain argmin in every round, without noise: epsilon is infinite. Training gets the noise
-                that its budget asks for, as in the papers.
-        epsilon: of the exponential mechanism: bounded range of one selection, > 0; None is 0.03 of each client's
-            budget.
-        rounds: of exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
-        loss_bound: of the exponential mechanism: losses are clipped to [0, loss_bound], > 0; None is 2 log(classes).
-        key: the strategy's, for messages: its options are `selection`, `selection_epsilon`, `selection_rounds` and
+            paper_argmin: the argmin in every round, without noise, so that epsilon is infinite. Training gets the noise
+                that its budget requires, as in the papers.
+        epsilon: bounded range of one selection by the exponential mechanism, > 0; None is 0.03 of each client's budget.
+        rounds: number of rounds with selections for exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
+        loss_bound: losses are clipped to [0, loss_bound] for the exponential mechanism, > 0; None is 2 log(classes).
+        key: key of the strategy, for messages; its options are `selection`, `selection_epsilon`, `selection_rounds` and
             `loss_bound`.
 
-    **Guarantees** Every selection is in the schedule before noise is solved, so training and choosing fit one budget
-    together. A client is asked only if models differ, and counted when it is. Who cannot pay keeps its last; where
-    a resumed run must charge a round again, that is one choice fewer.
+    **Guarantees** Every selection is in the schedule before noise is solved, so training and selections together fit
+    one budget. A client is asked only if the models differ, and only such a question counts as a selection. A client
+    that cannot pay keeps its last answer; if a resumed run must charge a round again, the client has one selection
+    less.
 
-    **Privacy** A `SelectionEvent` for each choice; `NonPrivateEvent` with `paper_argmin`, and for clients that train
-    without noise.
+    **Privacy** Each choice is a `SelectionEvent`. It is a `NonPrivateEvent` with `paper_argmin`, and for clients that
+    train without noise.
 
     Raises:
-        UserError: an unknown name, a number out of range or that the selection has no use for, or a client with noise
-            but without a budget to take a share of.
+        UserError: a name is unknown, a number is out of range, an option is not used by this selection, or a client has
+            noise but no budget from which the default range could be derived.
 
-    Reference: Liu, Hu, Wu, Smith (2022) for private choices (there of accuracies, with a budget of their own; here of
-    clipped losses, composed with training); Ghosh et al. (2020) for the plain ones.
+    Reference: Liu, Hu, Wu, Smith (2022) for private choices (by accuracies and with a separate budget; here by clipped
+    losses, composed with training); Ghosh et al. (2020) for choices without noise.
     """
 
     def __init__(
@@ -76,11 +76,11 @@ class ModelSelection:
         in_range = loss_bound is None or 0 < loss_bound < math.inf
         require(in_range, f"{key}.loss_bound", "be above 0 and finite", loss_bound)
         if selection == "paper_argmin":
-            beside = f"selection {selection}, which neither noises nor clips"
+            beside = f"selection {selection}, which neither adds noise nor clips"
             refuse_unused(key, beside, selection_epsilon=(epsilon, None), loss_bound=(loss_bound, None))
         self.selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
         self._loss_bound = loss_bound
-        self._left: list[int] = []  # selections, by client
+        self._left: list[int] = []  # remaining selections of each client
         self._last: dict[int, int] = {}  # client -> its last answer
 
     @property
@@ -89,10 +89,12 @@ class ModelSelection:
         return not any(self._left)
 
     def plan_run(self, schedule: RunSchedule, view: View, most_rounds: int) -> RunSchedule:
-        """The schedule with every client's selections, to be solved together with its training.
+        """Return the schedule with every client's selections, to be solved together with its training.
 
         Args:
-            most_rounds: in which the caller will let clients choose, >= 0.
+            schedule: schedule of the run, before its noise is solved.
+            view: facts of the run.
+            most_rounds: number of rounds in which the caller will let clients choose, >= 0.
         """
         frozen = self.selection == "exponential_frozen"
         wanted = self._rounds or max(1, schedule.rounds // 10)
@@ -100,16 +102,16 @@ class ModelSelection:
         self._left, self._last = [count] * len(schedule.clients), {}
         if count == 0:
             return schedule
-        events = [self._event(client, own) for client, own in enumerate(schedule.clients)]
+        events = [self._event(client, one) for client, one in enumerate(schedule.clients)]
         if any(isinstance(event, SelectionEvent) for event in events):
             self._bound_of(view)
         lines = [Planned(_PURPOSE, event, count) for event in events]
-        return schedule.replan(lambda client, own: dataclasses.replace(own, planned=(*own.planned, lines[client])))
+        return schedule.replan(lambda client, one: dataclasses.replace(one, planned=(*one.planned, lines[client])))
 
     def choose(self, plan: RoundPlan, view: View, models: Tensor) -> dict[int, int]:
-        """The row of `models` `[M, P]` that each client of the plan chooses now, or chose last.
+        """Return the row of `models` `[M, P]` that each client of the plan chooses now, or chose last.
 
-        Clients that never chose are left out: without a selection left, or while all models are the same.
+        Clients that have never chosen are left out: they have no selection left, or all models have been the same.
         """
         asked = [client for client in plan.clients if self._left[client] > 0]
         if asked and bool((models[1:] != models[:1]).any()):
@@ -126,14 +128,14 @@ class ModelSelection:
         self._left, self._last = list(state["left"]), dict(state["last"])
 
     def _event(self, client: int, own: ClientSchedule) -> Event:
-        """What one choice of the client releases."""
+        """Return the event of one choice of the client."""
         noise, unbounded = own.main.noise_multiplier, math.isinf(own.target_epsilon)
         if noise == 0 or (noise is None and unbounded):
             return _BARE
         if self.selection == "paper_argmin":
             return NonPrivateEvent(PLAIN_CHOICES)
-        must = "be a number where a client has noise but no budget"
-        advice = f"Client {client} has none (privacy.epsilon); usual is {_SHARE} of one."
+        must = "be a number if a client has noise but no budget"
+        advice = f"Client {client} has no budget (privacy.epsilon); the default is {_SHARE} of the budget."
         require(self._epsilon is not None or not unbounded, f"{self._key}.selection_epsilon", must, None, advice)
         return SelectionEvent(_SHARE * own.target_epsilon if self._epsilon is None else float(self._epsilon))
 
@@ -150,13 +152,19 @@ class ModelSelection:
         return answers
 
     def _bound_of(self, view: View) -> float:
-        classes, advice = view.facts.num_classes, "Losses of a regression have no usual bound."
+        classes, advice = view.facts.num_classes, "Losses of a regression have no default bound."
         given = self._loss_bound is not None or classes > 1
-        require(given, f"{self._key}.loss_bound", "be a number without classes", None, advice)
+        require(given, f"{self._key}.loss_bound", "be a number for a regression", None, advice)
         return 2 * math.log(classes) if self._loss_bound is None else float(self._loss_bound)
 
 
 def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
-    """Refuse options of strategy `key`, each given with its default, that have no say beside another one."""
+    """Raise UserError if an option is set although it has no effect with another option.
+
+    Args:
+        key: key of the strategy.
+        beside: the option that makes them ineffective, with the reason.
+        options: name -> (value, default).
+    """
     for name, (got, default) in options.items():
-        require(got == default, f"{key}.{name}", f"be left out beside {beside}", got)
+        require(got == default, f"{key}.{name}", f"not be set with {beside}", got)

@@ -1,4 +1,4 @@
-"""Mean-regularised multi-task learning: a model for each client, pulled to the mean of all."""
+"""Mean-regularised multi-task learning: one model for each client, pulled towards the mean of all models."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from dpfl_lightning.strategies.clustering.local import Local
 
 
 class MrMtl(Local):
-    """Every client trains a model of its own; `pull * (parameters - mean of all clients' models)` joins every step.
+    """MR-MTL: every client trains a separate model, which is pulled towards the mean of all clients' models.
 
-    Between `local` (pull 0) and one model for all (a large pull). Goes beside a base rule, which has no say here: the
-    mean counts every client alike.
+    Every step adds `pull * (parameters - mean of all clients' models)`. The result lies between `local` (pull 0) and
+    one model for all clients (a large pull). The strategy is combined with a base rule, which has no effect here,
+    because the mean weights all clients equally.
 
     Args:
-        pull: the strength lambda, >= 0. A step takes off `pull * learning_rate` of the distance to the mean: at a
-            learning rate of 0.5 the default is strong; beyond 1 / learning_rate steps overshoot.
+        pull: strength lambda, >= 0. A step reduces the distance to the mean by the share `pull * learning_rate`, so at
+            a learning rate of 0.5 the default is strong; steps overshoot if the pull exceeds 1 / learning_rate.
 
-    **Privacy** The pull is a function of released models, added after the noise: it costs nothing.
+    **Privacy** The pull is a function of released models and is added after the noise: it costs nothing.
 
     Reference: Liu, Hu, Wu and Smith (2022), "On Privacy and Personalization in Cross-Silo Federated Learning", with the
-    term outside the clipping, where it does not wear out the clip norm.
+    term outside the clipping, where it does not use up the clip norm.
     """
 
     def __init__(self, pull: float = 1.0) -> None:

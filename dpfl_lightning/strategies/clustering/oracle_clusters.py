@@ -1,4 +1,4 @@
-"""The upper bound of clustering: true groups are known, and each has its model from the first round on."""
+"""Upper bound for clustering: the true groups are known, and each has a separate model from the first round on."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
 
 
 class OracleClusters(TellsGroups):
-    """O-CDPFL: the base rule (DPFedAvg) within each true group of a simulation.
+    """O-CDPFL: applies the base rule (DPFedAvg) within each true group of a simulation.
 
-    What clustering could win at best; goes beside a base rule. All models begin alike.
+    It shows what clustering could gain at best. It is combined with a base rule. All models start from the same
+    parameters.
 
-    **Guarantees** Every guarantee of such a run says that it is a simulation.
+    **Guarantees** Every guarantee of such a run states that it is a simulation.
 
-    **Privacy** Post-processing. Nobody knows true groups outside a simulation.
+    **Privacy** Post-processing. True groups are known only in a simulation.
 
     Raises:
         UserError: the data have no true groups.
@@ -43,11 +44,11 @@ class OracleClusters(TellsGroups):
 
 
 def _groups(view: View) -> tuple[int, ...]:
-    """[N] true group of each client."""
+    """Return the true group of each client, length N."""
     groups = true_groups(view.facts)
     if groups is None:
         raise UserError(
-            "`data.groups` must be given for strategy oracle_clusters, which is told the true groups, got none. "
-            "For example {name: rotation, count: 4}. To find groups use another strategy."
+            "`data.groups` must be given for strategy oracle_clusters, which uses the true groups, got none. "
+            "For example {name: rotation, count: 4}. Use another strategy to find groups."
         )
     return groups

@@ -1,4 +1,4 @@
-"""A distilled set as an artefact: images, labels, and a card: how they were made, from whom and at what cost."""
+"""A distilled set as an artefact: images, labels, and a card that describes their origin and privacy cost."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TENSORS, CARD = "distilled.pt", "distilled.json"
 
 @dataclass(frozen=True, eq=False)
 class DistilledSet:
-    """Synthetic records that whoever has them may train on and pass on.
+    """Synthetic records, which may be used for training and passed on.
 
     Args:
-        x: `[n, *X]` floating, normalised as the records were that it stands for.
-        y: `[n]` int64.
-        card: how it was made, from whom, and what the clients were promised; ready for JSON.
+        x: images `[n, *X]`, floating point, normalised as the records that they represent.
+        y: labels `[n]`, int64.
+        card: how the set was made, from which clients, and their guarantee; serialisable as JSON.
 
-    **Privacy** Post-processing of the run's releases: what the card's guarantee says, and nothing more.
+    **Privacy** Post-processing of the run's releases. The guarantee is the one on the card, and nothing more.
     """
 
     x: Tensor
@@ -40,7 +40,7 @@ class DistilledSet:
         return self.x, self.y
 
     def save(self, folder: str | Path) -> None:
-        """`distilled.pt` (tensors alone, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
+        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
 
         Raises:
             UserError: an image is not finite.
@@ -54,14 +54,15 @@ class DistilledSet:
 
     @classmethod
     def load(cls, folder: str | Path) -> DistilledSet:
-        """The set of a run's folder, or of any other folder with the two files.
+        """Load the set from the folder of a run, or from any other folder with the two files.
 
         Raises:
-            UserError: there is none, it is damaged, card and images are not of one set, or an image is not finite.
+            UserError: a file is missing or damaged, card and images belong to different sets, or an image is not
+                finite.
         """
         path, card_path = Path(folder) / TENSORS, Path(folder) / CARD
         must = "be a folder with a distilled set"
-        advice = f"A finished run of strategy distillation leaves {TENSORS} and {CARD}."
+        advice = f"A finished run of strategy distillation writes {TENSORS} and {CARD}."
         require(path.is_file() and card_path.is_file(), "distilled", must, str(folder), advice)
         try:
             tensors, card = torch.load(path, weights_only=True), json.loads(card_path.read_text())
@@ -77,15 +78,20 @@ class DistilledSet:
             AttributeError,
         ) as error:
             raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
-        require(fits == _digest(path), str(card_path), f"be the card of the {TENSORS} beside it", "that of another set")
+        require(
+            fits == _digest(path),
+            str(card_path),
+            f"be the card of {TENSORS} in this folder",
+            "that of another set",
+        )
         _require_finite(x, path)
         return cls(x, y, card)
 
     def grid(self, most: int = 10) -> Tensor | None:
-        """A picture with a row for each class and at most `most` images in it, `[height, width, 1 or 3]` in [0, 1].
+        """Return a picture `[height, width, 1 or 3]` in [0, 1], with a row of at most `most` images for each class.
 
-        None for records that are no images of one or three channels. The darkest and the lightest hundredth of all
-        values are cut off.
+        Values are scaled so that the lowest and the highest hundredth of them are clipped. None is returned if the
+        records are not images of one or three channels.
         """
         if self.x.dim() != 4 or self.x.shape[1] not in (1, 3):
             return None
@@ -93,8 +99,8 @@ class DistilledSet:
         low, high = torch.quantile(torch.cat(rows).flatten()[: 1 << 24], torch.tensor([0.01, 0.99]).to(self.x)).tolist()
         width = max(map(len, rows))
         lines = []
-        for own in rows:
-            framed = torch.nn.functional.pad((own - low) / max(high - low, 1e-12), (0, 1, 0, 1), value=1.0)
+        for images in rows:
+            framed = torch.nn.functional.pad((images - low) / max(high - low, 1e-12), (0, 1, 0, 1), value=1.0)
             blank = framed.new_ones(width - len(framed), *framed.shape[1:])
             lines.append(torch.cat([*framed, *blank], dim=2))
         return torch.cat(lines, dim=1).clamp(0, 1).permute(1, 2, 0).cpu()
@@ -103,7 +109,7 @@ class DistilledSet:
 def _require_finite(x: Tensor, path: Path) -> None:
     broken = len(x) - int(x.isfinite().flatten(1).all(dim=1).sum())
     advice = "A smaller strategies.distillation.image_learning_rate keeps images finite."
-    require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not", advice)
+    require(broken == 0, str(path), "hold finite images", f"{broken} of {len(x)} that are not finite", advice)
 
 
 def _digest(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""What is known of a distillation run: what it sends, when that pays, and what the paper says of its noise."""
+"""Traffic and costs of a distillation run, the paper's formula for epsilon, and the card of a distilled set."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpfl_lightning.runtime.text import data_size
 
 
 class Sent(NamedTuple):
-    """Numbers that all clients together are sent, and send."""
+    """Numbers sent to all clients together (`down`) and by all clients together (`up`)."""
 
     down: int
     up: int
@@ -28,12 +28,12 @@ class Sent(NamedTuple):
 
 
 def traffic(participations: int, num_params: int, release: int) -> Sent:
-    """What rounds send: in each participation one model down and one release up.
+    """Return what is sent in all rounds: in each participation one model down and one release up.
 
     Args:
         participations: clients of a round, summed over the rounds.
-        num_params: P, all parameters.
-        release: numbers that a client sends back: P where it trains, `ClassGradients.size` where it distils.
+        num_params: number P of all parameters.
+        release: numbers that a client sends back: P with training, `ClassGradients.size` with distillation.
 
     >>> traffic(participations=2, num_params=100, release=900)
     Sent(down=200, up=1800)
@@ -42,11 +42,12 @@ def traffic(participations: int, num_params: int, release: int) -> Sent:
 
 
 def break_even(distillation: Sent, training: Sent) -> float:
-    """Trainings that send as much as one distillation and one training after it; more of them send more.
+    """Return the number of trainings that send as much as one distillation and one training after it.
 
-    n federated trainings send n times what one does. A search on a set sends what the set takes, and what the training
-    of its choice takes: n* = 1 + distillation / training. With T rounds and C classes for the set, R rounds for a
-    training, as many clients a round in both, and releases of P numbers for each class, that is 1 + T (1 + C) / (2 R).
+    A search with more trainings sends less with distillation. n federated trainings send n times as much as one. A
+    search on a distilled set sends what the set takes and what the training of the chosen candidate takes, so n* = 1 +
+    distillation / training. With T rounds and C classes for the set, R rounds for a training, equally many clients in
+    each round of both, and releases of P numbers for each class, n* is 1 + T (1 + C) / (2 R).
 
     >>> break_even(traffic(500 * 25, 100, 10 * 100), traffic(500 * 25, 100, 100))
     6.5
@@ -55,12 +56,12 @@ def break_even(distillation: Sent, training: Sent) -> float:
 
 
 def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
-    """Clients of a round, summed over the rounds of a plan.
+    """Return the number of clients of a round, summed over the rounds of a plan.
 
     Args:
         cohorts: clients that are drawn in each round.
-        releases: how many each of the N clients can pay for.
-        fewest: rounds in which fewer can pay are left out.
+        releases: number of releases that each of the N clients can pay for.
+        fewest: minimum number of clients with budget left; a round with fewer is left out.
 
     >>> participations([{0, 1}, {0, 2}, {0, 1}], releases=[1, 2, 2], fewest=1)
     4
@@ -74,23 +75,25 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
 
 
 def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
-    """What a run sends in all, in rounds of federated training, and from how many trainings it sends less.
+    """Describe what a run sends in total, in rounds of federated training, and from how many trainings it sends less.
 
     Args:
-        training_round: of one round of federated training of the same net.
-        clients: of such a round.
+        distillation: sent in the whole run.
+        training_round: sent in one round of federated training of the same net.
+        clients: number of clients in such a round.
 
     >>> words = traffic_words(traffic(12_500, 320_010, 3_200_100), traffic(25, 320_010, 320_010), 25)
     >>> print(words)  # doctest: +NORMALIZE_WHITESPACE
-    The run sends 16 GB to clients and 160 GB back, as much as 2,750 rounds of training this net with 25 clients. So a
-    set and one training after it send less than n trainings of R rounds each if n is above 1 + 2,750 / R.
+    The run sends 16 GB to clients and 160 GB back, as much as 2,750 rounds of training this net with 25 clients. One
+    distilled set and one training after it therefore send less than n trainings of R rounds each if n is above
+    1 + 2,750 / R.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
     down, up = (data_size(BYTES * floats) for floats in distillation)
     return (
         f"The run sends {down} to clients and {up} back, as much as {rounds} rounds of training this net with "
-        f"{clients} clients. So a set and one training after it send less than n trainings of R rounds each if n is "
-        f"above 1 + {rounds} / R."
+        f"{clients} clients. One distilled set and one training after it therefore send less than n trainings of R "
+        f"rounds each if n is above 1 + {rounds} / R."
     )
 
 
@@ -98,19 +101,20 @@ def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str
 
 
 def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0) -> float:
-    """Eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`: to compare with, no epsilon.
+    """Return eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`, for comparison only.
 
-    It counts one release, however many a run makes. It takes the noise multiplier for a standard deviation, and so
-    grows with the clip norm, on which no epsilon depends. The formula that it comes from holds below 1 only.
+    It is not a valid epsilon. It counts one release, regardless of the number of releases of a run. It uses the noise
+    multiplier as a standard deviation and therefore grows with the clip norm, on which no epsilon depends. The formula
+    from which it is derived holds only below 1.
 
     Args:
-        noise_multiplier: sigma of the paper: noise std / clip norm, on the sum as in its eq. 10, or on the mean as in
-            its appendix; > 0.
+        noise_multiplier: sigma of the paper, which is noise std / clip norm, on the sum as in its eq. 10, or on the
+            mean as in its appendix; > 0.
         delta: in (0, 1).
-        clip_norm: of one record's gradient, > 0.
+        clip_norm: clip norm of one record's gradient, > 0.
 
     Raises:
-        UserError: a number out of range.
+        UserError: a number is out of range.
 
     Reference: Wang and Wang (2024), eqs. 40 and 41; Dwork and Roth (2014), theorem A.1.
 
@@ -124,18 +128,18 @@ def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0)
 
 
 def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float) -> str:
-    """Eq. 41 beside the run's own epsilon.
+    """Describe the epsilon of eq. 41 for comparison with the run's epsilon.
 
     >>> print(paper_epsilon_words(10.0, 1e-5, 1.0))  # doctest: +NORMALIZE_WHITESPACE
-    For comparison only: the paper's eq. 41 says epsilon 0.969 of noise multiplier 10 and a record's clip norm of 1 at
-    delta 1e-05. It counts one release of the whole run, takes the multiplier for a standard deviation, and is not this
+    For comparison only: the paper's eq. 41 gives epsilon 0.969 for noise multiplier 10 and a record's clip norm of 1 at
+    delta 1e-05. It counts one release of the whole run, uses the multiplier as a standard deviation, and is not this
     run's epsilon.
     """
-    found = paper_epsilon(noise_multiplier, delta, clip_norm)
-    told = f"noise multiplier {noise_multiplier:.3g} and a record's clip norm of {clip_norm:.3g} at delta {delta:g}"
+    epsilon = paper_epsilon(noise_multiplier, delta, clip_norm)
+    setting = f"noise multiplier {noise_multiplier:.3g} and a record's clip norm of {clip_norm:.3g} at delta {delta:g}"
     return (
-        f"For comparison only: the paper's eq. 41 says epsilon {found:.3g} of {told}. It counts one release of the "
-        "whole run, takes the multiplier for a standard deviation, and is not this run's epsilon."
+        f"For comparison only: the paper's eq. 41 gives epsilon {epsilon:.3g} for {setting}. It counts one release of "
+        "the whole run, uses the multiplier as a standard deviation, and is not this run's epsilon."
     )
 
 
@@ -143,11 +147,13 @@ def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float)
 
 
 def card(view: View, result: RunResult, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
-    """How a set was made, from whom, and what that cost them.
+    """Return the card of a distilled set: how it was made, from which clients, and at what privacy cost.
 
     Args:
-        options: of the strategy.
-        sampling: what a null there came to.
+        view: facts of the run.
+        result: result of the run.
+        options: options of the strategy.
+        sampling: the sampling that was used, also where the option is null.
     """
     facts, run = view.facts, view.run.options
     spent = [client["epsilon_spent"] for client in result.clients]

@@ -1,4 +1,4 @@
-"""Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it by itself."""
+"""Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, l
 
 PURPOSE = "class_gradients"
 
-_COUNTS = 2  # columns beside a block: records drawn, records held
+_COUNTS = 2  # additional columns of a block: records drawn, and records that the client has
 
 
 def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
-    """`sum_i share_i block_i / sum_i share_i` of every class, `[G, d]`; zeros where nobody has a share.
+    """Return `sum_i share_i block_i / sum_i share_i` of every class, `[G, d]`; zeros if no client has a share.
 
     Args:
         blocks: `[C, G, d]`.
@@ -68,62 +68,67 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
 
 
 class Distillation(Strategy, Callback):
-    """DistDD: synthetic images whose gradients match those of the clients' records, class by class, round by round.
+    """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
-    In every round clients send one noised sum of clipped gradients for each class, at the server's throw-away net. The
-    server moves its images until the net's gradient on them is like the released one, then trains the net on the
-    images. What a run delivers is a fresh net trained on the set, and the set (`distilled.pt`). It pays where many
-    trainings follow, such as a search for hyperparameters: they all run on the set, without clients and without
-    privacy loss.
+    In every round clients send one noised sum of clipped gradients for each class, computed on a temporary net of the
+    server. The server moves its images until the net's gradient on them is similar to the released one, and then trains
+    the net on the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation
+    is worthwhile if many trainings follow, such as a search for hyperparameters: all of them use the set, without
+    clients and without privacy loss.
 
     Args:
-        mode: which defaults hold where an option is left out: `default`, or `paper_literal` (aggregation `uniform`,
-            sampling `fixed`, never a new initialisation, image_learning_rate 0.1).
-        images_per_class: >= 1.
-        matching: distance of two gradients: `layerwise_cosine`, `cos` or `mse`.
-        image_steps: steps of the images for each release, >= 1: more cost neither traffic nor privacy.
-        image_learning_rate: > 0; null is 1. The condensation paper's 0.1 is slow: see docs/distillation.md.
-        image_momentum: in [0, 1).
-        row_weights: `noise_aware` counts a row of the target the less, the more of it is noise; or `equal`.
-        augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`: one operation a class and round, for records
-            and images alike.
-        net_update: how the net moves between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
+        mode: defaults of the options that are not set: `default`, or `paper_literal` (aggregation `uniform`, sampling
+            `fixed`, no new initialisation, image_learning_rate 0.1).
+        images_per_class: number of images of each class, >= 1.
+        matching: distance between two gradients: `layerwise_cosine`, `cos` or `mse`.
+        image_steps: steps of the images for each release, >= 1; more steps cost neither traffic nor privacy.
+        image_learning_rate: learning rate of the images, > 0; null is 1. The condensation paper's 0.1 is slow: see
+            docs/distillation.md.
+        image_momentum: momentum of the images, in [0, 1).
+        row_weights: `noise_aware` gives rows of the target less weight the more noise they contain; `equal` does not.
+        augmentation: `dsa`, `dsa_without_flip` (for digits) or `none`. One operation is drawn for each class and round,
+            and is applied to records and images.
+        net_update: how the net changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
             the released gradients).
-        reinit_every: rounds from one initialisation of the net to the next; 0 is never; null is what `loops` says.
-        net_epochs: epochs on the set after a round, >= 0; null is what `loops` says.
-        net_learning_rate: of the net's SGD, > 0.
-        aggregation: `sampled` (sums of sums: each drawn record counts the same), `uniform` (each client's mean counts
-            the same), `class_count` (each client's mean counts as the records it has; only without noise), `median`
-            (of every coordinate, over the clients that have the class; with noise over all), or `by_base_rule`: what
-            a base rule beside it says.
-        participation_fraction: of the clients, drawn anew every round, in (0, 1]; no privacy is claimed for it.
-        sampling: `full` (all records of a client), `poisson` (at its batch_size), or `fixed` (`records_per_class`
-            without replacement, accounted without amplification); null is `full` with noise, else `fixed`.
-        records_per_class: of `fixed`, >= 1.
-        noise_scale: `sum`, or `paper_mean`: given noise multipliers are those of a class's mean, as in the paper's
-            appendix; the ledger holds them as what they are on the sum.
-        min_participants: fewer clients a round are refused, >= 1: at the start if cohorts are smaller. A round in which
-            fewer are there, or have budget left, is left out, and the run ends where that holds for all later ones.
-        min_records_per_target: without noise a class with fewer drawn records in a round is left out of it, >= 1.
-        evaluation_epochs: of the delivered net on the set, >= 1.
+        reinit_every: number of rounds between two initialisations of the net; 0 is never; null is the condensation
+            paper's number for this number of images.
+        net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number for this number of
+            images.
+        net_learning_rate: learning rate of the net's SGD, > 0.
+        aggregation: `sampled` (the sum over clients: each drawn record has the same weight), `uniform` (each client's
+            mean has the same weight), `class_count` (each client's mean is weighted by its number of records; only
+            without noise), `median` (of every coordinate, over the clients that have the class; over all clients if
+            there is noise), or `by_base_rule` (weights of a base rule that is combined with this strategy).
+        participation_fraction: fraction of the clients that is drawn in every round, in (0, 1]; no privacy
+            amplification is claimed for it.
+        sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
+            without replacement, accounted without amplification); null is `full` with noise, and `fixed` without.
+        records_per_class: number of records drawn from each class with `sampling: fixed`, >= 1.
+        noise_scale: `sum`, or `paper_mean`, with which given noise multipliers refer to the mean of a class, as in the
+            paper's appendix; the ledger holds the corresponding multipliers of the sum.
+        min_participants: minimum number of clients in a round, >= 1. The run is refused at the start if cohorts are
+            smaller. A round in which fewer clients are present or have budget left is skipped, and the run ends if that
+            holds for all later rounds.
+        min_records_per_target: without noise, a class with fewer drawn records in a round is left out of it, >= 1.
+        evaluation_epochs: epochs on the set with which the final net is trained, >= 1.
 
-    **Guarantees** One release a client and round, of one block for each class, also for those that it lacks: the
-    stack of all blocks has the sensitivity of one gradient. Its divisor is the public expected batch size, or the most
-    records that `fixed` may draw. The cohorts of all rounds are drawn before the first one, so a client's budget is
-    spread over the rounds that it takes part in.
+    **Guarantees** A client makes one release in a round, with one block for each class, including classes that it does
+    not have: the stack of all blocks has the sensitivity of one gradient. The divisor of the release is the public
+    expected batch size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn
+    before the first one, so a client's budget is divided among the rounds in which it takes part.
 
-    **Privacy** One step of the mechanism for each round of a client. Images, nets and all that follows are
-    post-processing: images begin as noise. A run without noise also sends exact counts, and single gradients of few
-    records from which they can be reconstructed.
+    **Privacy** Each round of a client is one step of the mechanism. Images, nets and everything derived from them are
+    post-processing; images are initialised as noise. A run without noise also sends exact counts, and gradients of few
+    records, from which these can be reconstructed.
 
     Raises:
-        UserError: an unknown name, a number out of range, options that contradict each other, a population without
-            classes, or a strategy of local training beside it, such as a selection.
+        UserError: a name is unknown, a number is out of range, options contradict each other, the records have no
+            classes, or the run also has a strategy for local training, such as a selection.
 
     Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
     place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
-    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps a
-    release are ours.
+    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps for
+    each release are additions of this package.
     """
 
     trains_on_server = True
@@ -169,30 +174,30 @@ class Distillation(Strategy, Callback):
         self._private, self._sampling = True, ""
         self._matching: Matching | None = None
         self._set: SyntheticSet | None = None
-        self._age = 0  # rounds of the net since it was initialised
-        self._taken: list[int] = []  # rounds that each client has taken part in
+        self._age = 0  # rounds since the net was initialised
+        self._taken: list[int] = []  # number of rounds in which each client has taken part
         self._target_noise_std = self._records_of_sum = 0.0  # of the round
-        self._drawn: Tensor | None = None  # of each class in the round, where weights hide it: `[num_classes]`
+        self._drawn: Tensor | None = None  # records of each class in the round, if weights hide them: `[num_classes]`
         self._told: dict[str, float] = {}
 
     # -- the plan
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._check_population(view)
-        view.new_model(view.seed)  # refused now, not when the first round is over
-        bare = sum(not _is_noised(own) for own in schedule.clients)
+        view.new_model(view.seed)  # raises an error now instead of after the first round
+        bare = sum(not _is_noised(planned) for planned in schedule.clients)
         self._private = bare < len(schedule.clients)
         self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
         if bare:
             whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
             warnings.warn(
-                f"strategy distillation: gradients of single classes go out without noise{whose}: whoever sees them "
-                "can reconstruct records, more easily than from a usual update. Set privacy.epsilon for more than a "
+                f"strategy distillation: gradients of single classes are sent without noise{whose}. Records can be "
+                "reconstructed from them more easily than from a usual update. Set privacy.epsilon unless this is a "
                 "study.",
                 UserNotice,
                 stacklevel=2,
             )
-        must = "not be class_count where clients add noise: how many records of a class they have is private"
+        must = "not be class_count if clients add noise, because their numbers of records of a class are private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
         self._taken = [0] * view.facts.num_clients
@@ -200,10 +205,14 @@ class Distillation(Strategy, Callback):
         for round in range(1, schedule.rounds + 1):
             for client in self._cohort(view, round):
                 rounds_of[client] += 1
-        return schedule.replan(lambda client, own: self._planned(client, own, schedule.rounds, rounds_of[client], view))
+        return schedule.replan(
+            lambda client, client_schedule: self._planned(
+                client, client_schedule, schedule.rounds, rounds_of[client], view
+            )
+        )
 
     def _planned(self, client: int, own: ClientSchedule, rounds: int, takes_part: int, view: View) -> ClientSchedule:
-        """The client's training replaced by a release of class gradients in each of its rounds."""
+        """Return the schedule with a release of class gradients instead of training, in each of the client's rounds."""
         lines = []
         for line in own.planned:
             if line.purpose == "train" and isinstance(line.event, NoisedEvent):
@@ -219,41 +228,47 @@ class Distillation(Strategy, Callback):
         return dataclasses.replace(own, planned=tuple(lines))
 
     def _records_of_a_class(self, client: int, rate: float, view: View) -> float:
-        """That the client is expected to draw in a round: a public number."""
+        """Return the public number of records of a class that the client is expected to draw in a round."""
         expected = rate * view.facts.num_records[client] / view.facts.num_classes
         return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
 
     def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
-        """The noise of a class's mean over so many records, as noise on their sum."""
+        """Convert the noise multiplier of a class's mean over the expected records into that of their sum."""
         if self._switches["noise_scale"] == "sum":
             return noise_multiplier
-        advice = "A budget is solved for noise on the sum; set privacy.noise_multiplier, or leave this out."
-        require(noise_multiplier is not None, f"{KEY}.noise_scale", "be sum here", "paper_mean", advice)
+        advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
+        require(
+            noise_multiplier is not None,
+            f"{KEY}.noise_scale",
+            "be sum without privacy.noise_multiplier",
+            "paper_mean",
+            advice,
+        )
         return noise_multiplier * expected_records  # type: ignore[operator]
 
     def describe(self, view: View) -> tuple[str, ...]:
-        own, rounds = self._switches, range(1, view.run.rounds + 1)
+        options, rounds = self._switches, range(1, view.run.rounds + 1)
         releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
-        taken = participations((self._cohort(view, round) for round in rounds), releases, own["min_participants"])
+        taken = participations((self._cohort(view, round) for round in rounds), releases, options["min_participants"])
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
-        model, size = sum(sizes.values()), participants(view.facts.num_clients, own["participation_fraction"])
+        model, size = sum(sizes.values()), participants(view.facts.num_clients, options["participation_fraction"])
         sent = traffic(taken, model, self._job(view).size(sizes))
         return (traffic_words(sent, traffic(size, model, model), size), *self._papers_words(view))
 
     def _papers_words(self, view: View) -> tuple[str, ...]:
-        """What the paper's formula says of the least noise, where the mode is the paper's."""
+        """Describe the largest epsilon that the paper's formula gives a client, if the mode is the paper's."""
         if self._switches["mode"] != "paper_literal":
             return ()
-        found = []
+        settings = []
         for client, schedule in enumerate(view.schedule.clients):
             mechanism = view.mechanism(client, PURPOSE)
             if isinstance(mechanism, Gaussian) and mechanism.noise_multiplier > 0:
-                clip_norm = self._job(view).clip_norm(mechanism)  # the paper's is that of one record's gradient
+                clip_norm = self._job(view).clip_norm(mechanism)  # of one record's gradient, as in the paper
                 noise = mechanism.noise_multiplier * mechanism.clip_norm / clip_norm
                 if self._switches["noise_scale"] == "paper_mean":
                     noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
-                found.append((noise, schedule.delta, clip_norm))
-        return (paper_epsilon_words(*max(found, key=lambda one: paper_epsilon(*one))),) if found else ()
+                settings.append((noise, schedule.delta, clip_norm))
+        return (paper_epsilon_words(*max(settings, key=lambda one: paper_epsilon(*one))),) if settings else ()
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         self._told = {}
@@ -263,27 +278,28 @@ class Distillation(Strategy, Callback):
         return dataclasses.replace(plan, mechanism_of=mechanisms, fewest=self._switches["min_participants"])
 
     def _mechanism(self, client: int, view: View) -> Mechanism:
-        """The client's, whose divisor is as many records as are drawn at most: a public number.
+        """Return the client's mechanism; with `fixed` its divisor is at most the public maximum of drawn records.
 
-        Without noise exact counts are divided alike and the divisor cancels, so it is left as it is.
+        Without noise the divisor is not changed, because it cancels: exact counts are divided by it, too.
         """
-        own = view.mechanism(client, PURPOSE)
+        mechanism = view.mechanism(client, PURPOSE)
         if not (self._private and self._sampling == "fixed"):
-            return own
+            return mechanism
         most = self._switches["records_per_class"] * view.facts.num_classes
-        return dataclasses.replace(own, expected_batch_size=min(own.expected_batch_size, float(most)))
+        return dataclasses.replace(mechanism, expected_batch_size=min(mechanism.expected_batch_size, float(most)))
 
     def _able(self, view: View, round: int) -> frozenset[int]:
-        """Those of a round's cohort who have a planned release left.
+        """Return the clients of a round's cohort that have a planned release left.
 
-        The rounds that they were in are counted, not what they have paid: a resumed run has paid for rounds to come.
+        The number of rounds in which they took part is compared, not the number of charges: a resumed run has already
+        been charged for rounds that are still to come.
         """
-        counts = [own.count_of(PURPOSE) for own in view.schedule.clients]
+        counts = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
         return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
 
     def stop(self, view: View) -> str | None:
         fewest, left = self._switches["min_participants"], range(view.round, view.run.rounds + 1)
-        if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # nearly always the first
+        if fewest == 1 or any(len(self._able(view, round)) >= fewest for round in left):  # mostly the first round
             return None
         since = f"in every round after {view.state.round} ({KEY}.min_participants)"
         return f"budgets pay for fewer than {fewest} clients {since}"
@@ -294,10 +310,10 @@ class Distillation(Strategy, Callback):
         return state
 
     def _cohort(self, view: View, round: int) -> frozenset[int]:
-        """Who takes part in a round: a public draw."""
-        everybody = view.facts.num_clients
-        size = participants(everybody, self._switches["participation_fraction"])
-        drawn = public_generator(view.seed, "participants", round).choice(everybody, size, replace=False)
+        """Draw the clients that take part in a round, with public randomness."""
+        num_clients = view.facts.num_clients
+        size = participants(num_clients, self._switches["participation_fraction"])
+        drawn = public_generator(view.seed, "participants", round).choice(num_clients, size, replace=False)
         return frozenset(drawn.tolist())
 
     def _job(self, view: View) -> ClassGradients:
@@ -311,13 +327,13 @@ class Distillation(Strategy, Callback):
         )
 
     def _names(self, view: View) -> tuple[str, ...]:
-        """Parameters whose gradients are used, and so are sent."""
+        """Return the names of the parameters whose gradients are used, and therefore sent."""
         if self._switches["net_update"] == "aggregate":
             return tuple(view.module.named_trainable)
         return matched_names(_shapes(view), self._switches["matching"])
 
     def _augmentation(self, view: View) -> ClassAugmentation | None:
-        """Of this round, for clients and server alike."""
+        """Draw the augmentation of this round, which clients and server both use."""
         if not self._between.augmentations:
             return None
         generator = public_generator(view.seed, "augmentation", view.round)
@@ -330,7 +346,7 @@ class Distillation(Strategy, Callback):
 
     @property
     def _reads_single_updates(self) -> bool:
-        """Each client's own means, or their median, are no weighted sum of what clients send."""
+        """Whether single updates are needed: clients' means or their median are not a weighted sum of the releases."""
         aggregation = self._switches["aggregation"]
         return aggregation == "median" or (not self._private and aggregation in ("uniform", "class_count"))
 
@@ -342,16 +358,16 @@ class Distillation(Strategy, Callback):
         return torch.tensor(_divisors(updates), dtype=torch.float64)
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
-        must = "stand alone among strategies that make several models"
+        must = "not be combined with strategies that create several models"
         require(len(weights) == 1, KEY, must, f"{len(weights)} models")
         divisors, noise_std = (
-            torch.tensor(own, dtype=torch.float64) for own in (_divisors(updates), updates.noise_std)
+            torch.tensor(values, dtype=torch.float64) for values in (_divisors(updates), updates.noise_std)
         )
-        own = self._reads_single_updates  # which are then summed up here
-        self._records_of_sum = float(divisors.sum()) if own else _records_of_sum(weights[0].double().cpu(), divisors)
+        single = self._reads_single_updates  # which are then summed here
+        self._records_of_sum = float(divisors.sum()) if single else _records_of_sum(weights[0].double().cpu(), divisors)
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
         if not self._private and self.role != "base":
-            counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weighs means of what was drawn
+            counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weights means of drawn records
             self._drawn = torch.einsum("cg,c->g", counts, divisors * (weights[0].cpu() > 0)).round()
         if not self._reads_single_updates:
             return None
@@ -360,9 +376,9 @@ class Distillation(Strategy, Callback):
             return self._of_holders(deltas, weigh[:, None].expand(-1, deltas.shape[1]))[None]
         counted = divisors.to(deltas) * (weigh > 0)
         numbers = deltas[..., -_COUNTS:] * counted[:, None, None]  # [C, num_classes, 2]
-        drawn, held = numbers.round().unbind(dim=2)
+        drawn, records = numbers.round().unbind(dim=2)
         means = deltas[..., :-_COUNTS] * (divisors.to(deltas)[:, None] / drawn.clamp_min(1.0))[..., None]
-        shares = weigh[:, None] * (held if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
+        shares = weigh[:, None] * (records if self._switches["aggregation"] == "class_count" else 1.0) * (drawn > 0)
         total = drawn.sum(dim=0)[:, None]
         sums = torch.cat([self._of_holders(means, shares) * total, numbers.sum(dim=0)], dim=1)
         return (sums / self._records_of_sum)[None]
@@ -373,8 +389,12 @@ class Distillation(Strategy, Callback):
         return mean_of_holders(blocks, shares)
 
     def _target(self, combined: Tensor) -> tuple[Tensor, Tensor]:
-        """Each class's mean gradient `[num_classes, d]`, over a public number of records where clients add noise; and
-        which classes have one, `[num_classes]` bool."""
+        """Return each class's mean gradient, and which classes have one.
+
+        Returns:
+            The mean gradients `[num_classes, d]`, over a public number of records if clients add noise; and
+            `[num_classes]` bool.
+        """
         if self._private:
             return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
         records = combined[:, -_COUNTS]
@@ -382,7 +402,7 @@ class Distillation(Strategy, Callback):
         present = drawn >= self._switches["min_records_per_target"]
         return combined[:, :-_COUNTS] / records.clamp_min(torch.finfo(records.dtype).tiny)[:, None], present
 
-    # -- the server's own work
+    # -- the server's work
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState:
         target, present = self._target(combined[0])
@@ -411,9 +431,9 @@ class Distillation(Strategy, Callback):
     def _move_images(
         self, params: Mapping[str, Tensor], target: Mapping[str, Tensor], present: Tensor, view: View
     ) -> Tensor:
-        """Some steps towards one target; the distances before them, `[num_classes]`.
+        """Move the images by some steps towards one target; return the distances `[num_classes]` before them.
 
-        A step to images that are not finite is not taken, nor one after it, which would be the same.
+        A step to images that are not finite is not taken. No further step is tried then, because it would be the same.
         """
         matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
         noise_aware = self._switches["row_weights"] == "noise_aware"
@@ -428,8 +448,8 @@ class Distillation(Strategy, Callback):
             self._set = moved
         else:
             warnings.warn(
-                f"strategy distillation: in round {view.round} images would have moved to numbers that are not finite, "
-                f"and stayed where they were. Set a smaller {KEY}.image_learning_rate.",
+                f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
+                f"skipped. Set a smaller {KEY}.image_learning_rate.",
                 UserNotice,
                 stacklevel=2,
             )
@@ -479,43 +499,44 @@ class Distillation(Strategy, Callback):
 
     def _matching_of(self, view: View) -> Matching:
         if self._matching is None:
-            own = self._switches
+            options = self._switches
             self._matching = Matching.of(
                 view.module,
                 self._names(view),
                 view.facts.input_shape,
-                own["matching"],
-                learning_rate=own["image_learning_rate"],
-                momentum=own["image_momentum"],
+                options["matching"],
+                learning_rate=options["image_learning_rate"],
+                momentum=options["image_momentum"],
             )
         return self._matching
 
     def _check_population(self, view: View) -> None:
-        facts, own = view.facts, self._switches
+        facts, given = view.facts, self._switches
         classes = facts.num_classes
-        require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has none.")
-        image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are no images."
+        require(classes >= 2, KEY, "have records of classes", f"{classes} class", "A regression has no classes.")
+        image, advice = len(facts.input_shape) == 3, f"Records of shape {facts.input_shape} are not images."
         must = "be none for these data"
-        require(image or own["augmentation"] == "none", f"{KEY}.augmentation", must, own["augmentation"], advice)
+        require(image or given["augmentation"] == "none", f"{KEY}.augmentation", must, given["augmentation"], advice)
         must = "be cos or mse for a net without trainable parameters of two or more dimensions"
-        require(bool(matched_names(_shapes(view), own["matching"])), f"{KEY}.matching", must, own["matching"])
-        must = "be empty: a net that the server trains by itself has no clients' own parameters"
+        require(bool(matched_names(_shapes(view), given["matching"])), f"{KEY}.matching", must, given["matching"])
+        must = "be empty, because a net that the server trains has no personal parameters"
         require(not view.module.personal, "personal", must, view.module.personal)
-        size = participants(facts.num_clients, own["participation_fraction"])
+        size = participants(facts.num_clients, given["participation_fraction"])
         must = f"be at most the {size} clients of a round"
-        advice = "A gradient of few clients' records gives them away; raise clients.count or participation_fraction."
-        require(own["min_participants"] <= size, f"{KEY}.min_participants", must, own["min_participants"], advice)
+        advice = "Gradients of few clients reveal their records. Raise clients.count or participation_fraction."
+        require(given["min_participants"] <= size, f"{KEY}.min_participants", must, given["min_participants"], advice)
 
 
 def _divisors(updates: ClientUpdates) -> list[float]:
-    """What each client divided its sums by."""
-    return [own.expected_batch_size for own in updates.mechanism_of]
+    """Return the divisor of each client's sums."""
+    return [mechanism.expected_batch_size for mechanism in updates.mechanism_of]
 
 
 def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
-    """What makes records of a weighted sum of numbers that were divided by `divisors` `[C]`.
+    """Return the factor that converts a weighted sum of numbers divided by `divisors` `[C]` into a number of records.
 
-    The sum of the divisors of those that count, if weights are as the divisors; else less: none is counted twice.
+    If the weights are proportional to the divisors, it is the sum of the divisors of the clients with a positive
+    weight. Otherwise it is smaller, so that no record is counted twice.
     """
     counts = weights > 0
     return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0

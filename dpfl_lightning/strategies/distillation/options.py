@@ -1,4 +1,4 @@
-"""What the distillation strategy can be told: names, defaults by mode, and what excludes each other."""
+"""Options of the distillation strategy: their names, their defaults by mode, and their checks."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _CHOICES: dict[str, Iterable[str]] = {
     "sampling": ("full", "poisson", "fixed"),
     "noise_scale": ("sum", "paper_mean"),
 }
-#: the condensation paper's learning rate of the images, for ten times as many steps as a few hundred rounds have
+#: the condensation paper's learning rate of the images; it takes ten times as many steps as a few hundred rounds have
 CONDENSATION_RATE = 0.1
-#: what an option that is left out is, by mode; None: see `Distillation`
+#: mode -> defaults of options that are not set; for None see `Distillation`
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "default": {"aggregation": "sampled", "sampling": None, "reinit_every": None, "image_learning_rate": 1.0},
     "paper_literal": {
@@ -44,22 +44,22 @@ _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50:
 
 
 def switches(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All options, with the mode's value for those that were left out.
+    """Return all options, with the defaults of the mode for those that are None.
 
     Raises:
-        UserError: an unknown name, a number out of range, or options that contradict each other.
+        UserError: a name is unknown, a number is out of range, or options contradict each other.
     """
     mode = given["mode"]
     require(mode in _DEFAULTS, f"{KEY}.mode", f"be one of {', '.join(_DEFAULTS)}", mode, nearest(mode, _DEFAULTS))
-    own = {**given, **{name: value for name, value in _DEFAULTS[mode].items() if given[name] is None}}
-    _check(own)
-    return own
+    options = {**given, **{name: value for name, value in _DEFAULTS[mode].items() if given[name] is None}}
+    _check(options)
+    return options
 
 
 def loops(images_per_class: int) -> tuple[int, int]:
-    """The condensation paper's loops: rounds from one initialisation to the next, epochs on the set after a round.
+    """Return the condensation paper's loops: rounds between two initialisations, and epochs on the set after a round.
 
-    A number that its code does not know takes those of the next larger one, and above 50 those of 50.
+    A number of images that its code does not list uses the values of the next larger one; above 50 those of 50.
 
     >>> loops(1), loops(10), loops(12), loops(100)
     ((1, 1), (10, 50), (20, 25), (50, 10))
@@ -68,7 +68,7 @@ def loops(images_per_class: int) -> tuple[int, int]:
 
 
 def participants(num_clients: int, fraction: float) -> int:
-    """Clients of a round: the fraction of all, a half rounded up, at least one.
+    """Return the number of clients in a round: the fraction of all, with halves rounded up, and at least one.
 
     >>> participants(5, 0.5), participants(20, 0.5), participants(3, 0.1)
     (3, 10, 1)
@@ -77,7 +77,7 @@ def participants(num_clients: int, fraction: float) -> int:
 
 
 def _check(given: Mapping[str, Any]) -> None:
-    """Every option by itself, and those that exclude each other."""
+    """Check each option, and the combinations that exclude each other."""
     for name, choices in _CHOICES.items():
         value, known = given[name], list(choices)
         ok = value in known or (value is None and name == "sampling")

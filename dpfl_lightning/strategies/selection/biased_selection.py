@@ -1,6 +1,6 @@
-"""DPFL-BCS: clients with large budgets and many records take part more often, so that the mean update has less noise.
+"""DPFL-BCS: clients with large budgets and many records take part more often, so the mean update has less noise.
 
-The functional half says how noise grows with participations; `allocation.py` turns it into quotas.
+The functions compute how noise grows with participations; `allocation.py` turns this into quotas.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSel
 
 Vector = NDArray[np.float64]
 
-_L1_SCALE = 0.25  # L2 norm of a gradient over the L1 bound it is clipped to, for the anchor: an L1 bound is no L2 scale
-_FAR = 4  # how far from the mean quota the growth of noise is looked at where no formula gives it
+_L1_SCALE = 0.25  # for the anchor: assumed ratio of a gradient's L2 norm to the L1 norm to which it is clipped
+_FAR = 4  # the growth of noise is fitted between 1 / 4 of the mean quota and 4 times it
 
 
 @dataclass(frozen=True)
 class ParticipationNoise:
-    """`E|Z_n|^2 = factor_n T_n^exponent`: noise in the mean gradient of one of T_n participations, all coordinates.
+    """Noise of the mean gradient in one of T_n participations: `E|Z_n|^2 = factor_n T_n^exponent` over all coordinates.
 
     Args:
         factor: `[N]`, >= 0; 0 without noise.
-        exponent: 1 for Gaussian, 2 for Laplace noise and delta 0; fitted where batches are sampled.
+        exponent: 1 for Gaussian noise, 2 for Laplace noise with delta 0; fitted if batches are sampled.
     """
 
     factor: Vector
@@ -41,20 +41,21 @@ class ParticipationNoise:
 
 
 def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) -> ParticipationNoise:
-    """What the run's accountant asks of each client, by the number of its participations.
+    """Return the noise that the run's accountant requires of each client, by the number of its participations.
 
-    Exact for full batches: the noise of T releases that share a budget is that of one, times sqrt(T) (Gaussian) or T
-    (Laplace, delta 0). Else solved at a quarter and at four times the mean quota, with one exponent for all clients.
+    For full batches the result is exact: the noise of T releases that share a budget is the noise of one release times
+    sqrt(T) (Gaussian) or T (Laplace, delta 0). Otherwise the noise is solved at a quarter and at four times the mean
+    quota, and one exponent is fitted for all clients.
 
     Args:
-        schedule: its noise not solved yet; of each client's target, budget and other releases.
-        view: solves it.
+        schedule: each client's target, budget and other releases; its noise is not solved yet.
+        view: solves the noise.
         mean_quota: > 0.
     """
     exponent = exact_exponent(schedule)
     if exponent is not None:
         return ParticipationNoise(_noise_of(schedule, 1, view), exponent)
-    most = max(own.count_of(PURPOSE) for own in schedule.clients)
+    most = max(client_schedule.count_of(PURPOSE) for client_schedule in schedule.clients)
     few, many = max(1, round(mean_quota / _FAR)), min(most, max(2, round(mean_quota * _FAR)))
     low, high = _noise_of(schedule, few, view), _noise_of(schedule, many, view)
     noised = (low > 0) & (high > 0)
@@ -65,57 +66,71 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
 
 
 def exact_exponent(schedule: RunSchedule) -> float | None:
-    """How noise grows with participations if nothing but full batches of one kind shares the budgets, else None."""
-    events = [line.event for own in schedule.clients for line in own.planned if isinstance(line.event, NoisedEvent)]
+    """Return the exponent with which noise grows with participations, or None if no formula gives it.
+
+    A formula exists only if nothing but full batches of one kind shares the budgets.
+    """
+    events = [
+        line.event
+        for client_schedule in schedule.clients
+        for line in client_schedule.planned
+        if isinstance(line.event, NoisedEvent)
+    ]
     if len(events) > len(schedule.clients):
         return None
     if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
         return 1.0
-    pure = all(own.delta == 0 for own in schedule.clients)
+    pure = all(client_schedule.delta == 0 for client_schedule in schedule.clients)
     return 2.0 if pure and all(isinstance(event, LaplaceEvent) for event in events) else None
 
 
 def _noise_of(schedule: RunSchedule, count: int, view: View) -> Vector:
-    """`E|Z_n|^2` of each client if it takes part so often, `[N]`."""
+    """Return `E|Z_n|^2` of each client `[N]` if it takes part `count` times."""
     alone = with_quotas(dataclasses.replace(schedule, reserve=0), [count] * len(schedule.clients))
     return update_noise(view.solve(alone), PURPOSE, view)
 
 
 def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
-    """`E|Z_n|^2` of the mean gradient in each client's update of a purpose, as it is planned, `[N]`."""
-    found = []
+    """Return `E|Z_n|^2` of the mean gradient in each client's planned update of a purpose, `[N]`."""
+    noise = []
     for client in range(len(schedule.clients)):
         event, rate = schedule.noised(client, purpose), view.learning_rate[client]
         mechanism = mechanism_of(event, view.clip_norm[client], view.facts.num_records[client])
-        found.append(view.run.num_params * (mechanism.noise_std(event.steps, rate) / (rate * event.steps)) ** 2)
-    return np.array(found)
+        noise.append(view.run.num_params * (mechanism.noise_std(event.steps, rate) / (rate * event.steps)) ** 2)
+    return np.array(noise)
 
 
 class BiasedSelection(QuotaSelection):
     """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
 
-    A client that takes part often must share its budget among more releases, each of them noisier; one that hardly
-    takes part biases the model away from its data. Use it where budgets or numbers of records differ much and noise is
-    what limits accuracy; where noise is small the quotas become equal.
+    A client that takes part often must divide its budget among more releases, each of which has more noise. A client
+    that rarely takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ
+    much and noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
-        clients_per_round, sampler, top_fraction: those of `QuotaSelection`.
-        dissimilarity: how much clients' gradients differ at the optimum, as a share of the squared clip norm, >= 0: the
-            larger, the more equal are the quotas. 0 is the least noise (Proposition 1 with caps).
-        min_participation: rounds that every client takes part in at least, >= 0.
-        max_effective_epsilon: budgets count as this at most, > 0: a client that claims more is not selected more often.
+        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
+        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
+            describes it).
+        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
+            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`.
+        dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
+            >= 0. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
+        min_participation: minimum number of rounds in which every client takes part, >= 0.
+        max_effective_epsilon: upper bound on the budgets used for the quotas, > 0: a client that claims more is not
+            selected more often. null is no bound.
 
-    **Guarantees** Quotas are whole, at most one participation a round, and exactly optimal for the noise that the run's
-    accountant asks for.
+    **Guarantees** Quotas are whole numbers with at most one participation in each round, and are exactly optimal for
+    the noise that the run's accountant requires.
 
-    **Privacy** Post-processing of public facts, as in `QuotaSelection`: no loss is reported, nothing is estimated.
+    **Privacy** Post-processing of public facts, as in `QuotaSelection`: no loss is reported, and nothing is estimated.
+    Claimed budgets and numbers of records are trusted.
 
     Raises:
-        UserError: a number out of range; a given `privacy.noise_multiplier`, which no quota could change.
+        UserError: a number is out of range, or `privacy.noise_multiplier` is given, which no quota could change.
 
-    Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation a round, whole quotas, and
-    an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term are
-    `two_stage_selection`.
+    Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation in each round, whole
+    quotas, and an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term
+    are `two_stage_selection`.
     """
 
     key = "strategies.biased_selection"
@@ -137,7 +152,7 @@ class BiasedSelection(QuotaSelection):
         self._dissimilarity, self._least, self._most_epsilon = dissimilarity, min_participation, most
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        if total == 0:  # other strategies have taken all rounds
+        if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), 1.0)
             return np.zeros(len(upper), dtype=np.int64)
         self._noise = self._found_noise(total / len(upper), schedule, view)
@@ -152,8 +167,8 @@ class BiasedSelection(QuotaSelection):
         check_free_noise(schedule, self.key.rpartition(".")[2])
         claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf)
 
-        def claims(client: int, own: ClientSchedule) -> ClientSchedule:
-            return dataclasses.replace(own, target_epsilon=float(claimed[client]))
+        def claims(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            return dataclasses.replace(client_schedule, target_epsilon=float(claimed[client]))
 
         return participation_noise(schedule.replan(claims), view, mean_quota)
 
@@ -165,26 +180,24 @@ class BiasedSelection(QuotaSelection):
     def describe(self, view: View) -> tuple[str, ...]:
         noise = self._noise
         if not noise.factor.any():
-            words = (
-                "No client adds noise: quotas are equal." if self._quota.any() else "No round is left to select for."
-            )
+            words = "No client adds noise: quotas are equal." if self._quota.any() else "No rounds are left to select."
             return (*super().describe(view), words)
         gain = noise_gain(self._quota, noise.factor, noise.exponent)
         return (
             *super().describe(view),
-            f"The noise in a round's mean update has {1 / gain:.3g} of the variance that equal quotas would give it (a "
-            f"gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
+            f"The noise in a round's mean update has {1 / gain:.3g} times the variance that equal quotas would "
+            f"give (a gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
         )
 
 
 def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
-    """Refuse noise that is given: no quota could change it."""
-    for client, own in enumerate(schedule.clients):
-        if noise := _given_noise(own):
+    """Raise UserError if noise multipliers are given, which no quota could change."""
+    for client, client_schedule in enumerate(schedule.clients):
+        if noise := _given_noise(client_schedule):
             raise UserError(
                 f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {noise} for client {client}: "
-                "quotas share budgets out, and given noise is the same for any quota. Give privacy.epsilon alone, or "
-                "use uniform_selection."
+                "quotas change the noise that is solved from a budget, but not noise that is given. Set only "
+                "privacy.epsilon, or use uniform_selection."
             )
 
 

@@ -1,4 +1,4 @@
-"""A cohort of clients a round, every client as often as its quota says: what selection strategies have in common."""
+"""Base class of selection strategies: a cohort of clients in each round, and a quota of rounds for each client."""
 
 from __future__ import annotations
 
@@ -29,39 +29,48 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 Counts = NDArray[np.int64]
 
-PURPOSE = "train"  # the line of a client's schedule that quotas are of
-_SAMPLERS = ("quota_systematic", "weighted_without_replacement")  # a round holds each client once
-_USUAL_SHARE = 5  # one client in so many takes part in a round, unless it is said
-_DRAWS = 20  # of one round, until somebody with a large budget is in it
+PURPOSE = "train"  # purpose of the releases that quotas limit
+_SAMPLERS = ("quota_systematic", "weighted_without_replacement")  # with both a client is in a round at most once
+_USUAL_SHARE = 5  # by default one in this many clients takes part in a round
+_DRAWS = 20  # attempts to draw a round that contains a client with a large budget
 
 
 def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSchedule:
-    """The schedule in which client n trains `quota[n]` times, and the reserve on top if it trains at all."""
+    """Return the schedule in which client n trains `quota[n]` times.
 
-    def change(client: int, own: ClientSchedule) -> ClientSchedule:
+    A client with a quota above 0 also has the reserve of the schedule.
+    """
+
+    def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
         count = int(quota[client]) + schedule.reserve if quota[client] else 0
-        lines = [dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line for line in own.planned]
-        return dataclasses.replace(own, planned=tuple(lines))
+        lines = [
+            dataclasses.replace(line, count=count) if line.purpose == PURPOSE else line
+            for line in client_schedule.planned
+        ]
+        return dataclasses.replace(client_schedule, planned=tuple(lines))
 
     return schedule.replan(change)
 
 
 class QuotaSelection(Strategy, Callback):
-    """K clients a round, client n in T_n rounds of the run, with noise for T_n releases instead of one in every round.
+    """Selects K clients in each round; client n trains in T_n rounds, and its noise is solved for T_n releases.
 
-    A subclass says the quotas T_n. Goes beside a base rule; if a run names none, all updates of a round weigh the same.
+    A subclass defines the quotas T_n. The strategy is combined with a base rule; without one, all updates of a round
+    have the same weight.
 
     Args:
-        clients_per_round: K, from 1 to the number of clients; None is a fifth of them.
-        sampler: quota_systematic (exact: see `cohorts.systematic`) or weighted_without_replacement (the paper's words).
-        top_fraction: a round is drawn again, at most 20 times, until one of the clients with the largest claimed
-            budgets is in it, this share of all, in (0, 1); for `pfa`, which projects onto their updates. None: never.
+        clients_per_round: number K of clients in each round, from 1 to the number of clients; None is a fifth of them.
+        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
+            describes it).
+        top_fraction: None, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
+            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`, which projects
+            onto their updates.
 
-    **Guarantees** No client trains more often than its quota, which its noise was solved for. A client that an earlier
-    strategy leaves out of a round keeps its slot; one that is lost after it was charged has used it.
+    **Guarantees** No client trains more often than its quota, for which its noise was solved. A client that an earlier
+    strategy excludes from a round keeps its slot. A client that is lost after it was charged has used its slot.
 
     **Privacy** Post-processing of public facts: claimed budgets and numbers of records, which are trusted. The server
-    knows who takes part, so selection amplifies nothing.
+    knows which clients take part, so there is no amplification by selection.
     """
 
     default_base = Uniform
@@ -81,11 +90,11 @@ class QuotaSelection(Strategy, Callback):
         require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
         self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
         self._taken = np.zeros(0, dtype=np.int64)
-        self._purpose = PURPOSE  # that the rounds now are of
+        self._purpose = PURPOSE  # of the current rounds
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        """Quotas `[N]` of sum `total`, each at most `upper` `[N]`: for a subclass to say."""
+        """Return quotas `[N]` with sum `total`, each at most `upper` `[N]`. Subclasses implement it."""
         raise NotImplementedError
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
@@ -93,7 +102,7 @@ class QuotaSelection(Strategy, Callback):
         self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
         must = f"be at most the {count} clients"
         require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
-        planned = [own.count_of(PURPOSE) for own in schedule.clients]
+        planned = [client_schedule.count_of(PURPOSE) for client_schedule in schedule.clients]
         upper = np.maximum(np.array(planned) - schedule.reserve, 0)
         self._horizon = int(upper.max())
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
@@ -115,9 +124,12 @@ class QuotaSelection(Strategy, Callback):
         return plan.only(lambda client: client in cohort)
 
     def _settle(self, view: View) -> None:
-        """Where noise is given, budgets may pay for less than was planned; once a run."""
+        """Reduce quotas to what budgets can pay for, once in a run; with given noise that may be less than planned."""
         if not self._settled:
-            paid = [max(0, own.count_of(self._purpose) - view.schedule.reserve) for own in view.schedule.clients]
+            paid = [
+                max(0, client_schedule.count_of(self._purpose) - view.schedule.reserve)
+                for client_schedule in view.schedule.clients
+            ]
             self._quota, self._settled = np.minimum(self._quota, paid), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
@@ -131,7 +143,7 @@ class QuotaSelection(Strategy, Callback):
         return cohort
 
     def _rounds_left(self, rounds: int, round: int) -> int:
-        """With this one; fewer than the run's where budgets pay for fewer."""
+        """Return the number of rounds left, including this one; at most those that budgets can pay for."""
         return min(self._horizon, rounds - round + 1)
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
@@ -142,12 +154,12 @@ class QuotaSelection(Strategy, Callback):
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         left = self._rounds_left(view.run.rounds, view.state.round + 1)
         forfeited = int(np.maximum(self._quota - self._taken - left, 0).sum())
-        told: dict[str, float | Tensor] = {
+        metrics: dict[str, float | Tensor] = {
             "quota": torch.from_numpy(self._quota).double(),
             "participations": torch.from_numpy(self._taken).double(),
             "forfeited_participations": float(forfeited),
         }
-        return {**told, "participation_equality": jain_index(self._taken)} if self._taken.any() else told
+        return {**metrics, "participation_equality": jain_index(self._taken)} if self._taken.any() else metrics
 
     def describe(self, view: View) -> tuple[str, ...]:
         self._settle(view)
@@ -155,8 +167,8 @@ class QuotaSelection(Strategy, Callback):
         never = int((quota == 0).sum())
         return (
             f"{self._cohort_size} of {len(quota)} clients a round; quotas from {quota[0]} to {quota[-1]} of "
-            f"{self._horizon} rounds, median {np.median(quota):g}, {never} of none; Jain index of participation "
-            f"{jain_index(quota):.3f}.",
+            f"{self._horizon} rounds, median {np.median(quota):g}; {never} clients have quota 0; Jain index of "
+            f"participation {jain_index(quota):.3f}.",
         )
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
@@ -164,7 +176,8 @@ class QuotaSelection(Strategy, Callback):
         if result.finished and unused:
             warnings.warn(
                 f"{self.key.rpartition('.')[2]}: {unused} of {int(self._quota.sum())} planned participations were not "
-                "used, because clients were away or the run ended early; what noise they cost the others is lost.",
+                "used, because clients were away or the run ended early. The noise of these clients was solved "
+                "for them, so it was larger than necessary.",
                 UserNotice,
                 stacklevel=2,
             )
@@ -177,5 +190,5 @@ class QuotaSelection(Strategy, Callback):
 
 
 def train_line(own: ClientSchedule) -> Planned:
-    """The line that quotas are of."""
+    """Return the planned line that quotas limit."""
     return next(line for line in own.planned if line.purpose == PURPOSE)

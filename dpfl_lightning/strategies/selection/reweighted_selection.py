@@ -1,4 +1,4 @@
-"""Biased selection whose weights take the bias out again: an ablation, which loses what selection gained."""
+"""Biased selection whose weights remove the bias: an ablation, which loses the gain of the selection."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
 
 
 class ReweightedSelection(BiasedSelection):
-    """`sum_n delta_n H / (N T_n)` over a round's clients, T_n of H rounds: in expectation the mean over all clients.
+    """Ablation of biased_selection: weights that remove its bias, `sum_n delta_n H / (N T_n)` over a round's clients.
 
-    Of several models each has a sum and an N of its own: the clients that belong to it, by the model that they move now
-    or started from last. Of Gaussian noise it has as much as any other quotas: what makes `biased_selection` quieter is
-    its bias. Clients with quota 0 are missing in the mean; give `min_participation` 1 to have all of them in it.
+    Client n trains in T_n of H rounds, so the expectation is the mean over all clients. With several models each model
+    has a separate sum and its own N: the clients that belong to it, by the model that they train now or trained last.
+    With Gaussian noise the result has as much noise as with any other quotas: `biased_selection` has less noise because
+    of its bias. Clients with quota 0 are missing in the mean; `min_participation: 1` includes all of them.
 
-    Args: those of `BiasedSelection`.
+    Args:
+        clients_per_round, sampler, top_fraction, dissimilarity, min_participation, max_effective_epsilon: as in
+            `biased_selection`.
 
-    **Privacy** As `BiasedSelection`.
+    **Privacy** As `biased_selection`: post-processing of public facts and released updates.
     """
 
     key = "strategies.reweighted_selection"
@@ -37,7 +40,7 @@ class ReweightedSelection(BiasedSelection):
 
 
 def _clients_of(updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-    """How many of all clients belong to each model, `[K]`."""
+    """Return how many of all clients belong to each model, `[K]`."""
     model_of, here = torch.tensor(view.state.model_of), list(updates.clients)
     weight, row = weights.cpu().max(dim=0)
     model_of[here] = torch.where(weight > 0, row, model_of[here])

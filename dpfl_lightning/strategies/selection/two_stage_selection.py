@@ -1,4 +1,4 @@
-"""DPFL-BCS as the paper has it: rounds in which clients report noised losses, then quotas that avoid unlike clients."""
+"""DPFL-BCS as in the paper: in a first stage clients report noised losses; then quotas avoid dissimilar clients."""
 
 from __future__ import annotations
 
@@ -53,41 +53,48 @@ UNSOUND = (
 )
 _LOSS, _LATER = "loss", "later_train"
 _ESTIMATES = ("shrunken", "least_difference")
-_MARGIN = 1 + 1e-7  # more noise than the split of a budget needs, so that rounding does not exceed it
+_MARGIN = 1 + 1e-7  # factor on the noise, so that rounding cannot exceed the split of a budget
 
 
 class TwoStageSelection(QuotaSelection):
-    """Some rounds of least noise, in which clients also report losses; then quotas with the paper's bias term.
+    """DPFL-BCS in two stages: clients report losses in the first rounds, from which the later quotas are computed.
 
-    `sum_n noise_n T_n^(z + 1) + ratio sum_n unlikeness_n T_n` is minimised over the rounds that are left, with the
-    budgets that are left. To compare with `biased_selection`: the term has brought nothing, even with true values, for
-    it leads to the few clients that are most alike, not to equal quotas, where noise is small.
+    The first stage uses the quotas of least noise. The second stage minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
+    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. The
+    strategy serves for comparison with `biased_selection`. The bias term has brought no gain, even with true values,
+    because where noise is small it leads to the few most similar clients instead of equal quotas.
 
     Args:
-        clients_per_round, sampler, top_fraction: those of `QuotaSelection`.
-        warmup_rounds: T_0, in which losses are reported, from 2 to one less than the rounds.
-        ratio: cost of one unit of unlikeness (loss) in one participation, over the geometric mean of the clients' noise
-            factors, >= 0; None fits the paper's constants to one number, which decides nothing: see `fit_constants`.
-        loss_share: of each participation's part of the budget, for the loss, in (0, 1).
-        loss_bound: losses are clipped to [0, loss_bound], > 0; None is log(classes).
-        estimates: shrunken (mean noised loss, drawn to the mean of all as far as noise explains the differences) or
-            least_difference (the paper's: smallest difference between a client's losses before and after its update,
-            asked at its noised update, at the price of a second report).
-        allow_unsound: with least_difference, losses as the paper's clients report them: not clipped, and at the
-            client's own model before noise. Noise is added, but no bound of one record's influence is known, and
-            every epsilon is infinite. For comparison only.
+        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
+        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
+            describes it).
+        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
+            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`.
+        warmup_rounds: number T_0 of rounds in which losses are reported, from 2 to one less than the rounds.
+        ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
+            noise factors, >= 0. null fits the paper's five constants to one number, which does not determine them: see
+            `fit_constants`.
+        loss_share: share of each participation's part of the budget that is spent on the loss, in (0, 1).
+        loss_bound: losses are clipped to [0, loss_bound], > 0; null is log(classes).
+        estimates: `shrunken` uses the mean noised loss, shrunk towards the mean of all clients as far as noise explains
+            the differences. `least_difference` (the paper's) uses the smallest difference between a client's losses
+            before and after its update; the second loss is asked at the noised update and costs a second report.
+        allow_unsound: with `least_difference`, losses as the paper's clients report them: not clipped, and at the
+            client's own model before noise. Noise is added, but no bound on one record's influence is known, and every
+            epsilon is infinite. For comparison only.
 
-    **Guarantees** Whole quotas in both stages; nobody exceeds its budget, whatever losses say.
+    **Guarantees** Quotas are whole numbers in both stages, and no client exceeds its budget, whatever the losses are.
 
-    **Privacy** Losses are `MeanLoss` queries, planned and charged beside the updates. Later noise follows from them, so
-    a guarantee states the whole budget (a privacy filter): full batches with Gaussian noise, or Laplace and delta 0.
+    **Privacy** Losses are `MeanLoss` queries, planned and charged in addition to the updates. Later noise depends on
+    them, so a guarantee states the whole budget (a privacy filter). This requires full batches with Gaussian noise, or
+    with Laplace noise and delta 0.
 
     Raises:
-        UserError: a number out of range, sampled batches, a given noise multiplier.
+        UserError: a number is out of range, batches are sampled, or a noise multiplier is given.
 
-    Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. Theirs reports unclipped losses, one of them at the
-    client's own model before noise, which its sensitivity does not cover; has real quotas, which overspend; and splits
-    epsilon and delta in proportion to participations, which takes ten times the noise.
+    Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. The paper's clients report unclipped losses, one of
+    them at the client's own model before noise, which its sensitivity does not cover. Its quotas are real numbers,
+    which overspend. It splits epsilon and delta in proportion to participations, which takes ten times the noise.
     """
 
     key = "strategies.two_stage_selection"
@@ -114,7 +121,7 @@ class TwoStageSelection(QuotaSelection):
         must = f"be one of {', '.join(_ESTIMATES)}"
         require(estimates in _ESTIMATES, f"{self.key}.estimates", must, estimates, nearest(estimates, _ESTIMATES))
         fitted = ratio is not None or estimates == "least_difference"
-        advice = "Only the paper's own estimates come with its constants."
+        advice = "The paper's constants can be fitted only with estimates least_difference."
         require(fitted, f"{self.key}.ratio", "be a number with shrunken estimates", None, advice)
         self._warmup, self._ratio, self._share, self._bound = warmup_rounds, ratio, loss_share, loss_bound
         paper = estimates == "least_difference"
@@ -123,8 +130,8 @@ class TwoStageSelection(QuotaSelection):
         self._estimates, self._unsound = estimates, allow_unsound
         self._losses_a_round = 2 if paper else 1
         self._reports: list[tuple[int, int, float, float]] = []  # (round, client, loss before, loss after or NaN)
-        self._first: Counts | None = None  # participations of the first stage, once the second has begun
-        self._constants: dict[str, float] = {}  # of the paper, where they were fitted
+        self._first: Counts | None = None  # participations in the first stage; None until the second stage begins
+        self._constants: dict[str, float] = {}  # the paper's constants, if they were fitted
 
     # -- the first stage
 
@@ -133,9 +140,9 @@ class TwoStageSelection(QuotaSelection):
         self._first, self._reports = None, []
         planned = super().plan_run(schedule, view)
         once = with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients))
-        self._report_noise: list[Any] = []  # of losses that no event covers, by client
-        alone = [own.noise_multiplier(PURPOSE) for own in view.solve(once).clients]
-        return planned.replan(lambda client, own: self._with_reports(own, alone[client]))
+        self._report_noise: list[Any] = []  # by client, with `allow_unsound`: noise of the losses
+        alone = [client_schedule.noise_multiplier(PURPOSE) for client_schedule in view.solve(once).clients]
+        return planned.replan(lambda client, client_schedule: self._with_reports(client_schedule, alone[client]))
 
     def _check(self, schedule: RunSchedule, view: View) -> None:
         name = self.key.rpartition(".")[2]
@@ -144,12 +151,12 @@ class TwoStageSelection(QuotaSelection):
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
         plain = exact_exponent(schedule) is not None
-        require(plain, "clients.batch_size", must, "other plans", "Later noise follows from released losses.")
+        require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
         known = ("gdp", "rdp")
-        must = f"be {' or '.join(known)} where later noise follows from released losses"
+        must = f"be {' or '.join(known)} where later noise depends on released losses"
         require(view.run.accountant in known, "privacy.accountant", must, view.run.accountant)
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
-        advice = "Losses of a regression have no usual bound."
+        advice = "Losses of a regression have no default bound."
         require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
@@ -157,9 +164,10 @@ class TwoStageSelection(QuotaSelection):
         return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
 
     def _with_reports(self, own: ClientSchedule, alone: float) -> ClientSchedule:
-        """Each participation's part of the budget, split between update and losses.
+        """Return the client's schedule with each participation's budget split between the update and the losses.
 
         Args:
+            own: schedule of the client.
             alone: noise multiplier of a client that takes part once, without reports.
         """
         line, power = train_line(own), self._noise.exponent / 2
@@ -167,7 +175,7 @@ class TwoStageSelection(QuotaSelection):
         updates = _of_noise(line, noise / (1 - self._share) ** power)
         reports = _of_noise(line, noise * (self._losses_a_round / self._share) ** power)
         assert isinstance(reports.event, NoisedEvent)  # for mypy
-        once = dataclasses.replace(reports.event, steps=1)  # however many steps an update has
+        once = dataclasses.replace(reports.event, steps=1)  # one step, also if an update has several
         reports = Planned(_LOSS, once, self._losses_a_round * line.count)
         if self._unsound:
             self._report_noise.append(reports.event)
@@ -192,8 +200,8 @@ class TwoStageSelection(QuotaSelection):
     def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
         mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}
         step_of = {
-            client: (own.clip_norm, own.clip_order, rate)
-            for client, own, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
+            client: (mechanism.clip_norm, mechanism.clip_order, rate)
+            for client, mechanism, rate in zip(plan.clients, plan.mechanism_of, plan.learning_rate_of, strict=True)
         }
         (row,) = set(plan.model_of)
         model = view.state.models[row]
@@ -204,7 +212,7 @@ class TwoStageSelection(QuotaSelection):
         return self._asks_after(view)
 
     def _asks_after(self, view: View) -> bool:
-        """Whether clients are asked again at their noised updates."""
+        """Whether clients are asked for their losses at their noised updates, too."""
         return self._losses_a_round == 2 and not self._unsound and view.round <= self._warmup
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
@@ -231,15 +239,19 @@ class TwoStageSelection(QuotaSelection):
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == _LATER:
             return schedule
-        paid = schedule.replan(lambda client, own: _paid(own, client, view))
+        paid = schedule.replan(lambda client, client_schedule: _paid(client_schedule, client, view))
         if self._first is None:
             self._begin_second_stage(schedule, paid, view)
         self._horizon, self._settled, quota = view.run.rounds - self._warmup, True, self._quota
-        return paid.replan(lambda client, own: _with_later(own, int(quota[client]), schedule.reserve))
+        return paid.replan(
+            lambda client, client_schedule: _with_later(client_schedule, int(quota[client]), schedule.reserve)
+        )
 
     def _begin_second_stage(self, planned: RunSchedule, paid: RunSchedule, view: View) -> None:
         able = np.array([_has_budget_left(*both) for both in zip(planned.clients, paid.clients, strict=True)])
-        once = view.solve(paid.replan(lambda client, own: _with_later(own, int(able[client]), 0)))
+        once = view.solve(
+            paid.replan(lambda client, client_schedule: _with_later(client_schedule, int(able[client]), 0))
+        )
         factor = np.where(able, update_noise(once, _LATER, view), np.inf)
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self._warmup
@@ -249,7 +261,7 @@ class TwoStageSelection(QuotaSelection):
         self._taken = np.zeros_like(self._quota)
 
     def _heterogeneity(self, schedule: RunSchedule, view: View) -> np.ndarray:
-        """Each client's unlikeness as its reports tell it, `[N]`."""
+        """Return each client's unlikeness, estimated from its reports, `[N]`."""
         count = view.facts.num_clients
         if self._estimates == "least_difference":
             whole = [(client, before, after) for _, client, before, after in self._reports if not math.isnan(after)]
@@ -259,11 +271,11 @@ class TwoStageSelection(QuotaSelection):
             [client for _, client, _, _ in self._reports], [loss for _, _, loss, _ in self._reports], minlength=count
         )
         std = [self._loss_mechanism(client, schedule, view).noise_std(1, 1.0) for client in range(count)]
-        positive = np.where(np.array(std) > 0, std, 1e-12)  # without noise every difference counts
+        positive = np.where(np.array(std) > 0, std, 1e-12)  # without noise differences are not shrunk
         return shrunken_heterogeneity(sums / np.maximum(reports, 1), reports, positive, self._bound_now)[0]
 
     def _cost_of_unlikeness(self, factor: np.ndarray, rounds: int) -> float:
-        """Of one unit in one participation, in the unit of the noise factors."""
+        """Return the cost of one unit of unlikeness in one participation, in the unit of the noise factors."""
         if self._ratio is not None:
             positive = factor[factor > 0]
             return self._ratio * float(np.exp(np.log(positive).mean())) if len(positive) else 0.0
@@ -275,27 +287,27 @@ class TwoStageSelection(QuotaSelection):
         noise = NoiseModel(1.0, self._noise.exponent, self._noise.factor)
         skew, loss = estimated_skew(counts, last, self._bound_now), float(np.mean(list(last.values())))
         stage = FirstStage(self._warmup - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
-        found, _ = fit_constants(stage)
-        curvature = Curvature(found.smoothness, found.strong_convexity, found.lr_offset)
-        self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": found.lr_offset}
-        self._constants |= {"fitted_smoothness": found.smoothness, "fitted_convexity": found.strong_convexity}
+        constants, _ = fit_constants(stage)
+        curvature = Curvature(constants.smoothness, constants.strong_convexity, constants.lr_offset)
+        self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": constants.lr_offset}
+        self._constants |= {"fitted_smoothness": constants.smoothness, "fitted_convexity": constants.strong_convexity}
         return bias_noise_ratio(rounds, self._cohort_size, 1.0, curvature, PAPER_BIAS)
 
-    # -- what is told and kept
+    # -- metrics and state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        told = dict(super().metrics(view))
+        metrics = dict(super().metrics(view))
         if self._first is not None:
             whole = self._first + self._taken
-            told |= {"quota": torch.from_numpy(self._first + self._quota).double()}
-            told |= {"participations": torch.from_numpy(whole).double(), "participation_equality": jain_index(whole)}
-            told["unlikeness"] = torch.from_numpy(self._unlike).double()
-        return told | self._constants
+            metrics |= {"quota": torch.from_numpy(self._first + self._quota).double()}
+            metrics |= {"participations": torch.from_numpy(whole).double(), "participation_equality": jain_index(whole)}
+            metrics["unlikeness"] = torch.from_numpy(self._unlike).double()
+        return metrics | self._constants
 
     def describe(self, view: View) -> tuple[str, ...]:
         words = (
             f"In the first {self._warmup} rounds {self._losses_a_round} losses are reported with each update. These "
-            "quotas are those of a whole run without a second stage; the later rounds' follow from the losses."
+            "are the quotas of a whole run without a second stage; the quotas of the later rounds depend on the losses."
         )
         return (*super().describe(view), words)
 
@@ -322,18 +334,18 @@ def _of_noise(line: Planned, noise_multiplier: float | None) -> Planned:
 
 
 def _paid(own: ClientSchedule, client: int, view: View) -> ClientSchedule:
-    """What the client has paid for."""
+    """Return the schedule with the number of releases that the client has been charged for."""
     lines = [dataclasses.replace(line, count=view.used(client, line.purpose)) for line in own.planned]
     return dataclasses.replace(own, planned=tuple(lines))
 
 
 def _has_budget_left(planned: ClientSchedule, paid: ClientSchedule) -> bool:
-    """In whole releases, not in rounded epsilons; a client of quota 0 has all of it."""
+    """Whether planned releases are left, counted in whole releases; a client with quota 0 has its whole budget left."""
     return planned.count_of(PURPOSE) == 0 or paid.count_of(PURPOSE) < planned.count_of(PURPOSE)
 
 
 def _with_later(own: ClientSchedule, count: int, reserve: int) -> ClientSchedule:
-    """With so many participations more, whose noise takes what is left of the budget."""
+    """Return the schedule with `count` more participations, whose noise uses the rest of the budget."""
     later = _of_noise(train_line(own), None)
     later = dataclasses.replace(later, purpose=_LATER, count=count + reserve if count else 0)
     return dataclasses.replace(own, planned=(*own.planned, later))
