@@ -414,7 +414,7 @@ def test_missing_file(tmp_path: Path) -> None:
         (["--privacy.epsilon.name", "dist77"], ["`privacy.epsilon.name`", "Set on the command line."]),
         (["stray"], ["`stray` must be a known key or flag"]),
         (["--model", "cnn_small"], ["Write {name: cnn_small}."]),
-        ([], ["`privacy.epsilon` must be a budget to solve the noise from", "--privacy null"]),
+        ([], ["`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"]),
         (["--privacy", "{}"], ["`privacy.epsilon` must be a budget"]),
     ],
 )
@@ -508,15 +508,17 @@ def test_a_search_is_not_a_run_and_a_run_is_no_search() -> None:
     from dpfl_lightning.search.options import SweepOptions
 
     search, run = str(CONF.parent / "sweeps" / "nas_digits.yaml"), str(CONF / "digits.yaml")
-    assert f"It is a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
+    assert f"It configures a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
     with pytest.raises(
-        UserError, match=r"a section sweep, got '.*'\. It is a single run: .*fit --config .*digits.yaml"
+        UserError, match=r"a section sweep, got '.*'\. It configures a single run: .*fit --config .*digits.yaml"
     ):
         load(["--config", run], section=("sweep", SweepOptions))
 
 
 def test_a_command_that_takes_some_keys_refuses_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"^`--rounds` must be left out of this command, got '5'\. .* --data\.\* alone"):
+    with pytest.raises(
+        UserError, match=r"^`--rounds` must be left out of this command, got '5'\. .* accepts only --data\.\*;"
+    ):
         load(["--rounds", "5"], takes=["data"])
     assert load([*PRIVATE, "--data.name", "mnist"], takes=["data", "privacy"])[0].data.name == "mnist"
     with pytest.raises(SystemExit):
