@@ -104,7 +104,7 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
     assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].clients.learning_rate == rate
     assert sweep(write(SMALL, "--final")) == 0
     again = capsys.readouterr().out
-    assert "Going on with a study that has 2 complete" in again and "trial 0 (" not in again
+    assert "Resuming a study that has 2 complete" in again and "trial 0 (" not in again
     assert "Final test accuracy" in again and "round 1/2" not in again
 
 
@@ -275,7 +275,7 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
     assert Search._begun_final(best)[1]["test_accuracy"] is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
-    with pytest.raises(UserError, match=r"is the run of an earlier best trial\. Move .*final away .*best\.yaml"):
+    with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
         Search._begun_final(other)
 
 
