@@ -358,7 +358,7 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) ->
         final: options of the run; its folder contains its ledger.
 
     Returns:
-        The text, or None if there is no set or it was set_data of public records only.
+        The text, or None if there is no set or it was made of public records only.
 
     **Privacy** Arithmetic on public facts.
     """

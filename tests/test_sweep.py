@@ -128,11 +128,11 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={}),
           "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}}, ["clients.learning_rate", "one number"]),
         (changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={"batch_size": 16}),
-         ["sweep.training.batch_size", "be left out where clients.batch_size is given for trials"]),
+         ["sweep.training.batch_size", "be left out if clients.batch_size is given for trials"]),
         (changed(trials_with={"rounds": 3}), ["sweep.trials_with.rounds", "model, clients, data, engine"]),
-        (changed(networks=40), ["sweep.networks", "the records of the rarest class"]),
+        (changed(networks=40), ["sweep.networks", "the number of records of the rarest class"]),
         ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
-         ["privacy.diagnostics", "be false with objective private", "no bound"]),
+         ["privacy.diagnostics", "be false with objective private", "without a bound"]),
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
@@ -167,9 +167,9 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
 def test_a_study_of_another_space_is_refused(write, capsys):
     assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
     assert sweep(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}}))) == 2
-    assert "`sweep.space` must stay what study mine has in that storage" in capsys.readouterr().err
+    assert "`sweep.space` must be the same as in study mine of that storage" in capsys.readouterr().err
     assert sweep(write(SMALL, "--seed", "1")) == 2
-    assert "`seed` must stay" in capsys.readouterr().err
+    assert "`seed` must be the same" in capsys.readouterr().err
 
 
 def test_what_fails_only_together_is_a_failed_trial(write, tmp_path, capsys):
@@ -232,7 +232,7 @@ def test_a_run_that_private_trials_chose_is_told_with_them(trials_with, words, w
     raw = changed(objective="private", training={}, trials=2, trials_with=trials_with)
     assert sweep(write({**raw, "rounds": 1}, "--final")) == 0
     said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
-    assert "A run on the same clients that follows adds its own." in said
+    assert "A later run on the same clients adds its epsilon and delta." in said
     final = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
     together = max(a + b["epsilon_spent"] for a, b in zip(result["cost"]["epsilon"], final["clients"], strict=True))
     added = result["final"]["with_the_trials"]
@@ -395,11 +395,11 @@ def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tm
     distilled = {row.numpy().tobytes() for rows in whole.train_of for row in whole.x[rows]}
     assert not distilled & {row.numpy().tobytes() for row in people.x[people.test]} and len(people.test) == 90
     alone = objective(SweepOptions(distilled=folder), options_of({**SMALL, "data": {"name": "digits"}}))
-    assert "others that were held out" in alone.words
+    assert "held-out records" in alone.words
 
 
 def test_a_set_without_a_bound_says_so():
-    assert "an epsilon without bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+    assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
 
 
 def test_what_a_sets_epsilon_does_not_cover_is_said_beside_it():

@@ -51,7 +51,7 @@ def load(
     section: tuple[str, type] | None = None,
     takes: Sequence[str] = (),
 ) -> tuple[Options, argparse.Namespace]:
-    """Return the options of a command line, and the values of the command's own_section flags.
+    """Return the options of a command line, and the values of the command's own flags.
 
     Options are the defaults, then `--config FILE`, then the overrides. `--help`, `--print_config` (the resolved YAML)
     and `--strategies.help` print and exit with status 0.

@@ -1,4 +1,4 @@
-"""The study: workers that share its trials and lose none."""
+"""The study: trials that several workers share, without losing any."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
 from dpfl_lightning.search.trial import Pruned, Trial
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
 _MLFLOW = "mlflow_run"
-_SEED = "seed"  # of the sampler when the study began
-_MOST_RETRIES = 3  # of a trial whose worker died: the trial itself may be what kills it
+_SEED = "seed"  # attribute with the sampler's seed when the study began
+_MOST_RETRIES = 3  # retries of a trial whose worker died, because the trial itself may kill its worker
 _POLL_SECONDS = 1.0
 _DIED = "its worker died"
 _SURPLUS = "surplus"
 
 
 class _Surplus(Exception):
-    """The study has all its trials without this one."""
+    """Raised by a trial that is not needed, because the study has all its trials without it."""
 
 
 class Running:
-    """A trial that goes on: what it drew, what it tells.
+    """A running trial: its drawn values and its reports.
 
     Args:
-        number: in the study.
+        own: trial of Optuna.
+        dimensions: search space.
+        single: whether the study has one score.
     """
 
     def __init__(self, own: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
@@ -53,34 +55,34 @@ class Running:
         return self._own.suggest_float(own.key, own.low, own.high, step=own.step, log=own.log)
 
     def report(self, step: int, accuracy: float) -> bool:
-        """Whether the trial is to end, because others did better by then."""
-        if not self._single:  # the library knows no values on the way to several scores
+        """Report an accuracy, and return whether the trial should end because other trials did better at this step."""
+        if not self._single:  # optuna has no intermediate values for several scores
             self.note(f"accuracy_{step}", accuracy)
             return False
         self._own.report(accuracy, step)
         return self._own.should_prune()
 
     def note(self, name: str, value: Any) -> None:
-        """A fact that outlives the worker."""
+        """Store a fact about the trial, which outlives the worker."""
         self._own.set_user_attr(name, value)
 
 
 class Study:
-    """The trials of one search, shared by all its workers through a database.
+    """The trials of one search, which all its workers share through a database.
 
     Args:
-        sweep: its options.
-        dimensions: its space.
-        url: of the database.
-        identity: all that decides what a trial means, ready for JSON; workers must agree on it.
-        seed: of the sampler, unless it has its own. It holds for the first worker of a new study: the others, and those
-            that come back, draw differently, lest they try the same again. Of a grid or a sequence (qmc) they go on
-            with the order that the study began with.
-        first: whether this is the first worker here.
+        sweep: options of the search.
+        dimensions: search space.
+        url: URL of the database.
+        identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
+        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study uses it; other
+            workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
+            (qmc), they continue the order with which the study began.
+        first: whether this is the first worker on this machine.
 
     Raises:
         UserError: an unknown sampler or pruner, a space that the sampler cannot search, a database that does not
-            answer, a study of this name that searches something else.
+            answer, or a study of this name that searches something else.
     """
 
     def __init__(
@@ -93,8 +95,8 @@ class Study:
         first: bool = True,
     ) -> None:
         self._sweep, self._dimensions, self.url = sweep, dimensions, url
-        self._now = -1  # the trial that is made here
-        sampler(sweep, dimensions, None, 0), pruner(sweep)  # refused before a database is touched
+        self._now = -1  # number of the trial that runs here
+        sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)
         seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
         new = agreed(self._study, identity)
@@ -109,32 +111,33 @@ class Study:
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
     def _check_grid(self) -> None:
-        """Refuse a grid after trials that are no points of it: it would be left before it is done."""
+        """Raise UserError if the study has trials outside the grid, because the search would then end too early."""
         drawn = sum(bool(own.params) and "grid_id" not in own.system_attrs for own in self._known())
-        advice = "Give the search another sweep.name, or go on with another sampler."
+        advice = "Choose another sweep.name, or resume with another sampler."
         must = f"not be grid in a study with {drawn} trials that another sampler drew"
         require(not drawn, "sweep.sampler.name", must, "grid", advice)
 
-    # -- making trials
+    # -- running trials
 
     def work(self, act: Callable[[Running], Sequence[float]], on_end: Callable[[Trial], None]) -> None:
-        """Make trials until the study has all it wants, also those that other workers leave behind.
+        """Run trials until the study has all of them, including trials that other workers leave unfinished.
 
         Args:
-            act: makes a trial; returns its scores, or raises: `Pruned`, or whatever it failed by.
-            on_end: told of each trial that ended here, or that was found to have died elsewhere.
+            act: runs a trial and returns its scores. It raises `Pruned` if the trial ends early, and may raise any
+                error.
+            on_end: called with each trial that ended here, or whose worker was found to have died.
         """
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
             while self._left() > 0:
                 self._one_trial(act)
-            others = self._others()
-            if not others:
+            running = self._others()
+            if not running:
                 return
-            for trial_id in others - vouched:  # one whose worker died before its first heartbeat would never be stale
+            for trial_id in running - vouched:  # a worker may have died before its first heartbeat
                 self._storage.record_heartbeat(trial_id)
-            vouched |= others
+            vouched |= running
             time.sleep(_POLL_SECONDS)
             quietly(optuna.storages.fail_stale_trials, self._study)
 
@@ -143,18 +146,18 @@ class Study:
             self._study.optimize(
                 lambda own: self._made(own, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
             )
-        except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # as the library happens to notice
+        except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # optuna raises any of these
             if not self._taken_away():
                 raise
 
     def _taken_away(self) -> bool:
-        """Whether this worker was silent for so long (a laptop asleep) that its trial was given to another one."""
+        """Return whether this worker's trial was given to another one, because it was silent for too long."""
         trials = self._study.get_trials(deepcopy=False)
         return any(own.number == self._now and own.state == TrialState.FAIL for own in trials)
 
     def _made(self, own: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = own.number
-        if self._left(own.number) < 0:  # two workers took the last one at once: nothing of this one is ever made
+        if self._left(own.number) < 0:  # two workers took the last trial at once: this one does not run
             own.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
@@ -164,7 +167,7 @@ class Study:
         except Pruned as error:
             own.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
-        except KeyboardInterrupt as error:  # not the trial's fault: somebody makes it again
+        except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
             _make_again(self._study, self._study.trials[own.number])
             own.set_user_attr("reason", words_and_status(error)[0])
             raise
@@ -179,16 +182,16 @@ class Study:
             self._on_end(self._trial(own, set()))
 
     def _given_up(self, study: optuna.Study, own: FrozenTrial) -> None:
-        """A trial that was silent for too long is made again by whoever comes next."""
+        """Queue a trial again whose worker was silent for too long."""
         self._on_end(self._trial(own, {own.number}))
         _make_again(study, own, _MOST_RETRIES)
 
     def _known(self) -> list[FrozenTrial]:
-        """All trials but those that one worker took too many."""
+        """Return all trials except those that a worker took in excess."""
         return [own for own in self._study.get_trials(deepcopy=False) if _SURPLUS not in own.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """How many trials are still to begin. One that is made again counts once, and one that waits not at all.
+        """Return how many trials are still to begin. A repeated trial counts once; a waiting trial does not count.
 
         Args:
             last: number of the last trial that counts.
@@ -200,28 +203,28 @@ class Study:
         return self._wanted - len(begun) + len(lost)
 
     def _others(self) -> set[int]:
-        """Trials that other workers still make."""
+        """Return the trials that other workers are running."""
         return {own._trial_id for own in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
 
-    # -- what came of them
+    # -- results
 
     @property
     def wanted(self) -> int:
-        """How many trials it is to have."""
+        """Number of trials of the study."""
         return self._wanted
 
     def trials(self) -> list[Trial]:
-        """All that ended, by number."""
+        """Return all finished trials by number."""
         trials = self._known()
         again = _made_again(trials)
         return [self._trial(own, again) for own in trials if own.state.is_finished()]
 
     def begun(self) -> list[Mapping[str, Any]]:
-        """What was noted of every trial that began, also of those that go on or died."""
+        """Return the notes of every trial that began, including those that are running or whose worker died."""
         return [own.user_attrs for own in self._known() if own.state != TrialState.WAITING]
 
     def best(self) -> list[Trial]:
-        """The best trial, or the Pareto front of several scores, the best in the first score first; may be empty."""
+        """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
         complete = [own for own in self._study.get_trials(deepcopy=False) if own.state == TrialState.COMPLETE]
         if not complete:
             return []
@@ -249,7 +252,7 @@ class Study:
             own.number in again,
         )
 
-    # -- what it remembers
+    # -- stored attributes
 
     @property
     def mlflow_run(self) -> str | None:
@@ -258,11 +261,12 @@ class Study:
 
     @mlflow_run.setter
     def mlflow_run(self, run_id: str) -> None:
+        """Id of the tracked run in which the runs of the trials are nested."""
         self._study.set_user_attr(_MLFLOW, run_id)
 
 
 def _make_again(study: optuna.Study, own: FrozenTrial, most: int | None = None) -> None:
-    """Whoever comes next makes a trial of the same values, unless that was done `most` times."""
+    """Queue a trial with the same values, unless this was done `most` times."""
     quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
 
 
@@ -271,7 +275,7 @@ def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:
 
 
 def _lost(own: FrozenTrial) -> bool:
-    """Its worker died, and the one that noticed died, too, before it could ask for another."""
+    """Return whether the worker died, and no worker queued the trial again."""
     return own.state == TrialState.FAIL and "reason" not in own.user_attrs and len(_history(own)) < _MOST_RETRIES
 
 
