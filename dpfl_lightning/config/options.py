@@ -99,9 +99,8 @@ class PrivacyOptions:
     as in the section clients. Set epsilon, noise_multiplier or both.
 
     Args:
-        epsilon: privacy budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the budgets of the
-            noise-aware paper (with source: published or sampled; scale); null sets no budget, and epsilon is only
-            reported.
+        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
+            paper (source: published or sampled; scale); null sets no budget, and epsilon is only reported.
         delta: probability with which the bound epsilon may fail, in (0, 1), usually below 1 / records. 0 is possible
             with mechanism laplace; the epsilons of its releases are then added up.
         mechanism: gaussian, or laplace (L1 clipping, full batches), which allows delta 0 but needs far more noise.

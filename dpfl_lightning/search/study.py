@@ -38,21 +38,25 @@ class Running:
     """A running trial: its drawn values and its reports.
 
     Args:
-        own: trial of Optuna.
+        trial: Optuna's trial.
         dimensions: search space.
         single: whether the study has one score.
     """
 
-    def __init__(self, own: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
-        self._own, self._single, self.number = own, single, own.number
+    def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
+        self._own, self._single, self.number = trial, single, trial.number
         self.found = drawn(dimensions, self._draw)
 
-    def _draw(self, own: Dimension) -> Any:
-        if own.choices is not None:
-            return self._own.suggest_categorical(own.key, list(own.choices))
-        if own.whole:
-            return self._own.suggest_int(own.key, int(own.low), int(own.high), step=int(own.step or 1), log=own.log)
-        return self._own.suggest_float(own.key, own.low, own.high, step=own.step, log=own.log)
+    def _draw(self, dimension: Dimension) -> Any:
+        if dimension.choices is not None:
+            return self._own.suggest_categorical(dimension.key, list(dimension.choices))
+        if dimension.whole:
+            return self._own.suggest_int(
+                dimension.key, int(dimension.low), int(dimension.high), step=int(dimension.step or 1), log=dimension.log
+            )
+        return self._own.suggest_float(
+            dimension.key, dimension.low, dimension.high, step=dimension.step, log=dimension.log
+        )
 
     def report(self, step: int, accuracy: float) -> bool:
         """Report an accuracy, and return whether the trial should end because other trials did better at this step."""
@@ -112,7 +116,7 @@ class Study:
 
     def _check_grid(self) -> None:
         """Raise UserError if the study has trials outside the grid, because the search would then end too early."""
-        drawn = sum(bool(own.params) and "grid_id" not in own.system_attrs for own in self._known())
+        drawn = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
         advice = "Choose another sweep.name, or resume with another sampler."
         must = f"not be grid in a study with {drawn} trials that another sampler drew"
         require(not drawn, "sweep.sampler.name", must, "grid", advice)
@@ -144,7 +148,7 @@ class Study:
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
             self._study.optimize(
-                lambda own: self._made(own, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
+                lambda trial: self._made(trial, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
             )
         except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # optuna raises any of these
             if not self._taken_away():
@@ -153,42 +157,42 @@ class Study:
     def _taken_away(self) -> bool:
         """Return whether this worker's trial was given to another one, because it was silent for too long."""
         trials = self._study.get_trials(deepcopy=False)
-        return any(own.number == self._now and own.state == TrialState.FAIL for own in trials)
+        return any(trial.number == self._now and trial.state == TrialState.FAIL for trial in trials)
 
-    def _made(self, own: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
-        self._now = own.number
-        if self._left(own.number) < 0:  # two workers took the last trial at once: this one does not run
-            own.set_user_attr(_SURPLUS, True)
+    def _made(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
+        self._now = trial.number
+        if self._left(trial.number) < 0:  # two workers took the last trial at once: this one does not run
+            trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
-            scores = tuple(act(Running(own, self._dimensions, len(self._sweep.scores) == 1)))
+            scores = tuple(act(Running(trial, self._dimensions, len(self._sweep.scores) == 1)))
             require(all(map(math.isfinite, scores)), "scores", "be finite", scores, "Did training diverge?")
             return scores
         except Pruned as error:
-            own.set_user_attr("reason", str(error))
+            trial.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
         except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
-            _make_again(self._study, self._study.trials[own.number])
-            own.set_user_attr("reason", words_and_status(error)[0])
+            _make_again(self._study, self._study.trials[trial.number])
+            trial.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
-            own.set_user_attr("reason", in_one_line(error))
+            trial.set_user_attr("reason", in_one_line(error))
             if not isinstance(error, UserError):
-                own.set_user_attr("error", traceback.format_exc())
+                trial.set_user_attr("error", traceback.format_exc())
             raise
 
-    def _ended(self, study: optuna.Study, own: FrozenTrial) -> None:
-        if _SURPLUS not in own.user_attrs:
-            self._on_end(self._trial(own, set()))
+    def _ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if _SURPLUS not in trial.user_attrs:
+            self._on_end(self._trial(trial, set()))
 
-    def _given_up(self, study: optuna.Study, own: FrozenTrial) -> None:
+    def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Queue a trial again whose worker was silent for too long."""
-        self._on_end(self._trial(own, {own.number}))
-        _make_again(study, own, _MOST_RETRIES)
+        self._on_end(self._trial(trial, {trial.number}))
+        _make_again(study, trial, _MOST_RETRIES)
 
     def _known(self) -> list[FrozenTrial]:
         """Return all trials except those that a worker took in excess."""
-        return [own for own in self._study.get_trials(deepcopy=False) if _SURPLUS not in own.user_attrs]
+        return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
         """Return how many trials are still to begin. A repeated trial counts once; a waiting trial does not count.
@@ -196,15 +200,15 @@ class Study:
         Args:
             last: number of the last trial that counts.
         """
-        trials = [own for own in self._known() if own.number <= last]
+        trials = [trial for trial in self._known() if trial.number <= last]
         again = _made_again(trials)
-        lost = [own for own in trials if _lost(own) and own.number not in again]
-        begun = [own for own in trials if own.state != TrialState.WAITING and own.number not in again]
+        lost = [trial for trial in trials if _lost(trial) and trial.number not in again]
+        begun = [trial for trial in trials if trial.state != TrialState.WAITING and trial.number not in again]
         return self._wanted - len(begun) + len(lost)
 
     def _others(self) -> set[int]:
         """Return the trials that other workers are running."""
-        return {own._trial_id for own in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        return {trial._trial_id for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
 
     # -- results
 
@@ -217,39 +221,39 @@ class Study:
         """Return all finished trials by number."""
         trials = self._known()
         again = _made_again(trials)
-        return [self._trial(own, again) for own in trials if own.state.is_finished()]
+        return [self._trial(trial, again) for trial in trials if trial.state.is_finished()]
 
     def begun(self) -> list[Mapping[str, Any]]:
         """Return the notes of every trial that began, including those that are running or whose worker died."""
-        return [own.user_attrs for own in self._known() if own.state != TrialState.WAITING]
+        return [trial.user_attrs for trial in self._known() if trial.state != TrialState.WAITING]
 
     def best(self) -> list[Trial]:
         """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
-        complete = [own for own in self._study.get_trials(deepcopy=False) if own.state == TrialState.COMPLETE]
+        complete = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
         if not complete:
             return []
         if len(self._sweep.scores) == 1:
             return [self._trial(self._study.best_trial, set())]
         more = SCORES[self._sweep.scores[0]]
-        front = [self._trial(own, set()) for own in self._study.best_trials]
+        front = [self._trial(trial, set()) for trial in self._study.best_trials]
         return sorted(front, key=lambda one: one.scores[self._sweep.scores[0]], reverse=more)
 
-    def _trial(self, own: FrozenTrial, again: set[int]) -> Trial:
+    def _trial(self, trial: FrozenTrial, again: set[int]) -> Trial:
         states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
-        facts = dict(own.user_attrs)
+        facts = dict(trial.user_attrs)
         noted = {int(name[9:]): facts.pop(name) for name in list(facts) if name.startswith("accuracy_")}
-        failed = own.state == TrialState.FAIL
+        failed = trial.state == TrialState.FAIL
         return Trial(
-            own.number,
-            states.get(own.state, "failed"),
-            own.params,
-            dict(zip(self._sweep.scores, own.values or (), strict=False)),
+            trial.number,
+            states.get(trial.state, "failed"),
+            trial.params,
+            dict(zip(self._sweep.scores, trial.values or (), strict=False)),
             facts.pop("reason", _DIED if failed else ""),
-            own.datetime_start,
-            own.datetime_complete,
-            own.intermediate_values or noted,
+            trial.datetime_start,
+            trial.datetime_complete,
+            trial.intermediate_values or noted,
             facts,
-            own.number in again,
+            trial.number in again,
         )
 
     # -- stored attributes
@@ -265,19 +269,19 @@ class Study:
         self._study.set_user_attr(_MLFLOW, run_id)
 
 
-def _make_again(study: optuna.Study, own: FrozenTrial, most: int | None = None) -> None:
+def _make_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
     """Queue a trial with the same values, unless this was done `most` times."""
-    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
+    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, trial))
 
 
 def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for own in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)}
+    return {number for trial in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)}
 
 
-def _lost(own: FrozenTrial) -> bool:
+def _lost(trial: FrozenTrial) -> bool:
     """Return whether the worker died, and no worker queued the trial again."""
-    return own.state == TrialState.FAIL and "reason" not in own.user_attrs and len(_history(own)) < _MOST_RETRIES
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and len(_history(trial)) < _MOST_RETRIES
 
 
-def _history(own: FrozenTrial) -> list[int]:
-    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)
+def _history(trial: FrozenTrial) -> list[int]:
+    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)
