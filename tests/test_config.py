@@ -368,7 +368,7 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None
         ("rounds: [1", ["must be valid YAML", "on line "]),
         ("seed: 1\nrounds: 1\nseed: 2\n", ["the key seed a second time on line 3"]),
         ("data:\n  name: digits\n  name: mnist\n", ["the key name a second time on line 3"]),
-        ("seed: 1\nprivacy:\n", ["must say `privacy: null` on line 2"]),
+        ("seed: 1\nprivacy:\n", ["(write `privacy: null` for a run without privacy) on line 2"]),
         ("privacy: !!python/object/apply:os.getcwd []", ["must be valid YAML"]),
         ("- 1", ["must hold a mapping of keys, got [1]"]),
         ("rounds", ["must hold a mapping of keys, got 'rounds'"]),

@@ -157,7 +157,7 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
     for more in ({f"data.{key}": value}, {"data": {key: value}}):
         assert sweep(write(changed(objective=objective, **{"training": {}, **own}, trials_with=more))) == 2
         said = capsys.readouterr()
-        assert f"`sweep.trials_with.data.{key}` must be the run's own" in said.err and said.err.count("\n") == 1
+        assert f"`sweep.trials_with.data.{key}` must be that of the run, " in said.err and said.err.count("\n") == 1
         assert repr(value) in said.err and "trial 0" not in said.out
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
     assert check_trials_with(options_of(SMALL), same) is None
@@ -354,7 +354,7 @@ def test_a_distilled_set_is_searched_and_says_what_it_cost(write, tmp_path, caps
     assert sweep(write(raw)) == 0
     said = capsys.readouterr().out
     assert "2 fresh nets on a distilled set (40 records) and scores on 90 public records" in said
-    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001; searching on it costs nothing more" in said
+    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001. Searching on it costs nothing more" in said
 
 
 def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
@@ -374,10 +374,10 @@ def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
     ("made", "words"),
     [
         ({"name": "mnist", "public_records": 90}, "be a set of digits, got 'mnist'"),
-        ({"name": "digits", "public_records": 0}, "the others were clients' own then"),
+        ({"name": "digits", "public_records": 0}, "because clients held the other records then"),
         (
             {"name": "digits", "public_records": 300, "use_public": True},
-            "at most 50, the public records that .* not distilled from, got 90",
+            "at most 50, the public records from which .* not distilled, got 90",
         ),
     ],
 )

@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 self._refuse(key, f"the key {key.value} a second time")
             if key.value == "privacy" and value.value == "":
-                self._refuse(key, "privacy without keys; for a run without privacy, write `privacy: null`")
+                self._refuse(key, "privacy without keys (write `privacy: null` for a run without privacy)")
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
