@@ -6,7 +6,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-#: public name -> module that defines it; lazily, so that `--help` needs no torch
+#: public name -> module that defines it; imported on first use, so that `--help` does not import torch
 _HOME = {
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",

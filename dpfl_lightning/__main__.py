@@ -1,4 +1,4 @@
-"""`dpfl COMMAND` or `python -m dpfl_lightning COMMAND`: runs a command, or lists all of them."""
+"""`dpfl COMMAND` or `python -m dpfl_lightning COMMAND`: run a command, or list all commands."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _about(words: Sequence[str] | None) -> int:
     words = list(words or ())
     if words in ([], ["--help"], ["-h"]):
-        print(f"dpfl_lightning {__version__}: each command explains itself with --help\n\n{_listing()}")
+        print(f"dpfl_lightning {__version__}: add --help to a command for its options\n\n{_listing()}")
         return 0
     if words == ["--version"]:
         print(f"dpfl_lightning {__version__}")
@@ -36,7 +36,7 @@ def _about(words: Sequence[str] | None) -> int:
 
 
 def _listing() -> str:
-    """Each command with the first line of its module's docstring; nothing is imported."""
+    """Return each command with the first line of its module's docstring, without importing the modules."""
     width = max(map(len, COMMANDS))
     return "\n".join(f"dpfl {name.ljust(width)}  {_purpose(name)}" for name in COMMANDS)
 

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.audit`: does a build do what its epsilon says? Real engines, planted records."""
+"""`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and planted records."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from dpfl_lightning.errors import UserError, command
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run `audit` with command-line arguments, and return its exit status."""
     options, flags = load(
         argv,
         _flags,
         prog="python -m dpfl_lightning.audit",
-        description="Audit a configuration before anyone trains: the real engine and mechanism of some clients on "
-        "made-up records. Status 1 if a claim is refuted.",
+        description="Audit a configuration before training: run the real engine and mechanism of some clients on "
+        "artificial records. The exit status is 1 if a claim is refuted.",
     )
     from dpfl_lightning.auditing.report import text
     from dpfl_lightning.auditing.run import audit
@@ -26,25 +27,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dpfl_lightning.federated.server.settings import slow_notice
 
     clients = _clients(flags.for_clients, options)
-    found = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
-    print(text(found))
+    report = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
+    print(text(report))
     if flags.json:
-        print(json.dumps(found))
-    return 1 if found["refuted"] else 0
+        print(json.dumps(report))
+    return 1 if report["refuted"] else 0
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    two = "two, the smallest and the largest budget"
-    parser.add_argument("--for_clients", metavar="all|0,3", help=f"which clients to audit ({two})")
-    parser.add_argument("--confidence", type=float, default=0.99, help="that a sound build passes every check (0.99)")
+    two = "default: the two with the smallest and the largest budget"
+    parser.add_argument("--for_clients", metavar="all|0,3", help=f"clients to audit ({two})")
     parser.add_argument(
-        "--releases", type=int, default=20_000, help="at most so many with a canary and without, of each (20000)"
+        "--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
+    parser.add_argument(
+        "--releases",
+        type=int,
+        default=20_000,
+        help="maximal number of releases with a canary, and of those without (20000)",
+    )
+    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
 
 
 def _clients(words: str | None, options: Any) -> list[int] | None:
-    """The chosen clients; None is the command's own choice."""
+    """Parse `--for_clients`; None selects the default clients."""
     if words is None:
         return None
     if words == "all":

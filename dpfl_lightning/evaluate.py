@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: a finished run's models on test and held-out records."""
+"""`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from dpfl_lightning.errors import UserError, command
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run `evaluate` with command-line arguments, and return its exit status."""
     options, flags = load(
         argv,
         _flags,
         prog="python -m dpfl_lightning.evaluate",
-        description="Evaluate a finished run. --data.* keys choose other data of the same shape; what is left out is "
-        "the run's own, whatever the default.",
+        description="Evaluate a finished run. --data.* keys select other data of the same shape; keys that are not "
+        "given have the values of the run, not the defaults.",
         config_of=lambda flags: options_file(flags.run, "RUN"),
         takes=["data"],
     )
@@ -28,8 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     scored = "regression" if accuracy is None else f"test accuracy {accuracy:.2%}"
     print(f"{scored}, test loss {report['test_loss']:.4f}")
     for row in report["clients"]:
-        told = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
-        print(f"  client {row['client']:>3}  accuracy {told}")
+        shown = "no held-out records" if row["accuracy"] is None else f"{row['accuracy']:.2%}"
+        print(f"  client {row['client']:>3}  accuracy {shown}")
     if flags.json:
         print(json.dumps(report))
     return 0
@@ -37,16 +38,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="folder of a finished run")
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
-    """Accuracy and loss of the run's delivered models.
+    """Return accuracy and loss of the final models of a run.
+
+    Args:
+        options: options of the run; the section data may differ.
+        run: folder of the run.
 
     Returns:
-        `test_accuracy` in [0, 1] (None for regression), `test_loss`, `clients` with each one's held-out accuracy.
+        `test_accuracy` in [0, 1] (None for regression), `test_loss`, and `clients` with the held-out accuracy of each.
 
-    **Privacy** Nothing is released by training; held-out and test records are not covered by the run's guarantee.
+    **Privacy** Nothing is trained, so nothing is released by training. The run's guarantee does not cover test and
+    held-out records.
 
     Raises:
         UserError: the run is not finished, or its models do not fit the data.

@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.fit --config conf/fmnist.yaml`: train, track, report; `--resume DIR` goes on with a run."""
+"""`python -m dpfl_lightning.fit --config conf/fmnist.yaml`: train and report a run; `--resume DIR` resumes it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ if TYPE_CHECKING:
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run `fit` with command-line arguments, and return its exit status."""
     options, flags = load(
         argv,
         _flags,
         prog="python -m dpfl_lightning.fit",
-        description="Differentially private federated training, every client with its own budget.",
+        description="Differentially private federated training. Each client has its own privacy budget.",
         config_of=lambda flags: options_file(flags.resume, "--resume") if flags.resume else None,
     )
     if flags.resume:
@@ -45,24 +46,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = ()) -> RunResult:
-    """One run with progress on the terminal and, unless `tracking` is None, in MLflow.
+    """Train one run, with progress on the terminal and, unless `tracking` is None, in MLflow.
 
-    Of several ranks that a launcher started all come here; rank 0 alone tells and writes.
+    With several ranks, every rank calls this function; only rank 0 prints and writes.
 
     Args:
-        options: of the run.
-        resume: go on with the run in `options.output_dir`.
-        more: strategies and callbacks beside those that the options name.
+        options: options of the run.
+        resume: resume the run in `options.output_dir`.
+        more: strategies and callbacks in addition to those that the options name.
+
+    Returns:
+        The result of the run.
 
     Raises:
-        UserError: whatever in the options cannot be run, or a folder that is taken or has nothing to resume.
+        UserError: the options cannot be run, the folder is not empty, or it contains nothing to resume.
     """
     from dpfl_lightning.build import build_loop
 
     try:
         return build_loop(options, [*more, *_callbacks(options)] if launched().rank == 0 else []).run(resume)
     finally:
-        gc.collect()  # a run's parts refer to each other: its data would stay, and the next run's come beside them
+        gc.collect()  # the objects of a run form cycles; without this, its data would stay during the next run
 
 
 def _callbacks(options: Options) -> list[Callback]:
@@ -77,10 +81,14 @@ def _callbacks(options: Options) -> list[Callback]:
 
 
 def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
-    """The same run for every seed, in `output_dir/seed_<n>`; finished ones are not repeated, begun ones are resumed.
+    """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
+
+    Args:
+        options: options of the runs; `output_dir` is required.
+        seeds: different seeds.
 
     Returns:
-        Mean and standard deviation of the test accuracy over seeds; also written to `output_dir/result.json`.
+        Mean and standard deviation of the test accuracy over the seeds; also written to `output_dir/result.json`.
     """
     require(
         options.output_dir is not None,
@@ -95,9 +103,9 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     ranks = Ranks(options.engine.device)
     parent, results = Path(str(options.output_dir)), []
     for seed in seeds:
-        own = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
-        begun, result = ranks.broadcast(so_far(own) if ranks.rank == 0 else (False, None))
-        results.append(fit(own, resume=begun).as_dict() if result is None else result)
+        seed_options = dataclasses.replace(options, seed=seed, output_dir=str(parent / f"seed_{seed}"))
+        begun, result = ranks.broadcast(so_far(seed_options) if ranks.rank == 0 else (False, None))
+        results.append(fit(seed_options, resume=begun).as_dict() if result is None else result)
     summary = summarise(seeds, results)
     if ranks.rank > 0:
         return summary
@@ -110,7 +118,7 @@ def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
 
 
 def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
-    """Mean and spread over seeds, and what all runs together reveal."""
+    """Return mean and spread of the test accuracy over seeds, and a guarantee for all runs together."""
     from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
@@ -121,9 +129,9 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     largest = results[epsilons.index(max(epsilons))]
     delta = delta_text(math.fsum(deltas))
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
-        f"Every seed is a release of its own. Whoever sees all {len(results)} runs: a record's epsilon is at most the "
-        f"sum, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
-        f"largest). The run with the largest: {largest['guarantee']}"
+        f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
+        f"epsilons, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
+        f"largest epsilon). The run with the largest epsilon: {largest['guarantee']}"
     )
     return {
         "seeds": list(seeds),
@@ -136,14 +144,17 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--resume", metavar="DIR", help="go on with the run in DIR from its last complete round")
+    parser.add_argument("--resume", metavar="DIR", help="resume the run in DIR after its last complete round")
     parser.add_argument(
         "--seeds", metavar="N,N,...", type=seed_list, help="repeat the run for these seeds and report mean and spread"
     )
 
 
 def seed_list(text: str) -> list[int]:
-    """The value of `--seeds`.
+    """Parse the value of `--seeds`.
+
+    Raises:
+        UserError: the text is not a list of different whole numbers.
 
     >>> seed_list("0,1,2")
     [0, 1, 2]
@@ -152,7 +163,7 @@ def seed_list(text: str) -> list[int]:
         seeds = [int(part) for part in text.split(",")]
     except ValueError:
         seeds = []
-    require(bool(seeds) and len(set(seeds)) == len(seeds), "--seeds", "be different whole numbers, as 0,1,2", text)
+    require(bool(seeds) and len(set(seeds)) == len(seeds), "--seeds", "be different whole numbers such as 0,1,2", text)
     return seeds
 
 

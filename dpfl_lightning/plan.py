@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.plan`: epsilon to noise and back before anyone trains, of a client or a run."""
+"""`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ _PROG = "python -m dpfl_lightning.plan"
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run `plan` with command-line arguments, and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     if any(word.partition("=")[0] == "--ledger" for word in words):
         from dpfl_lightning.privacy.ledger.verify import main as report_ledger
@@ -42,16 +43,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(words: Sequence[str]) -> dict[str, Any]:
-    """Arguments of `plan` by name, and `json`."""
-    about = "Epsilon to noise and back before anyone trains: one client by these keys, or a run by --config."
+    """Return the arguments of `plan` by name, and `json`."""
+    about = "Compute noise from epsilon, or epsilon from noise, before training: for one client, or a run (--config)."
     parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
     parser.add_function_arguments(plan)
-    parser.add_argument("--json", action="store_true", help="print one JSON object on the last line, too")
+    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
     parser.add_argument(
-        "--config", metavar="FILE", help="plan every client of this run; its keys: --config FILE --help"
+        "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
     )
     parser.add_argument(
-        "--ledger", metavar="FILE", help="verify ledgers and compose them again; their keys: --ledger FILE --help"
+        "--ledger", metavar="FILE", help="verify and recompose ledgers; --ledger FILE --help lists the flags"
     )
     try:
         options = parser.parse_args(words).as_dict()
@@ -62,7 +63,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _mistake(message: str, known: Sequence[str]) -> UserError:
-    """jsonargparse's message in the project's sentence form."""
+    """Return jsonargparse's message as a UserError in the usual form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
         whole = inspect.signature(plan).parameters[key].annotation.startswith("int")
@@ -82,21 +83,21 @@ def _plan_run(words: Sequence[str]) -> int:
     options, flags = load(
         words,
         lambda parser: parser.add_argument(
-            "--json", action="store_true", help="print one JSON object on the last line"
+            "--json", action="store_true", help="also print one JSON object, on the last line"
         ),
         prog=_PROG,
-        description="Noise, steps and epsilon of every client of a run, before anyone trains.",
+        description="Show noise, steps and epsilon of every client of a run before training.",
     )
     planned, notes = _planned_clients(options)
     print("\n".join([_run_text(planned), *notes]))
     if flags.json:
-        rows = [_run_row(client, own) for client, own in enumerate(planned)]
+        rows = [_run_row(client, client_plan) for client, client_plan in enumerate(planned)]
         print(json.dumps({"clients": rows, "notes": notes}))
     return 0
 
 
 def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
-    """Every client's plan, and its strategies' words; the loop is built, but nobody trains."""
+    """Return the plan of every client and the strategies' notes. The loop is built, but nothing is trained."""
     from dpfl_lightning.build import planned_clients
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -105,8 +106,8 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
         schedules,
         loop.accountant,
         [
-            (records, own.batch_size(records))
-            for own, records in zip(schedules, loop.population.num_records, strict=True)
+            (records, schedule.batch_size(records))
+            for schedule, records in zip(schedules, loop.population.num_records, strict=True)
         ],
         sampling=SAMPLINGS[loop.info.sampling],
         caveats=loop.caveats,
@@ -115,70 +116,72 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
     return plans, loop.describe()
 
 
-def _run_row(client: int, own: ClientPlan) -> dict[str, Any]:
+def _run_row(client: int, client_plan: ClientPlan) -> dict[str, Any]:
     return {
         "client": client,
-        **own.as_dict(),
-        "epsilon_budget": finite_or_none(own.schedule.target_epsilon),
-        "num_records": own.num_records,
-        "batch_size": own.batch_size,
+        **client_plan.as_dict(),
+        "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
+        "num_records": client_plan.num_records,
+        "batch_size": client_plan.batch_size,
     }
 
 
-# ---- what is printed
+# ---- printed texts
 
 
-def _client_text(own: ClientPlan, options: Mapping[str, Any]) -> str:
+def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     rounds = f"{options['rounds']} rounds"
     if options["participations"] is not None:
         rounds = f"{options['participations']} of {rounds}"
     each = f"local epochs {options['local_epochs']}" if options["steps"] is None else f"{options['steps']} steps each"
     rows = {
-        "records": own.num_records,
-        "batch size": f"{own.batch_size} (sample rate {own.sample_rate:.6g})",
-        "steps": f"{own.steps} ({rounds}, {each})",
-        "noise multiplier": f"{own.noise_multiplier:.6g} ({_unit_of_noise(own)} / clip norm, on the sum)",
-        "epsilon": _epsilon(own.guarantee.epsilon),
-        "delta": f"{own.guarantee.delta:g}",
+        "records": client_plan.num_records,
+        "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",
+        "steps": f"{client_plan.steps} ({rounds}, {each})",
+        "noise multiplier": f"{client_plan.noise_multiplier:.6g} "
+        f"({_unit_of_noise(client_plan)} / clip norm, on the sum)",
+        "epsilon": _epsilon(client_plan.guarantee.epsilon),
+        "delta": f"{client_plan.guarantee.delta:g}",
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
-    return "\n".join([*lines, "", _schedule_text(own), "", _promise(own)])
+    return "\n".join([*lines, "", _schedule_text(client_plan), "", _promise(client_plan)])
 
 
-def _unit_of_noise(own: ClientPlan) -> str:
-    return "Laplace scale" if isinstance(own.schedule.main, LaplaceEvent) else "noise std"
+def _unit_of_noise(client_plan: ClientPlan) -> str:
+    return "Laplace scale" if isinstance(client_plan.schedule.main, LaplaceEvent) else "noise std"
 
 
-def _promise(own: ClientPlan) -> str:
-    return f"{own.guarantee.words()}\nNot covered: {'; '.join(own.guarantee.not_covered)}."
+def _promise(client_plan: ClientPlan) -> str:
+    return f"{client_plan.guarantee.words()}\nNot covered: {'; '.join(client_plan.guarantee.not_covered)}."
 
 
-def _schedule_text(own: ClientPlan) -> str:
-    """Every line of a client's schedule, and what each costs."""
+def _schedule_text(client_plan: ClientPlan) -> str:
+    """Return a table of the releases in a client's schedule, with the cost of each line."""
     head = ["purpose", "releases", "sample rate", "noise multiplier", "steps each", "epsilon alone"]
     rows = [
         [line.purpose, line.count, *_event_cells(line.event), _epsilon(alone)]
-        for line, alone in zip(own.schedule.planned, own.epsilon_alone, strict=True)
+        for line, alone in zip(client_plan.schedule.planned, client_plan.epsilon_alone, strict=True)
     ]
     if len(rows) == 1:
         return _columns([head, *rows])
-    together = f"together they cost {_epsilon(own.guarantee.epsilon)}"
-    return f"{_columns([head, *rows])}\nEpsilon alone is what the line would cost without the others; {together}."
+    together = f"together they cost {_epsilon(client_plan.guarantee.epsilon)}"
+    return f"{_columns([head, *rows])}\nEpsilon alone is the cost of a line without the other lines; {together}."
 
 
 def _event_cells(event: Event) -> list[str]:
-    """Sample rate, noise, steps."""
+    """Return sample rate, noise and steps of an event."""
     if isinstance(event, GaussianEvent):
         return [f"{event.sample_rate:.6g}", f"{event.noise_multiplier or 0.0:.6g}", str(event.steps)]
     if isinstance(event, LaplaceEvent):
         return ["1", f"{event.noise_multiplier:.6g} (Laplace)", str(event.steps)]
     if isinstance(event, SelectionEvent):
         return ["1", f"{1 / event.epsilon if event.epsilon else math.inf:.6g} (Gumbel)", str(event.count)]
-    return ["1", "none", "-"]  # `NonPrivateEvent`: of all records, without noise that counts
+    return ["1", "none", "-"]  # `NonPrivateEvent`: uses all records, and its noise does not count
 
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:
+    """Return a table of all clients and the guarantee with the largest epsilon."""
     head = [
         "client",
         "records",
@@ -194,22 +197,22 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
     rows = [
         [
             client,
-            own.num_records,
-            own.batch_size,
-            f"{own.sample_rate:.5f}",
-            own.steps,
-            f"{own.noise_multiplier:.6g}" if any(own.schedule.releases) else "-",
-            "none" if math.isinf(own.schedule.target_epsilon) else f"{own.schedule.target_epsilon:g}",
-            _epsilon(own.guarantee.epsilon),
-            f"{own.guarantee.delta:g}",
-            ", ".join(f"{line.count} {line.purpose}" for line in own.schedule.planned),
+            client_plan.num_records,
+            client_plan.batch_size,
+            f"{client_plan.sample_rate:.5f}",
+            client_plan.steps,
+            f"{client_plan.noise_multiplier:.6g}" if any(client_plan.schedule.releases) else "-",
+            "none" if math.isinf(client_plan.schedule.target_epsilon) else f"{client_plan.schedule.target_epsilon:g}",
+            _epsilon(client_plan.guarantee.epsilon),
+            f"{client_plan.guarantee.delta:g}",
+            ", ".join(f"{line.count} {line.purpose}" for line in client_plan.schedule.planned),
         ]
-        for client, own in enumerate(planned)
+        for client, client_plan in enumerate(planned)
     ]
-    weakest = max(planned, key=lambda own: own.guarantee.epsilon)
+    weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
     parts = [_columns([head, *rows]), f"Largest epsilon: {_promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
-        parts.append(f"Client {planned.index(weakest)}, which has it, line by line:\n{_schedule_text(weakest)}")
+        parts.append(f"Schedule of client {planned.index(weakest)}, which has it:\n{_schedule_text(weakest)}")
     return "\n".join(parts)
 
 

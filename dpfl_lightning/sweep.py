@@ -1,7 +1,7 @@
-"""`python -m dpfl_lightning.sweep --config sweeps/nas_digits.yaml`: search for hyperparameters and architectures.
+"""`python -m dpfl_lightning.sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
 
-The file is a configuration of `fit` with a section `sweep`. The same command goes on with a search that was stopped;
-on another machine, with a storage that both reach, it joins in.
+The file is a configuration of `fit` with an additional section `sweep`. The same command resumes a search that was
+stopped. On another machine that can reach the same storage, it joins the search.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ if TYPE_CHECKING:
     from dpfl_lightning.search.study import Running
     from dpfl_lightning.search.trial import Trial
 
-#: what decides how and how long a search is made, not what its trials mean
+#: options that change how and how long a search runs, but not the meaning of its trials
 _FREE = ("name", "trials", "sampler", "pruner", "storage", "heartbeat_seconds", "distilled")
 
 
 @command
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run `sweep` with command-line arguments, and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     options, flags = load(
         words,
         _flags,
         prog="python -m dpfl_lightning.sweep",
-        description="Search over keys of a run, on distilled or public records.",
+        description="Search the best values for keys of a run, on distilled, public or private records.",
         section=("sweep", SweepOptions),
     )
-    require(launched().size == 1, "sweep", "be one process", launched().size, "--workers makes several trials at once.")
+    require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):
         require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
     sweep = dataclasses.replace(flags.sweep, name=study_name(flags.sweep, flags.config))
@@ -65,19 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class Search:
-    """One search: checked when it is made, before the first trial.
+    """One search. All checks are made on construction, before the first trial.
 
     Args:
-        sweep: its options, with a name.
-        options: of the run that is searched for; `output_dir` is the search's folder.
-        workers: processes that make trials on this machine, which share its cores.
-        helping: this is not the first of them.
+        sweep: options of the search, with a name.
+        options: options of the run that is searched; `output_dir` is the folder of the search.
+        workers: number of processes that run trials on this machine and share its cores.
+        helping: True if this is not the first of these processes.
 
-    **Privacy** As its objective: trials on a distilled set or on public records cost nothing; what private trials cost
-    is kept in the study before each begins, and added up at the end.
+    **Privacy** The cost depends on the objective. Trials on a distilled set or on public records cost nothing. The cost
+    of each private trial is stored in the study before the trial begins, and added up at the end.
 
     Raises:
-        UserError: whatever could be wrong before a trial.
+        UserError: the options are invalid, or the folder or the storage cannot be used.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options, workers: int = 1, helping: bool = False) -> None:
@@ -96,62 +97,66 @@ class Search:
         self._check_builds()
         url = sweep.storage or self._own_storage()
         self.folder.mkdir(parents=True, exist_ok=True)
-        made = any((self.folder / "trials" / str(sweep.name)).glob("*"))  # asked first: another worker may begin now
+        # Check the folder before opening the study, because another worker may start a trial in between.
+        made = any((self.folder / "trials" / str(sweep.name)).glob("*"))
         self.study = Study(sweep, self.dimensions, url, self._identity(), options.seed, first=not helping)
         must = f"be the folder of study {sweep.name} in {without_password(url)}, which has no trial yet"
-        advice = "It has trials of another study: give another output_dir or sweep.name, or the storage that has them."
+        advice = "It contains trials of another study: set another output_dir or sweep.name, or the storage of these."
         require(not made or bool(self.study.begun()), "output_dir", must, str(self.folder), advice)
         self._track()
 
     # -- before the first trial
 
     def _own_storage(self) -> str:
-        """A file in the search's folder."""
+        """Return the URL of an SQLite file in the folder of the search."""
         plain = not set("?#%") & set(str(self.folder))
-        advice = "Give another folder, or sweep.storage."
-        require(plain, "output_dir", "have no ?, # or % in its name for a database in it", str(self.folder), advice)
+        advice = "Choose another folder, or set sweep.storage."
+        require(plain, "output_dir", "have no ?, # or % in its name if it holds the database", str(self.folder), advice)
         return f"sqlite:///{self.folder / 'study.db'}"
 
-    def _in_trials(self, found: Mapping[str, Any]) -> Options:
-        """The run's options with what a trial drew, as trials have them."""
-        return options_of(self.options, self.dimensions, found, {**self._share, **self.sweep.trials_with})
+    def _in_trials(self, values: Mapping[str, Any]) -> Options:
+        """Return the options of a trial that drew the values `found`."""
+        return options_of(self.options, self.dimensions, values, {**self._share, **self.sweep.trials_with})
 
     def _check_builds(self) -> None:
-        """Refuse a key none of whose values can be built; what fails only together with others fails as a trial."""
-        for own, found in probes(self.dimensions):
+        """Raise UserError if no value of some key can be built. Combinations that cannot be built fail as trials."""
+        for dimension, candidates in probes(self.dimensions):
             errors = []
-            for one in found:
+            for one in candidates:
                 try:
                     self.objective.check(self._in_trials(one))
                 except UserError as error:
                     errors.append(error)
-            if len(errors) == len(found):
-                raise UserError(f"`sweep.space.{own.key}` must be values that a run can have: {errors[0]}")
+            if len(errors) == len(candidates):
+                raise UserError(f"`sweep.space.{dimension.key}` must be values that a run can have: {errors[0]}")
 
     def _identity(self) -> dict[str, Any]:
-        """All that decides what a trial means, by the key that sets it."""
+        """Return everything that determines the meaning of a trial, by key."""
         run = {key: value for key, value in to_dict(self.options).items() if key not in FREE}
-        own = {key: value for key, value in dataclasses.asdict(self.sweep).items() if key not in _FREE}
+        search_options = {key: value for key, value in dataclasses.asdict(self.sweep).items() if key not in _FREE}
         return {
-            **{f"sweep.{key}": value for key, value in own.items()},
+            **{f"sweep.{key}": value for key, value in search_options.items()},
             "sweep.distilled": self.objective.digest,
             **run,
         }
 
     def _track(self) -> None:
+        """Begin or resume the MLflow run of the search, unless tracking is off."""
         self.tracking, self.parent = None, None
         if self.options.tracking is None:
             return
         from dpfl_lightning.reporting.mlflow import StudyTracking
 
-        own = self.options.tracking
-        self.tracking = StudyTracking(own.experiment, own.uri, {**own.tags, "output_dir": str(self.folder.resolve())})
+        options = self.options.tracking
+        self.tracking = StudyTracking(
+            options.experiment, options.uri, {**options.tags, "output_dir": str(self.folder.resolve())}
+        )
         record = {**to_dict(self.options), "sweep": dataclasses.asdict(self.sweep)}
-        name = own.run_name or str(self.sweep.name)
+        name = options.run_name or str(self.sweep.name)
         self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
 
     def _share_cores(self, workers: int) -> dict[str, int]:
-        """What trials have in place of the run's own, so that several can be made at once; the run found has it not."""
+        """Return engine options that divide the cores among workers; only trials have these options."""
         import torch
 
         from dpfl_lightning.runtime.threads import cores
@@ -164,7 +169,7 @@ class Search:
         return {"engine.workers": each} if shared else {}
 
     def introduce(self) -> None:
-        """Say what is searched, on what, and where it is kept."""
+        """Print what is searched, on which records, and where the study is stored."""
         from dpfl_lightning.search.report import counted
         from dpfl_lightning.search.storage import without_password
 
@@ -175,15 +180,15 @@ class Search:
         print(f"Judged by {', '.join(sweep.scores)}; sampler {sweep.sampler['name']}{pruner}.")
         print(f"Storage: {without_password(self.study.url)}")
         if trials:
-            print(f"Going on with a study that has {counted(trials)}.")
+            print(f"Resuming a study that has {counted(trials)}.")
         if self.sweep.objective == "private":
-            print("Every trial costs each client its whole budget again; on public or distilled records none would.")
+            print("Every trial costs each client its whole budget again. Trials on public or distilled records do not.")
         print(flush=True)
 
     # -- trials
 
     def work(self) -> None:
-        """Make trials until the study has all, beside whoever else does."""
+        """Run trials until the study has all of them, together with any other workers."""
         self._begun, self._done_before = time.monotonic(), self._done(self.study.trials())
         self.study.work(self._trial, self._on_end)
 
@@ -197,7 +202,7 @@ class Search:
         def charge(cost: Cost) -> None:
             running.note("cost", {name: list(value) for name, value in vars(cost).items()})
 
-        # several studies may share a folder, and each numbers its trials from 0
+        # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
         outcome: Outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
         for name, value in dataclasses.asdict(outcome).items():
@@ -209,7 +214,7 @@ class Search:
 
         trials, best = self.study.trials(), self.study.best()
         done, wanted = self._done(trials), self.study.wanted
-        each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # whoever made them
+        each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # trials of all workers
         left = max(0, wanted - done) * each
         print(line(trial, done, wanted, best[0] if best else None, left), flush=True)
         if self.tracking is not None and self.parent is not None:
@@ -228,43 +233,50 @@ class Search:
             )
 
     def leave(self) -> None:
-        """Say how to go on with a search that is stopped, also to MLflow."""
+        """Print how to resume a search that is being stopped, and mark its MLflow run as stopped."""
         if self.tracking is not None and self.parent is not None:
             self.tracking.stopped(self.parent)
-        print("Trials that have ended are kept, and the same command goes on with the search.", file=sys.stderr)
+        print("Finished trials are kept. The same command resumes the search.", file=sys.stderr)
 
-    # -- after the last one
+    # -- after the last trial
 
     def finish(self, final: bool = False) -> int:
-        """The report: table, result.json, best.yaml, and if `final` the best trial's run; returns the exit status."""
+        """Print and write the report (table, result.json, best.yaml) and return the exit status.
+
+        Args:
+            final: also train the configuration of the best trial on the clients.
+
+        Returns:
+            0, or 1 if no trial is complete.
+        """
         from dpfl_lightning.search import report
 
         trials, front = self.study.trials(), self.study.best()
-        told = [f"{self.sweep.name}: {report.counted(trials)}.", *report.reasons(trials)]
+        lines = [f"{self.sweep.name}: {report.counted(trials)}.", *report.reasons(trials)]
         if front:
-            told.append(report.table(trials, front, {score: SCORES[score] for score in self.sweep.scores}))
+            lines.append(report.table(trials, front, {score: SCORES[score] for score in self.sweep.scores}))
         cost = report.total_cost(self.study.begun())
-        told += [] if cost is None else [report.cost_text(cost, len(trials))]
-        told += [report.set_text(self.objective.card)] if self.objective.card else []
+        lines += [] if cost is None else [report.cost_text(cost, len(trials))]
+        lines += [report.set_text(self.objective.card)] if self.objective.card else []
         result: dict[str, Any] = {
             "study": self.sweep.name,
             "objective": self.sweep.objective,
             "best": [one.number for one in front],
             "cost": cost,
-            "told": told,
+            "told": lines,
             "trials": [report.as_dict(one) for one in trials],
         }
-        print("\n" + "\n".join(told))
+        print("\n" + "\n".join(lines))
         files = [self._write("result.json", json.dumps(result, indent=2) + "\n")]
         if not front:
-            print("No trial is complete, so there is no best one.", file=sys.stderr)
+            print("No trial is complete, so there is no best trial.", file=sys.stderr)
             return 1
         best = options_of(self.options, self.dimensions, front[0].found)
         complete = sum(one.state == "complete" for one in trials)
         text = report.best_yaml(best, front[0], str(self.sweep.name), complete, self.objective.words)
         files.append(self._write("best.yaml", text))
         if self.tracking is not None and self.parent is not None:
-            self.tracking.end(self.parent, front[0].scores, "\n".join(told), files)
+            self.tracking.end(self.parent, front[0].scores, "\n".join(lines), files)
         self._say_where_to_look()
         if final:
             self._write("result.json", json.dumps({**result, "final": self._final(best, cost)}, indent=2) + "\n")
@@ -275,80 +287,91 @@ class Search:
         return self.folder / name
 
     def _say_where_to_look(self) -> None:
-        print(f"Where to look next:\n  {self.folder}/best.yaml: the best trial's configuration, for fit")
-        print(f"  {self.folder}/result.json: every trial")
+        print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
+        print(f"  {self.folder}/result.json: results of every trial")
         if self.tracking is not None:
             print(f"  {self.tracking.how_to_open}", flush=True)
 
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The best trial's run on the clients, by `fit`; one that was begun goes on, one that is finished is told."""
+        """Train the best trial's configuration on the clients with `fit`.
+
+        Resumes a run that was started; a finished run is only reported.
+        """
         from dpfl_lightning.fit import fit
 
         folder = self.folder / "final"
-        own = dataclasses.replace(best, output_dir=str(folder))
-        if own.tracking is not None and self.parent is not None:
-            tags = {**own.tracking.tags, "mlflow.parentRunId": self.parent}
-            own = dataclasses.replace(own, tracking=dataclasses.replace(own.tracking, tags=tags))
-        begun, result = self._begun_final(own)
-        print(f"\nThe best trial's run on the clients, in {folder}:", flush=True)
-        result = fit(own, resume=begun).as_dict() if result is None else result
+        final = dataclasses.replace(best, output_dir=str(folder))
+        if final.tracking is not None and self.parent is not None:
+            tags = {**final.tracking.tags, "mlflow.parentRunId": self.parent}
+            final = dataclasses.replace(final, tracking=dataclasses.replace(final.tracking, tags=tags))
+        begun, result = self._begun_final(final)
+        print(f"\nTraining the best trial's configuration on the clients, in {folder}:", flush=True)
+        result = fit(final, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
             print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
-        together = with_the_set(self.sweep.distilled, self.objective.card, own)
-        added = None if cost is None else self._with_trials(own, cost, result)
+        together = with_the_set(self.sweep.distilled, self.objective.card, final)
+        added = None if cost is None else self._with_trials(final, cost, result)
         for words in filter(None, (together, added)):
             print(words)
-        told = {name: result[name] for name in ("test_accuracy", "guarantee")}
-        return {**told, "with_the_set": together, "with_the_trials": added}
+        summary = {name: result[name] for name in ("test_accuracy", "guarantee")}
+        return {**summary, "with_the_set": together, "with_the_trials": added}
 
     @staticmethod
-    def _begun_final(own: Options) -> tuple[bool, dict[str, Any] | None]:
+    def _begun_final(final_options: Options) -> tuple[bool, dict[str, Any] | None]:
         from dpfl_lightning.build import so_far
 
         try:
-            return so_far(own)
+            return so_far(final_options)
         except UserError as error:
-            folder = Path(str(own.output_dir))
+            folder = Path(str(final_options.output_dir))
             advice = (
-                f"Move {folder} away (its ledger counts), or train the best by fit --config {folder.parent}/best.yaml"
+                f"Move {folder} away (its ledger still counts), or run fit --config {folder.parent}/best.yaml instead"
             )
-            raise UserError(f"{error} {folder} is the run of an earlier best trial. {advice}.") from None
+            raise UserError(f"{error} {folder} contains the run of an earlier best trial. {advice}.") from None
 
     def _with_trials(self, final: Options, cost: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+        """Return, in words, what the private trials and the final run cost together."""
         from dpfl_lightning.search.report import with_trials_text
 
-        theirs = self._in_trials({})
-        if (theirs.data, theirs.seed, theirs.clients.count) == (final.data, final.seed, final.clients.count):
+        trial_options = self._in_trials({})
+        if (trial_options.data, trial_options.seed, trial_options.clients.count) == (
+            final.data,
+            final.seed,
+            final.clients.count,
+        ):
             return with_trials_text(cost, result["clients"])
-        return "Trials had other clients (data, seed or clients.count differ): a record's epsilons of both add up."
+        return "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
 
 
-# ---- what clients have released in all
+# ---- total cost of a set and a run
 
 
 def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) -> str | None:
-    """The guarantee of a distilled set and of the run on the same clients that follows it, together, in words.
+    """Describe the joint guarantee of a distilled set and of a later run on the same clients.
 
-    The two ledgers are composed where both lie here and client 3 of one is client 3 of the other; else it is said why
-    not, for then the reader has to add. None where there was no set, or one of public records alone.
+    The two ledgers are composed if both are available and client k of one is client k of the other. Otherwise the text
+    states why not, and that their epsilons and deltas have to be added.
 
     Args:
-        source: what `sweep.distilled` names.
-        card: of the set.
-        final: options of the run, whose folder has its ledger.
+        source: value of `sweep.distilled`.
+        card: card of the set.
+        final: options of the run; its folder contains its ledger.
+
+    Returns:
+        The text, or None if there is no set or it was made of public records only.
 
     **Privacy** Arithmetic on public facts.
     """
-    made = card.get("data") or {}
-    if source is None or made.get("use_public"):
+    set_data = card.get("data") or {}
+    if source is None or set_data.get("use_public"):
         return None
     same = (
-        made == json.loads(json.dumps(dataclasses.asdict(final.data)))  # as the card has it
+        set_data == json.loads(json.dumps(dataclasses.asdict(final.data)))  # as the card has it
         and card.get("seed") == final.seed
         and card.get("clients") == final.clients.count
     )
     if not same:
-        return _apart("its clients' records were dealt otherwise (data, seed or clients.count differ)")
+        return _apart("the records of its clients were distributed differently (data, seed or clients.count differ)")
     from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 
     try:
@@ -357,34 +380,35 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) ->
     except UserError as error:
         return _apart(str(error))
     if report.ledgers[0][1].end.run != (card.get("ledger") or {}).get("run"):
-        return _apart(f"the ledger in {Path(source)} is another run's")
-    return f"With the set, composed from both ledgers: {report.weakest.words()}"
+        return _apart(f"the ledger in {Path(source)} belongs to another run")
+    return f"Together with the set, composed from both ledgers: {report.weakest.words()}"
 
 
 def _apart(why: str) -> str:
-    advice = "Add its epsilon and delta to the run's."
-    return f"The set's cost and the run's are not composed here: {why.rstrip('.')}. {advice}"
+    """Return the text that states why the two costs are not composed."""
+    advice = "Add the epsilon and delta of the set to those of the run."
+    return f"The costs of the set and of the run are not composed: {why.rstrip('.')}. {advice}"
 
 
 # ---- command line
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="trials made at once on this machine (1)")
+    parser.add_argument("--workers", type=int, default=1, metavar="N", help="number of parallel trials, >= 1 (1)")
     parser.add_argument("--final", action="store_true", help="train the best trial's configuration on the clients")
-    # what --workers starts: one of N workers, which makes trials and nothing else
+    # Internal flag of the processes that --workers starts: this is one of N workers and only runs trials.
     parser.add_argument("--helping", type=int, default=1, metavar="N", help=argparse.SUPPRESS)
 
 
 @contextlib.contextmanager
 def _helpers(words: Sequence[str], workers: int) -> Iterator[None]:
-    """So many more workers as processes of this command, which end when the study has all its trials.
+    """Run `workers - 1` more processes of this command, which end when the study has all its trials.
 
-    Ctrl-C reaches them as it reaches this process, and SIGTERM is passed on. What one that is killed was at is made
-    again by another.
+    Ctrl-C reaches them as it reaches this process, and SIGTERM is passed on to them. If a worker is killed, another
+    worker repeats its trial.
     """
-    own = [word for word in words if word != "--final"]
-    line = [sys.executable, "-m", "dpfl_lightning.sweep", *own, "--workers", "1", "--helping", str(workers)]
+    arguments = [word for word in words if word != "--final"]
+    line = [sys.executable, "-m", "dpfl_lightning.sweep", *arguments, "--workers", "1", "--helping", str(workers)]
     threads = {**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // workers))}
     helpers = [subprocess.Popen(line, env=threads) for _ in range(workers - 1)]
     try:
@@ -394,7 +418,7 @@ def _helpers(words: Sequence[str], workers: int) -> Iterator[None]:
         for helper in helpers:
             status = helper.wait()
             if status not in (0, 130, 143):
-                print(f"A worker ended with status {status}; what it was at was made again.", file=sys.stderr)
+                print(f"A worker ended with status {status}; its trial was repeated.", file=sys.stderr)
 
 
 if __name__ == "__main__":

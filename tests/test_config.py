@@ -368,7 +368,7 @@ def test_mistakes_in_a_file(tmp_path: Path, text: str, words: list[str]) -> None
         ("rounds: [1", ["must be valid YAML", "on line "]),
         ("seed: 1\nrounds: 1\nseed: 2\n", ["the key seed a second time on line 3"]),
         ("data:\n  name: digits\n  name: mnist\n", ["the key name a second time on line 3"]),
-        ("seed: 1\nprivacy:\n", ["must say `privacy: null` on line 2"]),
+        ("seed: 1\nprivacy:\n", ["(write `privacy: null` for a run without privacy) on line 2"]),
         ("privacy: !!python/object/apply:os.getcwd []", ["must be valid YAML"]),
         ("- 1", ["must hold a mapping of keys, got [1]"]),
         ("rounds", ["must hold a mapping of keys, got 'rounds'"]),
@@ -414,7 +414,7 @@ def test_missing_file(tmp_path: Path) -> None:
         (["--privacy.epsilon.name", "dist77"], ["`privacy.epsilon.name`", "Set on the command line."]),
         (["stray"], ["`stray` must be a known key or flag"]),
         (["--model", "cnn_small"], ["Write {name: cnn_small}."]),
-        ([], ["`privacy.epsilon` must be a budget to solve the noise from", "--privacy null"]),
+        ([], ["`privacy.epsilon` must be a budget from which the noise is computed", "--privacy null"]),
         (["--privacy", "{}"], ["`privacy.epsilon` must be a budget"]),
     ],
 )
@@ -508,15 +508,17 @@ def test_a_search_is_not_a_run_and_a_run_is_no_search() -> None:
     from dpfl_lightning.search.options import SweepOptions
 
     search, run = str(CONF.parent / "sweeps" / "nas_digits.yaml"), str(CONF / "digits.yaml")
-    assert f"It is a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
+    assert f"It configures a search: python -m dpfl_lightning.sweep --config {search}." in error_of("--config", search)
     with pytest.raises(
-        UserError, match=r"a section sweep, got '.*'\. It is a single run: .*fit --config .*digits.yaml"
+        UserError, match=r"a section sweep, got '.*'\. It configures a single run: .*fit --config .*digits.yaml"
     ):
         load(["--config", run], section=("sweep", SweepOptions))
 
 
 def test_a_command_that_takes_some_keys_refuses_the_others(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(UserError, match=r"^`--rounds` must be left out of this command, got '5'\. .* --data\.\* alone"):
+    with pytest.raises(
+        UserError, match=r"^`--rounds` must be left out of this command, got '5'\. .* accepts only --data\.\*;"
+    ):
         load(["--rounds", "5"], takes=["data"])
     assert load([*PRIVATE, "--data.name", "mnist"], takes=["data", "privacy"])[0].data.name == "mnist"
     with pytest.raises(SystemExit):

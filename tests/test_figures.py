@@ -15,7 +15,7 @@ from dpfl_lightning.reporting.figures import figures
     ("told", "words"),
     [
         ({"separation": 24.27, "confident": True, "num_clusters": 4}, "4 clusters, separation 24.3: confident"),
-        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: no more than noise would show"),
+        ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: not distinguishable from noise"),
     ],
 )
 def test_the_picture_of_the_clients_says_what_was_found(tmp_path, told, words):

@@ -411,7 +411,7 @@ def test_a_whole_run(capsys, monkeypatch):
         "epsilon_alone": rdp.epsilon([GaussianEvent(1.0, 5.0)], 1e-5),
     }
     assert "1 first_round, 9 train" in text
-    assert "Client 1, which has it, line by line:" in text and "Epsilon alone is" in text
+    assert "Schedule of client 1, which has it:" in text and "Epsilon alone is" in text
     assert "Largest epsilon: (" in text and "Poisson sampling" in text and "Caveat: data sizes are public." in text
 
 

@@ -161,7 +161,7 @@ def test_a_search_is_saved_and_leaves_no_worker_behind(tmp_path):
             assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 143 and "the same command goes on" in err and "Traceback" not in err, err
+    assert process.returncode == 143 and "The same command resumes the search" in err and "Traceback" not in err, err
     assert "RUNNING" not in statuses(tmp_path) and "KILLED" in statuses(tmp_path)
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)

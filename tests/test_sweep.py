@@ -104,7 +104,7 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
     assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].clients.learning_rate == rate
     assert sweep(write(SMALL, "--final")) == 0
     again = capsys.readouterr().out
-    assert "Going on with a study that has 2 complete" in again and "trial 0 (" not in again
+    assert "Resuming a study that has 2 complete" in again and "trial 0 (" not in again
     assert "Final test accuracy" in again and "round 1/2" not in again
 
 
@@ -128,11 +128,11 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={}),
           "clients": {"count": 5, "learning_rate": [1, 1, 1, 1, 1]}}, ["clients.learning_rate", "one number"]),
         (changed(space={"clients.batch_size": {"choices": [8, 16]}}, training={"batch_size": 16}),
-         ["sweep.training.batch_size", "be left out where clients.batch_size is given for trials"]),
+         ["sweep.training.batch_size", "be left out if clients.batch_size is given for trials"]),
         (changed(trials_with={"rounds": 3}), ["sweep.trials_with.rounds", "model, clients, data, engine"]),
-        (changed(networks=40), ["sweep.networks", "the records of the rarest class"]),
+        (changed(networks=40), ["sweep.networks", "the number of records of the rarest class"]),
         ({**changed(objective="private", training={}), "privacy": {**SMALL["privacy"], "diagnostics": True}},
-         ["privacy.diagnostics", "be false with objective private", "no bound"]),
+         ["privacy.diagnostics", "be false with objective private", "without a bound"]),
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
@@ -157,7 +157,7 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
     for more in ({f"data.{key}": value}, {"data": {key: value}}):
         assert sweep(write(changed(objective=objective, **{"training": {}, **own}, trials_with=more))) == 2
         said = capsys.readouterr()
-        assert f"`sweep.trials_with.data.{key}` must be the run's own" in said.err and said.err.count("\n") == 1
+        assert f"`sweep.trials_with.data.{key}` must be that of the run, " in said.err and said.err.count("\n") == 1
         assert repr(value) in said.err and "trial 0" not in said.out
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
     assert check_trials_with(options_of(SMALL), same) is None
@@ -167,9 +167,9 @@ def test_trials_have_the_public_records_of_the_run(objective, key, value, write,
 def test_a_study_of_another_space_is_refused(write, capsys):
     assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
     assert sweep(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}}))) == 2
-    assert "`sweep.space` must stay what study mine has in that storage" in capsys.readouterr().err
+    assert "`sweep.space` must be the same as in study mine of that storage" in capsys.readouterr().err
     assert sweep(write(SMALL, "--seed", "1")) == 2
-    assert "`seed` must stay" in capsys.readouterr().err
+    assert "`seed` must be the same" in capsys.readouterr().err
 
 
 def test_what_fails_only_together_is_a_failed_trial(write, tmp_path, capsys):
@@ -232,7 +232,7 @@ def test_a_run_that_private_trials_chose_is_told_with_them(trials_with, words, w
     raw = changed(objective="private", training={}, trials=2, trials_with=trials_with)
     assert sweep(write({**raw, "rounds": 1}, "--final")) == 0
     said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
-    assert "A run on the same clients that follows adds its own." in said
+    assert "A later run on the same clients adds its epsilon and delta." in said
     final = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
     together = max(a + b["epsilon_spent"] for a, b in zip(result["cost"]["epsilon"], final["clients"], strict=True))
     added = result["final"]["with_the_trials"]
@@ -275,7 +275,7 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
     best = load(["--config", str(out / "best.yaml"), "--output_dir", str(out / "final")])[0]
     assert Search._begun_final(best)[1]["test_accuracy"] is not None
     other = dataclasses.replace(best, clients=dataclasses.replace(best.clients, learning_rate=0.01))
-    with pytest.raises(UserError, match=r"is the run of an earlier best trial\. Move .*final away .*best\.yaml"):
+    with pytest.raises(UserError, match=r"contains the run of an earlier best trial\. Move .*final away .*best\.yaml"):
         Search._begun_final(other)
 
 
@@ -354,7 +354,7 @@ def test_a_distilled_set_is_searched_and_says_what_it_cost(write, tmp_path, caps
     assert sweep(write(raw)) == 0
     said = capsys.readouterr().out
     assert "2 fresh nets on a distilled set (40 records) and scores on 90 public records" in said
-    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001; searching on it costs nothing more" in said
+    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001. Searching on it costs nothing more" in said
 
 
 def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
@@ -374,10 +374,10 @@ def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
     ("made", "words"),
     [
         ({"name": "mnist", "public_records": 90}, "be a set of digits, got 'mnist'"),
-        ({"name": "digits", "public_records": 0}, "the others were clients' own then"),
+        ({"name": "digits", "public_records": 0}, "because clients held the other records then"),
         (
             {"name": "digits", "public_records": 300, "use_public": True},
-            "at most 50, the public records that .* not distilled from, got 90",
+            "at most 50, the public records from which .* not distilled, got 90",
         ),
     ],
 )
@@ -395,11 +395,11 @@ def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tm
     distilled = {row.numpy().tobytes() for rows in whole.train_of for row in whole.x[rows]}
     assert not distilled & {row.numpy().tobytes() for row in people.x[people.test]} and len(people.test) == 90
     alone = objective(SweepOptions(distilled=folder), options_of({**SMALL, "data": {"name": "digits"}}))
-    assert "others that were held out" in alone.words
+    assert "held-out records" in alone.words
 
 
 def test_a_set_without_a_bound_says_so():
-    assert "an epsilon without bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+    assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
 
 
 def test_what_a_sets_epsilon_does_not_cover_is_said_beside_it():

@@ -43,7 +43,7 @@ def test_the_set_and_the_run_are_composed_from_both_ledgers(folders):
     source, folder = folders
     words = with_the_set(str(source), load_distilled(source).card, final(folder))
     both = read([one / "ledger.jsonl" for one in folders])
-    assert words == f"With the set, composed from both ledgers: {both.weakest.words()}"
+    assert words == f"Together with the set, composed from both ledgers: {both.weakest.words()}"
     alone = [json.loads((one / "result.json").read_text())["clients"] for one in folders]
     for client, own in enumerate(both.accounts):
         spent = [clients[client]["epsilon_spent"] for clients in alone]
@@ -55,7 +55,9 @@ def test_where_they_cannot_be_composed_it_is_said_why(folders, tmp_path):
     source, folder = folders
     card = load_distilled(source).card
     said = with_the_set(str(source), card, final(folder, seed=1))
-    assert "dealt otherwise" in said and said.endswith("Add its epsilon and delta to the run's.")
+    assert "distributed differently" in said and said.endswith(
+        "Add the epsilon and delta of the set to those of the run."
+    )
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "ledger.jsonl").unlink()
@@ -64,7 +66,7 @@ def test_where_they_cannot_be_composed_it_is_said_why(folders, tmp_path):
         shutil.copy(folder / name, copy)
     assert "name each run once" in with_the_set(str(copy), card, final(folder))
     other = {**card, "ledger": {**card["ledger"], "run": "another"}}
-    assert "is another run's" in with_the_set(str(source), other, final(folder))
+    assert "belongs to another run" in with_the_set(str(source), other, final(folder))
 
 
 def test_public_records_cost_nobody_anything(folders):
@@ -82,6 +84,7 @@ def test_the_command_says_it_after_the_final_run(folders, tmp_path, capsys):
     assert sweep(["--config", str(tmp_path / "mine.yaml"), "--output_dir", str(out), "--final"]) == 0
     said, told = capsys.readouterr().out, json.loads((out / "result.json").read_text())["final"]
     assert (
-        told["with_the_set"].startswith("With the set, composed from both ledgers: (") and told["with_the_set"] in said
+        told["with_the_set"].startswith("Together with the set, composed from both ledgers: (")
+        and told["with_the_set"] in said
     )
     assert told["test_accuracy"] == json.loads((out / "final" / "result.json").read_text())["test_accuracy"]

@@ -1,6 +1,6 @@
-"""Options of a run <-> YAML and command line. Imports neither torch nor lightning: `--help` is quick.
+"""Reads options from YAML and the command line, and writes them as YAML. Imports no torch, so `--help` is fast.
 
-`load` reads `--config FILE`, then dotted overrides on top of it (`--rounds 5`, `--privacy null`,
+`load` reads `--config FILE`, then applies dotted overrides (`--rounds 5`, `--privacy null`,
 `--clients.batch_size [16,32]`, `--strategies.fedprox.pull 0.1`).
 """
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 AddFlags = Callable[[argparse.ArgumentParser], object]
 
-#: the command that has a section of its own, and its name
+#: name of the command that adds a section to the configuration, and of that section
 _SEARCH = "sweep"
 
 
@@ -51,86 +51,88 @@ def load(
     section: tuple[str, type] | None = None,
     takes: Sequence[str] = (),
 ) -> tuple[Options, argparse.Namespace]:
-    """The options of a command line: defaults, `--config FILE`, then overrides; and the command's own flags.
+    """Return the options of a command line, and the values of the command's own flags.
 
-    `--help`, `--print_config` (the resolved YAML) and `--strategies.help` print and end with
-    status 0.
+    Options are the defaults, then `--config FILE`, then the overrides. `--help`, `--print_config` (the resolved YAML)
+    and `--strategies.help` print and exit with status 0.
 
     Args:
-        argv: arguments after the program's name; None takes them from the process.
-        extra: adds the command's own flags by `add_argument`, as in argparse; their names must differ from
-            the fields of `Options`. `--help` shows them above the keys.
-        prog: what the help calls the command.
-        description: what the help says of it.
-        config_of: the file that the command's own flags stand for, if any, in place of `--config`.
-        section: name and dataclass of a section of the command's own, beside those of `Options`; its value is the
-            flag of that name.
-        takes: sections whose keys alone may be set on the command line; empty: any key.
+        argv: arguments after the program's name; None reads those of the process.
+        extra: adds the command's flags by `add_argument`, as in argparse. Their names must differ from the fields of
+            `Options`. `--help` shows them above the option keys.
+        prog: name of the command in its help.
+        description: description of the command in its help.
+        config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
+        section: name and dataclass of a section that only this command has. Its value is returned as the flag of that
+            name.
+        takes: sections whose keys the command line may set; empty allows all keys.
 
     Returns:
-        The options, checked, and the values of the command's flags.
+        The checked options and the values of the command's flags.
 
     Raises:
-        UserError: a missing or malformed file, an unknown key, a wrong type, a value out of range; it says
-            which key, which value, where it was set and what to do.
+        UserError: a missing or malformed file, an unknown key, a wrong type or a value out of range. The message names
+            the key, the value, where it was set and what to do.
 
     >>> options, flags = load(["--rounds", "5", "--privacy.epsilon=2", "--dry"],
     ...                       lambda parser: parser.add_argument("--dry", action="store_true"))
     >>> options.rounds, options.privacy.epsilon, flags.dry
     (5, 2.0, True)
     """
-    own = None if section is None else _Section(*section)
-    overrides, others = split(sys.argv[1:] if argv is None else argv, () if own is None else (own.name,))
+    own_section = None if section is None else _Section(*section)
+    overrides, flag_words = split(
+        sys.argv[1:] if argv is None else argv, () if own_section is None else (own_section.name,)
+    )
     for key, text in overrides:
         _check_taken(key, text, takes)
-    flags = _parse_flags(others, extra, prog, description, own, takes)
-    chosen = config_of(flags) if config_of else None
-    twice = bool(flags.config and chosen)
-    require(not twice, "--config", "be left out", flags.config, f"Other flags choose {chosen}.")
-    path = flags.config or chosen
+    flags = _parse_flags(flag_words, extra, prog, description, own_section, takes)
+    implied = config_of(flags) if config_of else None
+    twice = bool(flags.config and implied)
+    require(not twice, "--config", "be left out", flags.config, f"Other flags choose {implied}.")
+    path = flags.config or implied
     source = _Source()
     if path:
         raw = read_yaml(path)
-        _check_meant(raw, path, own, [key for key, _ in overrides])
-        if own is not None and isinstance(raw, Mapping):
-            own.put_all(raw.get(own.name), f"in {path}")
-            raw = {name: value for name, value in raw.items() if name != own.name}
+        _check_meant(raw, path, own_section, [key for key, _ in overrides])
+        if own_section is not None and isinstance(raw, Mapping):
+            own_section.put_all(raw.get(own_section.name), f"in {path}")
+            raw = {name: value for name, value in raw.items() if name != own_section.name}
         source.put_all(raw, path, f"in {path}")
     for key, text in overrides:
-        if own is not None and key.partition(".")[0] == own.name:
-            own.put(key, parse_yaml(text, f"--{key}"), "on the command line")
+        if own_section is not None and key.partition(".")[0] == own_section.name:
+            own_section.put(key, parse_yaml(text, f"--{key}"), "on the command line")
         else:
             source.put(key, _value(key, text), "on the command line")
     options = source.options()
-    if own is not None:
-        setattr(flags, own.name, own.typed())
+    if own_section is not None:
+        setattr(flags, own_section.name, own_section.typed())
     if flags.print_config:
         print(to_yaml(options), end="")
-        if own is not None:
-            print(dump({own.name: dataclasses.asdict(own.typed())}), end="")
+        if own_section is not None:
+            print(dump({own_section.name: dataclasses.asdict(own_section.typed())}), end="")
         raise SystemExit(0)
     return options, flags
 
 
 def options_file(folder: str, key: str) -> str:
-    """The file with the options of the run in `folder`, for `config_of`; `key` is the flag that named the folder.
+    """Return the options file of the run in `folder`, for `config_of`. `key` is the flag that named the folder.
 
     Raises:
-        UserError: it is not the folder of a run.
+        UserError: `folder` is not the folder of a run.
     """
     path = Path(folder) / "options.yaml"
     if not path.is_file():
         of_seeds = ", ".join(str(one.parent) for one in sorted(Path(folder).glob("seed_*/options.yaml")))
-        advice = f"It holds the runs of several seeds: {of_seeds}." if of_seeds else "See runs/."
+        advice = f"It contains the runs of several seeds: {of_seeds}." if of_seeds else "See runs/."
         raise UserError(f"`{key}` must be the folder of a run, got {folder!r}, which has no options.yaml. {advice}")
     return str(path)
 
 
 def from_mapping(raw: Mapping[str, Any]) -> Options:
-    """The options of a nested mapping, as a YAML file holds it; missing keys take their defaults.
+    """Return the options of a nested mapping, as it is read from YAML. Missing keys have their defaults.
 
     Raises:
-        UserError: as `load`.
+        UserError: see `load`.
 
     >>> from_mapping({"rounds": 3, "privacy": None}).rounds
     3
@@ -141,16 +143,17 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
 
 
 def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Options:
-    """The same options but for some, as if they came after the others in a file or on the command line.
+    """Return the options with some values replaced, as if they were set by a later override.
 
-    A new name of a model or a strategy ends the options of the old one, but not those that `values` give beside it.
+    A new name of a model or a strategy drops the options of the old one, except those that `values` also sets.
 
     Args:
+        options: options before the change.
         values: dotted key -> value.
-        origin: where they were set, in words for messages.
+        origin: description of where the values were set, for messages.
 
     Raises:
-        UserError: as `load`.
+        UserError: see `load`.
 
     >>> with_values(Options(privacy=None), {"model.name": "convnet", "model.width": 8}, "here").model
     {'name': 'convnet', 'width': 8}
@@ -163,7 +166,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
 
 
 def to_yaml(options: Options) -> str:
-    """The resolved configuration as YAML that `load` reads back."""
+    """Return the resolved configuration as YAML that `load` can read."""
     return dump(to_dict(options))
 
 
@@ -172,50 +175,51 @@ def save(options: Options, path: str | Path) -> None:
     Path(path).write_text(to_yaml(options), encoding="utf-8")
 
 
-# ---- what a command takes
+# ---- keys that a command accepts
 
 
 def _check_taken(key: str, text: str, takes: Sequence[str]) -> None:
+    """Raise UserError if `key` is outside the sections `takes`; empty allows all keys."""
     taken = not takes or key.partition(".")[0] in takes
     known = " and ".join(f"--{one}.*" for one in takes)
-    advice = f"Of the keys it takes {known} alone; the others stay those of the run."
+    advice = f"It accepts only {known}; all other options are those of the run."
     require(taken, f"--{key}", "be left out of this command", text, advice)
 
 
-def _check_meant(raw: Any, path: str, own: _Section | None, keys: Sequence[str]) -> None:
-    """Refuse the file of a search for a run, and the other way round: the section makes the difference."""
+def _check_meant(raw: Any, path: str, own_section: _Section | None, keys: Sequence[str]) -> None:
+    """Raise UserError if a search gets the file of a run, or a run that of a search. The section tells them apart."""
     if not isinstance(raw, Mapping):
         return
-    if own is None:
-        it = f"It is a search: python -m dpfl_lightning.{_SEARCH} --config {path}."
-        require(_SEARCH not in raw, "--config", f"be a file without a section {_SEARCH}", path, it)
+    if own_section is None:
+        advice = f"It configures a search: python -m dpfl_lightning.{_SEARCH} --config {path}."
+        require(_SEARCH not in raw, "--config", f"be a file without a section {_SEARCH}", path, advice)
         return
-    said = own.name in raw or any(key.partition(".")[0] == own.name for key in keys)
-    it = f"It is a single run: python -m dpfl_lightning.fit --config {path}."
-    require(said, "--config", f"be a file with a section {own.name}", path, it)
+    has_section = own_section.name in raw or any(key.partition(".")[0] == own_section.name for key in keys)
+    advice = f"It configures a single run: python -m dpfl_lightning.fit --config {path}."
+    require(has_section, "--config", f"be a file with a section {own_section.name}", path, advice)
 
 
-# ---- where values come from
+# ---- collecting values
 
 
 class _Source:
-    """Values by dotted key as they were given, and where each of them was set."""
+    """The values that were set, by dotted key, and where each of them was set."""
 
     def __init__(self) -> None:
         self._values: dict[str, Any] = {}
         self._origins: dict[str, str] = {}
 
     def put_all(self, raw: Any, where: str, origin: str) -> None:
-        """Set the keys of a whole file or mapping."""
+        """Set all keys of a file or mapping."""
         require(raw is None or isinstance(raw, Mapping), where, "hold a mapping of keys", raw)
         for name, value in (raw or {}).items():
             self.put(str(name), value, origin)
 
     def put(self, key: str, value: Any, origin: str) -> None:
-        """Set one key; it must be known, or lie below one that holds a mapping of options."""
+        """Set one key. It must be a known key, or lie below a key that holds a mapping of options."""
         section = key.partition(".")[0]
         if section in SECTIONS and (section != key or isinstance(value, Mapping)):
-            self._values.pop(section, None)  # a key below a section ends its being null
+            self._values.pop(section, None)  # setting a key of a section undoes an earlier `section: null`
         if key in SECTIONS and isinstance(value, Mapping):
             for name, one in value.items():
                 self.put(f"{key}.{name}", one, origin)
@@ -232,13 +236,13 @@ class _Source:
             self._put_below(owner, key.removeprefix(f"{owner}."), value, origin)
 
     def _put_below(self, owner: str, rest: str, value: Any, origin: str) -> None:
-        """Set an option inside the mapping that `owner` holds, given or by default."""
-        # strategies that are named stand in place of the default one, as in a file; a run without a base rule gets one
+        """Set one option inside the mapping of `owner`, starting from its current or default value."""
+        # Named strategies replace the default, as they do in a file; a run without a base rule gets one later.
         default = {} if owner == "strategies" else all_keys()[owner].default
         current = self._values.get(owner, default)
         options = copy.deepcopy(current) if isinstance(current, dict) else {}
         if rest in ("name", "class_path") and options.get(rest) != value:
-            # Options of the old choice do not fit the new one; those set beside the new name do.
+            # Drop the options of the old choice; keep those that were set together with the new name.
             beside = [one for one in options if self._origins.get(f"{owner}.{one}") == origin]
             options = {one: options[one] for one in beside}
         *path, last = rest.split(".")
@@ -251,7 +255,7 @@ class _Source:
         self._origins[f"{owner}.{rest}"] = origin
 
     def options(self) -> Options:
-        """The checked options; an error also says where its key was set."""
+        """Return the checked options. An error also states where its key was set."""
         try:
             for key, value in self._values.items():
                 _check_null(key, value)
@@ -259,15 +263,15 @@ class _Source:
             check(options)
             return options
         except UserError as error:
-            found = re.match("`([^`]+)`", str(error))
-            key = found[1] if found else ""
+            match = re.match("`([^`]+)`", str(error))
+            key = match[1] if match else ""
             while key and key not in self._origins:
                 key = key.rpartition(".")[0]
             raise UserError(f"{error} Set {self._origins[key]}." if key else str(error)) from None
 
 
 class _Section:
-    """A command's own section: a dataclass whose fields are numbers, texts, or mappings of names to values."""
+    """A section of one command: a dataclass whose fields are numbers, texts, or mappings of names to values."""
 
     def __init__(self, name: str, kind: type) -> None:
         self.name, self._kind = name, kind
@@ -281,17 +285,17 @@ class _Section:
             self.put(f"{self.name}.{name}", value, origin)
 
     def put(self, key: str, value: Any, origin: str) -> None:
-        """Set `section.field`, or `section.field.name`: what follows a field that holds a mapping is one name in it."""
+        """Set `section.field` or `section.field.name`. For a field with a mapping, the rest of the key is one name."""
         field, _, inner = key.removeprefix(f"{self.name}.").partition(".")
         near = nearest(field, self._hints).replace("`", f"`{self.name}.", 1)
         if field not in self._hints or (inner and "mapping" not in in_words(self._hints[field])):
             raise UserError(f"`{key}` must be a known key. {near}".rstrip() + f" Set {origin}.")
-        kept = {} if inner == "name" else self._values.get(field) or {}  # another name, other options
+        kept = {} if inner == "name" else self._values.get(field) or {}  # a new name drops the options of the old one
         self._values[field] = {**kept, inner: value} if inner else value
         self._origins[field] = origin
 
     def typed(self) -> Any:
-        """The dataclass, types checked and converted by jsonargparse."""
+        """Return the dataclass; jsonargparse checks and converts the types."""
         import jsonargparse
 
         for field, value in self._values.items():
@@ -301,25 +305,25 @@ class _Section:
         try:
             typed = self.parser().parse_object({self.name: copy.deepcopy(self._values)}).as_dict()[self.name]
         except (jsonargparse.ArgumentError, argparse.ArgumentError) as error:
-            found = re.search(rf'key "{self.name}\.([^"]+)"', str(error))
-            if found is None or found[1] not in self._values:
+            match = re.search(rf'key "{self.name}\.([^"]+)"', str(error))
+            if match is None or match[1] not in self._values:
                 raise
-            hint, value = self._hints[found[1]], self._values[found[1]]
+            hint, value = self._hints[match[1]], self._values[match[1]]
             near = nearest(str(value), get_args(hint)) if get_origin(hint) is Literal else ""
-            key = f"{self.name}.{found[1]}"
+            key = f"{self.name}.{match[1]}"
             raise UserError(
-                f"`{key}` must be {in_words(hint)}, got {value!r}. {near} {self._where(found[1])}".replace("  ", " ")
+                f"`{key}` must be {in_words(hint)}, got {value!r}. {near} {self._where(match[1])}".replace("  ", " ")
             ) from None
-        # a text stays what it is, and a mapping too: jsonargparse reads texts as YAML once more
+        # Keep texts and mappings as they are, because jsonargparse would parse texts as YAML a second time.
         kept = {name: value for name, value in self._values.items() if isinstance(value, str | Mapping)}
         return self._kind(**{**typed, **kept})
 
     def keys(self) -> list[str]:
-        """Dotted, with its own name."""
+        """Return the dotted keys, with the section's name."""
         return [f"{self.name}.{field}" for field in self._hints]
 
     def parser(self) -> jsonargparse.ArgumentParser:
-        """Its keys with type, default and text."""
+        """Return a parser with each key's type, default and help."""
         import docstring_parser
         import jsonargparse
 
@@ -337,7 +341,7 @@ class _Section:
 
 
 def _check_null(key: str, value: Any) -> None:
-    """jsonargparse lets null pass for any type; what a section itself holds here is null or no mapping."""
+    """Check for null, which jsonargparse accepts for every type. A section's own value must be null or a mapping."""
     if key in SECTIONS:
         must = "be a mapping of keys" + (" or null" if key in MAY_BE_NULL else "")
         advice = f"Write {key}: {{name: {value}}}." if isinstance(value, str) else ""
@@ -348,7 +352,7 @@ def _check_null(key: str, value: Any) -> None:
 
 
 def _typed(values: Mapping[str, Any]) -> Options:
-    """The values as dataclasses, their types checked and converted by jsonargparse."""
+    """Return the values as dataclasses; jsonargparse checks and converts the types."""
     import jsonargparse
 
     null = [key for key in values if key in SECTIONS]
@@ -360,11 +364,11 @@ def _typed(values: Mapping[str, Any]) -> Options:
     try:
         typed = _key_parser().parse_object(given).as_dict()
     except (jsonargparse.ArgumentError, argparse.ArgumentError) as error:
-        found = re.search('key "([^"]+)"', str(error))
-        if found is None or found[1] not in values:
+        match = re.search('key "([^"]+)"', str(error))
+        if match is None or match[1] not in values:
             raise
-        raise _wrong_type(found[1], values[found[1]]) from None
-    for key, value in values.items():  # jsonargparse reads a text as YAML once more: a folder "#" would become null
+        raise _wrong_type(match[1], values[match[1]]) from None
+    for key, value in values.items():  # jsonargparse parses texts as YAML a second time: folder "#" would become null
         section, _, name = key.rpartition(".")
         hint = all_keys()[key].hint if key in all_keys() else None
         if isinstance(value, str) and (hint is str or _may_be_text(hint)):
@@ -387,12 +391,17 @@ def _wrong_type(key: str, value: Any) -> UserError:
 
 
 def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
-    """Overrides of keys of `Options`, or of the sections `also`, as (key, text), and the other arguments.
+    """Separate overrides of options from all other arguments.
 
-    `--KEY.help` is none of them.
+    Args:
+        argv: arguments of the command line.
+        also: names of further sections whose keys count as overrides.
+
+    Returns:
+        The overrides as (key, text), and the other arguments, which include `--KEY.help`.
 
     Raises:
-        UserError: a key without a value.
+        UserError: a key has no value.
 
     >>> split(["--rounds", "5", "--resume", "runs/x", "--privacy.epsilon=2"])
     ([('rounds', '5'), ('privacy.epsilon', '2')], ['--resume', 'runs/x'])
@@ -413,7 +422,7 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
 
 
 def _value(key: str, text: str) -> Any:
-    """The text of an override as YAML; for a key that holds text, the text itself."""
+    """Parse the text of an override as YAML; a key that holds text keeps the text itself."""
     hint = all_keys()[key].hint if key in all_keys() else None
     if not (hint is str or get_origin(hint) is Literal or _may_be_text(hint)):
         return parse_yaml(text, f"--{key}")
@@ -421,12 +430,12 @@ def _value(key: str, text: str) -> Any:
 
 
 def _may_be_text(hint: Any) -> bool:
-    """Whether it is a union with text; a mapping from text is none."""
+    """Return whether the type is a union that includes text."""
     return isinstance(hint, types.UnionType) and str in get_args(hint)
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """The flags of a command. A mistake is a UserError, also one that a flag's `type` raised."""
+    """Parser for the flags of a command. Mistakes raise UserError, including those raised by a flag's `type`."""
 
     section: _Section | None = None
     takes: Sequence[str] = ()
@@ -459,26 +468,26 @@ def _parse_flags(
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     parser.section, parser.takes = section, takes
     parser.add_argument(
-        "--config", metavar="FILE", help="YAML file with any of the keys below, or a preset such as fmnist"
+        "--config", metavar="FILE", help="YAML file with any of the keys below, or the name of a preset such as fmnist"
     )
     parser.add_argument("--print_config", action="store_true", help="print all keys as YAML and exit")
     helps = [flag for flag, key in option_help.FLAGS.items() if not takes or key.partition(".")[0] in takes]
-    text = "list what the key may name and exit; with NAME: that one's options"
+    text = "list the names that the key accepts and exit; with NAME, show the options of that name"
     parser.add_argument(*helps, action=_NamesHelp, nargs="?", metavar="NAME", help=text)
     if extra is not None:
         extra(parser)
     flags, unknown = parser.parse_known_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]
-        own = [] if section is None else section.keys()
-        near = nearest_key(word.removeprefix("--"), [*vars(flags), *own]).replace("`", "`--", 1)
+        section_keys = [] if section is None else section.keys()
+        near = nearest_key(word.removeprefix("--"), [*vars(flags), *section_keys]).replace("`", "`--", 1)
         raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
     return flags
 
 
 @functools.cache
 def _key_parser(*sections: str) -> jsonargparse.ArgumentParser:
-    """All keys, or those of some sections, with type, default and text."""
+    """Return a parser for all keys, or for those of some sections, with type, default and help."""
     import docstring_parser
     import jsonargparse
 

@@ -1,6 +1,6 @@
-"""`--strategies.help` lists what that key may name, `--strategies.help NAME` shows one with its options. So of others.
+"""Help for keys that accept names: `--strategies.help` lists the names, `--strategies.help NAME` shows one's options.
 
-Imports nothing of them before it is asked, for many of them need torch.
+The registries are imported only on request, because many of them import torch.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ FLAGS = {f"--{key}.help": key for key in REGISTRIES}
 
 
 def help_text(key: str, name: str | None) -> str:
-    """What `--KEY.help [NAME]` prints.
+    """Return the text that `--KEY.help [NAME]` prints.
 
     Raises:
-        UserError: the key knows no such name.
+        UserError: `name` is not registered for the key.
     """
     registry = REGISTRIES[key]
     module = importlib.import_module(f"dpfl_lightning.{registry.module}")
-    found: Any = getattr(module, registry.functions or registry.attribute)
-    known: Mapping[str, Callable[..., Any]] = found if isinstance(found, Mapping) else found()
+    registered: Any = getattr(module, registry.functions or registry.attribute)
+    known: Mapping[str, Callable[..., Any]] = registered if isinstance(registered, Mapping) else registered()
     if name is None:
-        more = textwrap.fill(f"--{key}.help NAME shows one's options. {key}: {all_keys()[key].help}", 120)
+        more = textwrap.fill(f"--{key}.help NAME shows the options of NAME. {key}: {all_keys()[key].help}", 120)
         return f"{listed(known)}\n\n{more}"
     require(name in known, f"--{key}.help", f"be followed by one of {', '.join(known)}", name, nearest(name, known))
     prefix = f"--{key}.{name}" if key == "strategies" else f"--{key}"

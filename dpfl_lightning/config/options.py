@@ -1,7 +1,8 @@
-"""The options of a run: their types, ranges and the text of `--help`. Imports neither torch nor lightning.
+"""Options of a run: their types, ranges and `--help` texts. Imports neither torch nor lightning.
 
-What a name chooses (partition, model, strategies) keeps its options in a plain mapping, which its own registry checks;
-every other key is typed. The docstring's line of a field is its text in `--help`. `config.py` reads and writes them.
+A key that selects something by name (partition, model, strategies) keeps its options in a plain mapping, which the
+registry of those names checks. All other keys are typed. The `Args` line of each field is its text in `--help`.
+`load.py` reads and writes the options.
 """
 
 from __future__ import annotations
@@ -19,36 +20,38 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from dpfl_lightning.config.per_client import Bound, resolve
 from dpfl_lightning.errors import nearest, require
 
-#: options that decide how a run is executed and told, not what it releases: a resumed run may change them
+#: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
 FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 
-# One value for all clients, a list with one a client, or a named distribution: see `per_client`.
+# One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
 
 
 @dataclass(frozen=True)
 class DataOptions:
-    """Whose records, and how they are dealt to the clients.
+    """The data set and how its records are distributed to the clients.
 
     Args:
         name: data set: fashion_mnist, mnist, cifar10, cifar100, or digits and diabetes (a regression), which need no
             download.
-        folder: folder with its files; null looks for the system's package and in the cache.
-        download: fetch files that are not found, with checksum.
-        records_per_client: training records of each client, >= 1; null deals out all records.
-        held_out_per_client: records that each client holds out beside them to be evaluated on: a fraction
-            below 1 or a number of records; 0 gives it a share of the test set instead.
-        test_per_client: test records that each client draws in place of such a share, >= 1, whatever the others draw;
-            null deals out disjoint shares.
-        public_records: the last so many training records belong to no client and are public, >= 0.
-        use_public: deal out the public records instead, to choose settings without a look at private ones.
-        partition: how records are dealt to clients: {name, options}.
-        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; null is
-            none. Test accuracy is then the mean over clients on their held-out or test records, which are shifted like
-            the records they train on.
-        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} of each client's
-            records, or {name: clients, share: 0.2} of the clients, all records; null is none.
+        folder: folder with the files of the data set; null uses the system's package or the cache.
+        download: download missing files and verify their checksum.
+        records_per_client: number of training records of each client, >= 1; null distributes all records.
+        held_out_per_client: records that each client sets aside for evaluation, in addition to its training records: a
+            fraction in [0, 1) or a number of records; 0 evaluates each client on a share of the test set instead.
+        test_per_client: number of test records that each client draws independently of the others, >= 1; clients may
+            share test records. null gives clients disjoint shares.
+        public_records: number of records at the end of the training set that are public and belong to no client, >= 0.
+        use_public: distribute the public records to the clients instead of the private ones. Use it to choose settings
+            without access to private records.
+        partition: how records are distributed to clients: {name, options}.
+        groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; null
+            simulates none. Test accuracy is then the mean over clients on their held-out or test records, which are
+            shifted like their training records.
+        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
+            of each client's records, {name: clients, share: 0.2} all records of this share of the clients; null
+            simulates none.
     """
 
     name: str = "fashion_mnist"
@@ -66,19 +69,19 @@ class DataOptions:
 
 @dataclass(frozen=True)
 class ClientOptions:
-    """What each client does in a round.
+    """Local training of each client in a round.
 
-    All but `count` are one value, a list with one value a client, or {name: uniform, low, high},
-    {name: normal, mean, std, floor}, {name: choice, values}.
+    Every key except `count` accepts one value, a list with one value per client, or a distribution:
+    {name: uniform, low, high}, {name: normal, mean, std, floor}, {name: choice, values}.
 
     Args:
         count: number of clients, >= 1.
-        batch_size: expected records of a local step, >= 1; also {name: published}, the noise-aware paper's; null is
-            all records of the client in every step (a full batch).
-        local_epochs: passes over the own records in a round, >= 1.
-        learning_rate: of local SGD, > 0.
-        reported_epsilon: budgets that clients claim to the server's strategies, > 0, named as privacy.epsilon's;
-            null is the truth. Noise, ledger and guarantees follow the true ones, whatever is claimed.
+        batch_size: expected number of records in a local step, >= 1; also {name: published}, the batch sizes of the
+            noise-aware paper; null uses all records of the client in every step (a full batch).
+        local_epochs: passes over the client's records in a round, >= 1.
+        learning_rate: learning rate of local SGD, > 0.
+        reported_epsilon: budgets that clients report to the server's strategies, > 0, in the forms that privacy.epsilon
+            accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
 
     count: int = 20
@@ -90,32 +93,33 @@ class ClientOptions:
 
 @dataclass(frozen=True)
 class PrivacyOptions:
-    """What each client's releases may reveal about one record; `privacy: null` is a run without privacy.
+    """Bounds on what the releases of each client reveal about one record; `privacy: null` trains without privacy.
 
-    epsilon, delta, clip_norm and noise_multiplier are one value, a list with one value a client, or a named
-    distribution as for the clients. Set epsilon, noise_multiplier or both.
+    epsilon, delta, clip_norm and noise_multiplier accept one value, a list with one value per client, or a distribution
+    as in the section clients. Set epsilon, noise_multiplier or both.
 
     Args:
-        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the noise-aware paper's
-            budgets (source: published or sampled; scale); null is no budget: epsilon is only reported.
-        delta: probability with which epsilon need not hold, in (0, 1), usually below 1 / records; 0 is possible with
-            mechanism laplace, and its epsilons are then added up.
-        mechanism: gaussian, or laplace (L1 clipping, full batches): far noisier, but its delta can be 0.
-        clip_norm: norm to which the gradient of one record is clipped, > 0: L2, or L1 with mechanism laplace.
-        noise_multiplier: noise std (of Laplace noise: scale) / clip_norm on the sum of gradients, >= 0; null solves it
-            from epsilon. With both given, a client whose budget is spent sits out.
-        accountant: rdp, prv (tighter, slower), gdp (exact, for full batches only) or paper_ma (the noise-aware
-            paper's: valid, with more noise than needed).
-        adjacency: in what neighbouring data sets differ: add_remove (one record more or less) or replace_one (one
-            record is another, about twice the epsilon).
+        epsilon: budget for the whole run, > 0; also {name: dist1} ... {name: dist9}, the budgets of the noise-aware
+            paper (source: published or sampled; scale); null sets no budget, and epsilon is only reported.
+        delta: probability with which the bound epsilon may fail, in (0, 1), usually below 1 / records. 0 is possible
+            with mechanism laplace; the epsilons of its releases are then added up.
+        mechanism: gaussian, or laplace (L1 clipping, full batches), which allows delta 0 but needs far more noise.
+        clip_norm: norm to which the gradient of each record is clipped, > 0; the L2 norm, or L1 with mechanism laplace.
+        noise_multiplier: std of the noise on the sum of gradients (Laplace: its scale) divided by clip_norm, >= 0; null
+            computes it from epsilon. If both are set, a client stops participating when its budget is spent.
+        accountant: rdp, prv (tighter, slower), gdp (exact, only for full batches) or paper_ma (of the noise-aware
+            paper; valid, but needs more noise than necessary).
+        adjacency: relation between neighbouring data sets: add_remove (one record is added or removed) or replace_one
+            (one record is replaced; about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
-        reserve_rounds: rounds of budget set aside, >= 0, one for each time that a crash breaks off a round: that
-            round is charged again when the run goes on. Without a reserve the last round is not paid.
+        reserve_rounds: number of rounds of budget kept in reserve, >= 0. A round that a crash interrupts is charged
+            again when the run is resumed, which uses one round of the reserve. Without a reserve, the budget then does
+            not cover the last round.
         noise_key: 32 hexadecimal digits that make a reproducible SIMULATION: the same configuration gives the same
-            bits, and nobody is protected, for whoever knows them can remove the noise. null draws fresh noise from
-            the operating system for every release.
-        diagnostics: show in every round which fraction of each client's gradients was clipped and how many were not
-            finite. Both are shown without noise: such a run has no guarantee, and says so.
+            bits. It protects nobody, because anyone who knows the digits can remove the noise. null draws fresh noise
+            from the operating system for every release.
+        diagnostics: report in every round which fraction of each client's gradients was clipped and how many were not
+            finite. Both are released without noise, so such a run has no guarantee, and its report states this.
     """
 
     epsilon: PerClientFloat | None = None
@@ -133,14 +137,15 @@ class PrivacyOptions:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How the local steps are computed: speed, never meaning.
+    """How local steps are computed. Engines differ in speed, not in meaning.
 
     Args:
-        name: fast, serial (the reference), stacked (many clients as one batch, for a GPU with small models) or trainer
-            (a lightning.Trainer for each client).
-        device: auto takes a GPU where there is one.
-        workers: clients trained at the same time (fast engine), >= 1; null is one for each core, one on a GPU. With
-            several ranks (torchrun, srun): on each rank; null then shares the host's cores among its ranks.
+        name: fast, serial (the reference), stacked (many clients as one batch, for small models on a GPU) or trainer
+            (one lightning.Trainer per client).
+        device: auto uses a GPU if there is one.
+        workers: number of clients trained at the same time (engine fast), >= 1; null uses one per core, or one on a
+            GPU. With several ranks (torchrun, srun) it is the number on each rank, and null divides the cores of the
+            host among its ranks.
     """
 
     name: Literal["fast", "serial", "stacked", "trainer"] = "fast"
@@ -150,12 +155,12 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class NetworkOptions:
-    """A network to simulate: how long what a run sends would take there. It changes nothing of the run.
+    """A simulated network: how long the messages of a run would take. It does not change the run.
 
     Args:
-        down_megabits_per_second: from the server to a client, > 0; null takes no time.
-        up_megabits_per_second: from a client to the server, > 0; null takes no time.
-        latency_seconds: of one exchange with a client, however little is sent, >= 0.
+        down_megabits_per_second: bandwidth from the server to a client, > 0; null takes no time.
+        up_megabits_per_second: bandwidth from a client to the server, > 0; null takes no time.
+        latency_seconds: time for one exchange with a client, independent of its size, >= 0.
     """
 
     down_megabits_per_second: PerClientFloat | None = None
@@ -168,7 +173,7 @@ class EvaluationOptions:
     """When the model is evaluated.
 
     Args:
-        every: rounds from one evaluation to the next, >= 1; the last round is always evaluated.
+        every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
     """
 
     every: int = 1
@@ -176,13 +181,13 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class TrackingOptions:
-    """Where MLflow keeps the run; `tracking: null` does not track.
+    """How MLflow records the run; `tracking: null` turns tracking off.
 
     Args:
         experiment: name of the MLflow experiment.
-        run_name: name of the run; null takes the name of the output folder.
-        uri: MLflow server or store; null takes MLFLOW_TRACKING_URI, else an SQLite file.
-        tags: further tags of the run, {name: text}.
+        run_name: name of the run; null uses the name of the output folder.
+        uri: MLflow server or store; null uses MLFLOW_TRACKING_URI, or an SQLite file if that is not set.
+        tags: additional tags of the run, {name: text}.
     """
 
     experiment: str = "dpfl_lightning"
@@ -193,23 +198,23 @@ class TrackingOptions:
 
 @dataclass(frozen=True)
 class Options:
-    """Everything that decides a run.
+    """All options of a run.
 
     Args:
-        rounds: federated rounds, >= 1.
-        seed: root of initialisation, partition and drawn options, >= 0; never of the noise.
+        rounds: number of federated rounds, >= 1.
+        seed: seed of initialisation, partition and drawn options, >= 0; it never determines the noise.
         data: see DataOptions.
-        model: the net: {name, options}; personal_input: true adds an input transformation that each client keeps for
-            itself (PRIVATEFL). For another net: {class_path: package.module.Class, init_args: {...}}.
+        model: the net: {name, options}. personal_input: true adds an input transformation that each client keeps to
+            itself (PRIVATEFL). For your own net: {class_path: package.module.Class, init_args: {...}}.
         clients: see ClientOptions.
-        privacy: see PrivacyOptions; None is a run without clipping, noise or guarantee.
-        strategies: what the server does: {name: options}, with at most one base rule (default size_weighted). Name a
-            strategy of another package by package.module.Class.
+        privacy: see PrivacyOptions; None trains without clipping, noise or guarantee.
+        strategies: strategies of the server: {name: options}, with at most one base rule (default size_weighted). Name
+            a strategy of another package by package.module.Class.
         engine: see EngineOptions.
         network: see NetworkOptions.
         evaluation: see EvaluationOptions.
-        tracking: see TrackingOptions; None does not track.
-        output_dir: new or empty folder for results, ledger and checkpoints; null makes one under runs/.
+        tracking: see TrackingOptions; None turns tracking off.
+        output_dir: new or empty folder for results, ledger and checkpoints; null creates a folder in runs/.
 
     >>> Options(rounds=5).clients.count
     20
@@ -230,12 +235,12 @@ class Options:
 
 
 def to_dict(options: Options) -> dict[str, Any]:
-    """The resolved configuration, nested."""
+    """Return the resolved configuration as nested dictionaries."""
     return dataclasses.asdict(options)
 
 
 def departures(options: Options) -> dict[str, Any]:
-    """Only what differs from the defaults, nested.
+    """Return the options that differ from their defaults, nested.
 
     >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
@@ -290,10 +295,10 @@ _PER_CLIENT: dict[str, type[int] | type[float]] = {
 
 
 def check(options: Options) -> None:
-    """Check the range of every value, also of every client's.
+    """Check the range of every value, including each client's.
 
     Raises:
-        UserError: the first value out of range.
+        UserError: the first value that is out of range.
     """
     for key, bound in _SCALARS.items():
         value = _at(options, key)
@@ -311,12 +316,12 @@ def check(options: Options) -> None:
     require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
-        must = "be a budget to solve the noise from"
+        must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
 
 
 def _at(options: Options, key: str) -> Any:
-    """The value at a dotted key; None below a section that is None."""
+    """Return the value of a dotted key, or None if its section is None."""
     value: Any = options
     for name in key.split("."):
         value = None if value is None else getattr(value, name)
@@ -327,13 +332,15 @@ def _at(options: Options, key: str) -> Any:
 
 
 class Key(NamedTuple):
+    """Type, default and help text of a dotted key."""
+
     hint: Any
     default: Any
     help: str
 
 
 def hints(of: type) -> dict[str, Any]:
-    """Field name -> type of an option class."""
+    """Return the fields of an option class and their types."""
     return get_type_hints(of, globals())
 
 
@@ -347,13 +354,13 @@ MAY_BE_NULL = {name for name, hint in hints(Options).items() if types.NoneType i
 
 
 class Registry(NamedTuple):
-    """Where the names that a key takes are registered.
+    """The place where the names that a key accepts are registered.
 
     Args:
-        module: within the package.
-        attribute: a mapping with these names.
-        given: leading arguments of the registered functions that the program passes; the others are options.
-        functions: attribute of a function that returns name -> function, where the mapping itself holds no functions.
+        module: module inside the package.
+        attribute: name of a mapping whose keys are the names.
+        given: number of leading arguments that the program passes to a registered function; the others are options.
+        functions: name of a function that returns name -> function, if the mapping does not hold functions.
     """
 
     module: str
@@ -372,7 +379,7 @@ REGISTRIES = {
 
 
 def names_in(registry: Registry) -> list[str]:
-    """The names in a registry, read from the source of its module, since importing it would import torch.
+    """Return the names in a registry. They are read from the module's source, because importing it would import torch.
 
     >>> names_in(REGISTRIES["data.groups"])
     ['rotation', 'label_shift']
@@ -389,7 +396,7 @@ def names_in(registry: Registry) -> list[str]:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every dotted key that holds a value (sections hold keys); the help of a key that takes a name lists the names."""
+    """Return every dotted key that holds a value. The help of a key that accepts a name lists the names."""
     import docstring_parser
 
     keys = {}
@@ -405,7 +412,7 @@ def all_keys() -> dict[str, Key]:
 
 
 def nearest_key(key: str, flags: Iterable[str] = ()) -> str:
-    """The hint for an unknown key: the same last part in another section, else the most alike."""
+    """Return a suggestion for an unknown key: the same last part in another section, else the most similar key."""
     everything = [*all_keys(), *SECTIONS, "model.name", "data.partition.name", "data.groups.name", *flags]
     same_end = [one for one in everything if one.rpartition(".")[2] == key.rpartition(".")[2]]
     return nearest(key, same_end) or nearest(key, everything)
@@ -421,7 +428,7 @@ _WORDS = {
 
 
 def in_words(hint: Any) -> str:
-    """`int | None` as "a whole number or null"."""
+    """Describe a type: `int | None` is "a whole number or null"."""
     if hint in _WORDS:
         return _WORDS[hint]
     if get_origin(hint) is Literal:

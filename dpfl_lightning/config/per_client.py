@@ -1,14 +1,14 @@
-"""A per-client option: one value for all clients, a list with one a client, or a named distribution.
+"""Options per client: one value for all clients, a list with one value per client, or a named distribution.
 
-The named ones, with their options:
+The distributions and their options:
 
-* `{name: uniform, low: , high: }`: uniform between `low` and `high` (whole-number options: both included)
-* `{name: choice, values: [...]}`: for each client one of `values`, each equally likely
+* `{name: uniform, low: , high: }`: uniform between `low` and `high` (both included for whole-number options)
+* `{name: choice, values: [...]}`: one of `values` for each client, with equal probability
 * `{name: normal, mean: , std: , floor: }`: normal; draws below `floor` are raised to it
 * `{name: dist1}` ... `{name: dist9}`: privacy budgets of the noise-aware paper. `source: published` (default)
-  takes its lists for 20, 40 or 60 clients, `source: sampled` draws from its distribution (draws below
-  `floor`, 0.15, are raised to it); `scale` multiplies them (10 for CIFAR-100)
-* `{name: published}`: its batch sizes for 20, 40 or 60 clients
+  uses its lists for 20, 40 or 60 clients; `source: sampled` draws from its distribution (draws below
+  `floor`, 0.15, are raised to it); `scale` multiplies the budgets (10 for CIFAR-100)
+* `{name: published}`: the paper's batch sizes for 20, 40 or 60 clients
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from dpfl_lightning.errors import nearest, require
 
 
 class Bound(NamedTuple):
-    """What every value of an option must hold: in words (after "must"), and as a test."""
+    """A condition on every value of an option: in words (after "must"), and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
 
 
-# By the last part of an option's key; all others must be above 0, whole numbers therefore at least 1.
+# By the last part of an option's key. All other values must be above 0, so whole numbers must be at least 1.
 _BOUNDS = {
     "delta": Bound("be in [0, 1)", lambda value: 0 <= value < 1),
     "learning_rate": Bound("be above 0 and finite", lambda value: 0 < value < math.inf),
@@ -45,22 +45,22 @@ _POSITIVE = Bound("be above 0", lambda value: value > 0)
 def resolve(
     key: str, value: object, num_clients: int, seed: int, kind: type[int] | type[float] = float
 ) -> tuple[Any, ...]:
-    """The value of one option for each client.
+    """Return the value of one option for each client.
 
     Args:
-        key: the option's dotted name. Messages name it, options with different names are drawn independently,
-            and its last part gives the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf),
+        key: dotted name of the option, used in messages. Options with different names are drawn independently. The last
+            part determines the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf),
             `learning_rate` in (0, inf), everything else above 0.
-        value: a number, a sequence of `num_clients` numbers, or a mapping with a `name` (the module's head).
+        value: a number, a sequence of `num_clients` numbers, or a mapping with a `name` (see the top of this module).
         num_clients: N, >= 1.
         seed: root seed of the draws; equal arguments give equal values.
         kind: `int` for an option that counts something; normal draws are then rounded.
 
     Returns:
-        N numbers of type `kind`, index = client.
+        N numbers of type `kind`, indexed by client.
 
     Raises:
-        UserError: a wrong number of values, an unknown name or option, a value of wrong type or out of range.
+        UserError: a wrong number of values, an unknown name or option, a value of the wrong type or out of range.
 
     >>> resolve("clients.batch_size", [16, 64], num_clients=2, seed=0, kind=int)
     (16, 64)
@@ -71,8 +71,8 @@ def resolve(
     if isinstance(value, Mapping):
         values, one_each = _drawn(key, value, num_clients, seed, kind), True
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        advice = "Give one number for all clients, or a list with one a client."
-        must = f"have {num_clients} values, one a client"
+        advice = "Give one number for all clients, or a list with one number per client."
+        must = f"have {num_clients} values, one per client"
         require(len(value) == num_clients, key, must, len(value), advice)
         values, one_each = value, True
     else:
@@ -86,24 +86,24 @@ def resolve(
 
 
 def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15) -> tuple[float, ...]:
-    """Privacy budgets drawn from one of the noise-aware paper's nine distributions.
+    """Draw privacy budgets from one of the noise-aware paper's nine distributions.
 
     Use it for a number of clients for which the paper published no list.
 
     Args:
         dist: "dist1" ... "dist9": normal, a mixture of normals (each client draws its component), or uniform.
         num_clients: N, >= 1.
-        seed: of the draw.
-        floor: smaller draws are raised to it, > 0.
+        seed: seed of the draw.
+        floor: smaller draws are raised to this value, > 0.
 
     Returns:
-        N epsilons, index = client.
+        N epsilons, indexed by client.
 
     Raises:
         UserError: an unknown distribution, or a floor that is not above 0.
 
     Reference: Malekmohammadi et al. (2024), Table 7. The paper states no floor; its published lists show
-    0.25 for dist1. Ours lies just above the least epsilon that its accountant can certify.
+    0.25 for dist1. The default lies just above the smallest epsilon that the paper's accountant can certify.
 
     >>> [round(epsilon, 3) for epsilon in sample_epsilons("dist9", num_clients=3, seed=0)]
     [0.391, 0.281, 0.212]
@@ -122,7 +122,7 @@ def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floo
 
 
 class _Draw(NamedTuple):
-    """What every named distribution is told; its own options follow by keyword."""
+    """Arguments that every named distribution receives; its options follow by keyword."""
 
     key: str
     num_clients: int
@@ -167,7 +167,7 @@ def _budgets(dist: str) -> Callable[..., list]:
         near = nearest(source, sources)
         require(source in sources, f"{draw.key}.source", "be published or sampled", source, near)
         if source == "published":
-            _check_published(draw, f"Draw your own: {{name: {dist}, source: sampled}}.")
+            _check_published(draw, f"To draw budgets, set {{name: {dist}, source: sampled}}.")
             require(floor is None, f"{draw.key}.floor", "come with `source: sampled`", floor, "Leave it out.")
             epsilons = EPSILONS[dist][draw.num_clients]
         elif floor is None:
@@ -181,7 +181,7 @@ def _budgets(dist: str) -> Callable[..., list]:
 
 
 _ANYWHERE: dict[str, Callable[..., list]] = {"uniform": _uniform, "choice": _choice, "normal": _normal}
-# Names that make sense for one option only, by the last part of its key.
+# Names that are valid for one option only, by the last part of its key.
 _DISTS: dict[str, Callable[..., list]] = {dist: _budgets(dist) for dist in sorted(EPSILONS)}
 _ONLY_FOR: dict[str, dict[str, Callable[..., list]]] = {
     "batch_size": {"published": _published_batch_sizes},
@@ -194,7 +194,7 @@ def _drawn(key: str, value: Mapping[str, Any], num_clients: int, seed: int, kind
     known = _ANYWHERE | _ONLY_FOR.get(key.rpartition(".")[2], {})
     options = {str(option): one for option, one in value.items()}
     name = str(options.pop("name", None))
-    # The key is part of the seed, so that two options of one client are drawn independently.
+    # The key is part of the seed, so that the options of a client are drawn independently.
     return call(key, known, name, _Draw(key, num_clients, [seed, *key.encode()], kind), **options)
 
 
@@ -205,5 +205,6 @@ def _check_number(key: str, value: Any, kind: type, advice: str = "") -> None:
 
 
 def _check_published(draw: _Draw, advice: str) -> None:
+    """Raise UserError unless lists were published for this number of clients."""
     must = "be used with 20, 40 or 60 clients, for which lists were published"
     require(draw.num_clients in BATCH_SIZES, draw.key, must, draw.num_clients, advice)

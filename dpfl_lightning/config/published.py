@@ -1,14 +1,14 @@
-"""Published per-client settings as data: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
+"""Published settings of clients as data: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
 
 Reference: Malekmohammadi, Yu and Cao (2024), "Noise-Aware Algorithm for Heterogeneous Differentially Private
-Federated Learning", Table 7 (the distributions) and the lists of the authors' code release (index 0 first,
+Federated Learning", Table 7 (the distributions), and the lists in the authors' code release (index 0 first,
 not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
 """
 
 from __future__ import annotations
 
-# (probability, mean, standard deviation) of each normal component. Table 7 does not say that its second
-# parameter is the standard deviation; the published values do.
+# (probability, mean, standard deviation) of each normal component. Table 7 does not state that its second
+# parameter is the standard deviation, but the published values show it.
 NORMAL_MIXTURES: dict[str, tuple[tuple[float, float, float], ...]] = {
     "dist1": ((1.0, 2.0, 1.0),),
     "dist2": ((0.2, 0.2, 0.01), (0.6, 1.0, 0.1), (0.2, 5.0, 1.0)),
@@ -84,7 +84,7 @@ _EPSILONS_OF_60: dict[str, tuple[float, ...]] = {
     ),
 }
 
-# For 20 clients these five were drawn anew; of the other four the first 20 of 60 are the published list.
+# For 20 clients, these five lists were drawn separately. The other four are the first 20 of the 60 entries.
 _EPSILONS_OF_20: dict[str, tuple[float, ...]] = {
     "dist3": (
         2.2, 3.66, 0.2, 1.65, 0.9, 0.64, 1.09, 1.86, 2.1, 2.79, 2.21, 3.49, 1.18, 4.41, 0.33,

@@ -1,4 +1,4 @@
-"""Call what a configuration names: the name and every option checked against the function that takes them."""
+"""Calls the function that a configuration names, after checking the name and every option against its signature."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
-    """`known[name](*args, **options)`, for a name and options that a user wrote.
+    """Return `known[name](*args, **options)`, for a name and options that a user wrote.
 
     Args:
-        key: dotted name of the option that holds the name, such as `model`; messages name it.
-        known: registry name -> function; its parameters after `args` are the options.
-        name: which of them.
-        args: what the program passes.
-        options: what the user passes; int, float, str and Sequence[int] are checked against the annotations.
+        key: dotted name of the option that holds the name, such as `model`; used in messages.
+        known: registered name -> function; the parameters after `args` are the options.
+        name: the name that the user chose.
+        args: arguments that the program passes.
+        options: options that the user passes; int, float, str and Sequence[int] are checked against the annotations.
 
     Returns:
-        What the function returns.
+        The result of the function.
 
     Raises:
-        UserError: an unknown name or option (with the nearest known one), a missing option, a value of the
-            wrong type.
+        UserError: an unknown name or option (with the nearest known one), a missing option, or a value of the wrong
+            type.
 
     >>> call("model", {"scale": lambda x, by=2: x * by}, "scale", 3, bye=4)
     Traceback (most recent call last):
@@ -69,15 +69,15 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
 
 
 def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Parameter -> annotation, of a class those that it is made with."""
+    """Return parameter -> annotation; for a class, those of its constructor."""
     return typing.get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
 
 
-# ---- for people
+# ---- help texts
 
 
 def listed(known: Mapping[str, Callable[..., Any]]) -> str:
-    """Every name with the first line of its docstring.
+    """Return every name with the first line of its docstring.
 
     >>> print(listed({"len": len, "maximum": max}))
     len      Return the number of items in a container.
@@ -88,12 +88,12 @@ def listed(known: Mapping[str, Callable[..., Any]]) -> str:
 
 
 def options_of(function: Callable[..., Any], given: int, prefix: str) -> str:
-    """The docstring of what a name stands for, and how each of its options is set, with its type and default.
+    """Return the docstring of a registered function, and how to set each option, with its type and default.
 
     Args:
-        function: from a registry.
-        given: how many leading arguments the program passes.
-        prefix: what the name of an option follows, such as `--model`.
+        function: a function from a registry.
+        given: number of leading arguments that the program passes.
+        prefix: text before the name of an option, such as `--model`.
 
     >>> def scale(x: float, by: int, unit: str | None = None):
     ...     "Scaled."

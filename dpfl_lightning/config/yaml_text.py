@@ -1,4 +1,4 @@
-"""YAML as configurations hold it."""
+"""Reading and writing the YAML of configurations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpfl_lightning.errors import UserError, nearest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML that reads numbers as people write them (1e-4) and refuses what YAML would drop in silence."""
+    """YAML loader that also reads numbers such as 1e-4, and raises errors where YAML would silently drop a value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[str] = set()
@@ -21,7 +21,7 @@ class _Loader(yaml.SafeLoader):
             if key.value in seen:
                 self._refuse(key, f"the key {key.value} a second time")
             if key.value == "privacy" and value.value == "":
-                self._refuse(key, "privacy without keys; a run without privacy must say `privacy: null`")
+                self._refuse(key, "privacy without keys (write `privacy: null` for a run without privacy)")
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
@@ -31,7 +31,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the texts that `_Loader` would read as numbers."""
+    """YAML dumper that quotes the texts that `_Loader` would read as numbers."""
 
 
 for _style in (_Loader, _Dumper):
@@ -43,7 +43,7 @@ _PRESETS = Path(__file__).parents[1] / "conf"
 
 
 def read_yaml(path: str) -> Any:
-    """The content of the file that `--config` names, or of the preset of that name that comes with the package.
+    """Return the content of a file, or of the preset of that name, that `--config` names.
 
     Raises:
         UserError: the file cannot be read, or is not valid YAML.
@@ -60,10 +60,10 @@ def read_yaml(path: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """What a text holds; `where` it stands is for messages.
+    """Parse YAML. `where` describes the text in messages.
 
     Raises:
-        UserError: it is no YAML, or has a key twice.
+        UserError: the text is not valid YAML, or has a key twice.
 
     >>> parse_yaml("{clip_norm: 1e-1}", "--privacy")
     {'clip_norm': 0.1}
@@ -77,5 +77,5 @@ def parse_yaml(text: str, where: str) -> Any:
 
 
 def dump(raw: Mapping[str, Any]) -> str:
-    """A nested mapping of keys as YAML that `load` reads back."""
+    """Return a nested mapping of keys as YAML that `load` can read."""
     return yaml.dump(dict(raw), Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=110)

@@ -1,1 +1,1 @@
-"""Callbacks that only watch: progress on the terminal, the tracked run."""
+"""Reports of a run: MLflow, figures, progress in the terminal and the guarantee page. They only watch a run."""

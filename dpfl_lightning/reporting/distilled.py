@@ -1,4 +1,4 @@
-"""A distilled set by where it lies: a folder, or a run in MLflow."""
+"""Loads a distilled set from a folder or from a run in MLflow."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _RUN = "runs:/"
 
 
 def load_distilled(source: str | Path, uri: str | None = None) -> DistilledSet:
-    """The set of a folder, or of an MLflow run as `runs:/<run id>`.
+    """Load a set from a folder, or from an MLflow run given as `runs:/<run id>`.
 
     Args:
-        source: where it lies.
-        uri: MLflow server or store; None is as for `fit`: MLFLOW_TRACKING_URI, else an SQLite file.
+        source: folder or run.
+        uri: MLflow server or store; None selects it as `fit` does: MLFLOW_TRACKING_URI, else an SQLite file.
 
     Raises:
-        UserError: there is none, it is damaged, or the store does not answer.
+        UserError: there is no set, it is damaged, or the store does not answer.
     """
     if not str(source).startswith(_RUN):
         return DistilledSet.load(source)

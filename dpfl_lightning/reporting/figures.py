@@ -1,4 +1,4 @@
-"""The curves of a run as matplotlib figures, and the names of the metrics they are drawn from."""
+"""Figures of a run in matplotlib, and the names of the metrics from which they are drawn."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 if TYPE_CHECKING:
     from experiments.papers.experiment import Panel
 
-MOST_CLIENTS = 100  # more than this are shown as min, mean and max
+MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
 _MARKERS = "osD^vP*X<>hp"
 
 
 def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """`name/07` for each client, or `name/min`, `name/mean`, `name/max` for many.
+    """Return `name/07` for each client, or `name/min`, `name/mean` and `name/max` if there are many.
 
     >>> per_client("per_client_epsilon", [1.0, 2.0])
     {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
@@ -38,7 +38,7 @@ def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | N
 
 
 def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]:
-    """The curves of what strategies tell: `strategy/name` for a number, and for what each client has as `per_client`.
+    """Return the curves of the strategies' metrics: `strategy/name` for a number, `per_client` for a value per client.
 
     >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
     {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
@@ -55,12 +55,12 @@ def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]
 def figures(
     history: Callable[[str], Mapping[int, float]], result: RunResult, distilled: DistilledSet | None = None
 ) -> dict[str, Figure]:
-    """Name -> figure, of those that have data.
+    """Return name -> figure, for the figures that have data.
 
     Args:
         history: metric name -> {round: value}, as logged.
-        result: for budgets, final accuracies, and what strategies told of the last round.
-        distilled: the set that the run made, if it made one.
+        result: result with budgets, final accuracies and the strategies' metrics of the last round.
+        distilled: the distilled set of the run, if there is one.
     """
     drawn = {
         "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
@@ -74,13 +74,13 @@ def figures(
         "distilled_images": None if distilled is None else _images_figure(distilled),
     }
     for name in ("epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"):
-        if (figure := drawn[name]) is not None:  # a picture travels alone: what its epsilons mean goes with it
+        if (figure := drawn[name]) is not None:  # figures are shared without context, so they carry the guarantee
             figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
-    """Peak memory in MiB by the number of clients."""
+    """Draw the peak memory in MiB by the number of clients."""
     figure, axes = _axes("Peak memory of a run", "clients", "MiB")
     clients = [int(count) for count in peak_mib]
     axes.plot(clients, list(peak_mib.values()), marker="o")
@@ -92,7 +92,7 @@ def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
 
 
 def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Panels side by side; more than four in rows of three."""
+    """Draw panels side by side; more than four are arranged in rows of three."""
     across = len(panels) if len(panels) <= 4 else 3
     down = math.ceil(len(panels) / across)
     figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
@@ -132,7 +132,7 @@ def _bars(axes: Any, panel: Panel) -> None:
 
 
 def save_svg(figure: Figure, path: Path) -> None:
-    """The same bytes for the same figure."""
+    """Save the figure as SVG; equal figures give equal bytes."""
     with rc_context({"svg.hashsalt": "dpfl_lightning", "svg.fonttype": "none"}):
         figure.savefig(path, metadata={"Date": None})
 
@@ -147,7 +147,7 @@ def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients:
     if rounds:
         spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
         low, high = [min(values) for values in spread], [max(values) for values in spread]
-        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on own held-out records")
+        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on their held-out records")
     axes.plot(
         list(test),
         list(test.values()),
@@ -160,12 +160,15 @@ def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients:
 
 
 def _groups_figure(history: Callable[[str], Mapping[int, float]], result: RunResult) -> Figure | None:
-    """Of each true group over rounds; dashed: of a minority. Gray: how many clients their clusters have right."""
+    """Draw the accuracy of each true group over rounds.
+
+    Minorities are dashed. The gray line is the fraction of clients in the right cluster.
+    """
     true = _true_groups(result)
     curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
         return None
-    figure, axes = _axes("Accuracy of each true group, on the clients' own held-out records", "round", "accuracy")
+    figure, axes = _axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
     few = smallest(list(true.values()))
     for group, curve in curves.items():
         style = "--" if group in few else "-"
@@ -201,7 +204,7 @@ def _budget_figure(result: RunResult) -> Figure | None:
     points = [point for point in points if None not in point]
     if not points:
         return None
-    figure, axes = _axes("Accuracy on own held-out records, by client", "epsilon budget", "accuracy")
+    figure, axes = _axes("Accuracy of each client on its held-out records", "epsilon budget", "accuracy")
     axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
     budgets = [budget for budget, _, _ in points]
     if max(budgets) > 10 * min(budgets):
@@ -212,7 +215,7 @@ def _budget_figure(result: RunResult) -> Figure | None:
 
 
 def _weights_figure(result: RunResult) -> Figure | None:
-    """Of the last round, least noise first; nothing where all weigh the same."""
+    """Draw the weights of the last round, least noise first; None if all weights are equal."""
     known = _told_of_clients(result, "weight")
     if not known or max(known.values()) <= 1.001 * min(known.values()):
         return None
@@ -231,12 +234,12 @@ def _weights_figure(result: RunResult) -> Figure | None:
         axes.legend()
     else:
         equal = axes.axhline(1 / len(order), color="gray", linewidth=1, linestyle="--")
-        axes.legend([equal], ["all weigh the same"])
+        axes.legend([equal], ["equal weights"])
     return figure
 
 
 def _noise_figure(result: RunResult) -> Figure | None:
-    """What a strategy took each client's noise for, against what its mechanism says."""
+    """Draw the noise that a strategy estimated for each client against the noise of the client's mechanism."""
     estimated = _told_of_clients(result, "estimated_noise_std")
     true = {client: result.clients[client]["noise_std"] for client in estimated}
     clients = sorted((one for one in true if estimated[one] > 0 and true[one] > 0), key=true.__getitem__)
@@ -250,7 +253,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     axes.scatter(x, y, s=sizes, alpha=0.4, linewidth=0.8, edgecolor="black", zorder=3)
     ends = [0.75 * min(x + y), 1.35 * max(x + y)]
     axes.plot(ends, ends, color="gray", linewidth=1, linestyle="--", zorder=1)
-    for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # on both sides, by turns
+    for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # labels alternate between sides
         away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
         how = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
         axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **how)
@@ -267,9 +270,9 @@ def _noise_figure(result: RunResult) -> Figure | None:
 
 
 def _participation_figure(result: RunResult) -> Figure | None:
-    """Who was to take part how often and did, and what of its budget each has spent; largest quotas and budgets first.
+    """Draw quota, participations, budget and spent epsilon of each client; largest quotas and budgets first.
 
-    Nothing where all took part equally often.
+    Returns None if all clients took part equally often.
     """
     quota, taken = _told_of_clients(result, "quota"), _told_of_clients(result, "participations")
     if len({*quota.values(), *taken.values()}) < 2:
@@ -301,7 +304,7 @@ def _participation_figure(result: RunResult) -> Figure | None:
 
 
 def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tuple[str, str]) -> None:
-    """A pale bar for each of `whole`, filled as far as `part`; of many one area."""
+    """Draw a pale bar for each value of `whole`, filled up to `part`; many clients become one area."""
     edges = [place - 0.5 for place in range(len(whole) + 1)]
     for values, alpha, label in ((whole, 0.3, labels[0]), (part, 1.0, labels[1])):
         if len(whole) <= MOST_CLIENTS:
@@ -312,10 +315,14 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
 
 
 def _clients_figure(client_embedding: ClientEmbedding, result: RunResult) -> Figure:
-    """Colour: the true group where known, else the found cluster; marker: the found cluster; size: how surely."""
+    """Draw the clients as the server saw them.
+
+    The colour is the true group if it is known, else the cluster. The marker is the cluster. The size is the confidence
+    of the assignment.
+    """
     count = f"{client_embedding.num_clusters} cluster{'s' * (client_embedding.num_clusters != 1)}"
     apart = "" if client_embedding.separation is None else f", separation {client_embedding.separation:.3g}"
-    sure = "confident" if client_embedding.confident else "no more than noise would show"
+    sure = "confident" if client_embedding.confident else "not distinguishable from noise"
     figure, axes = _axes(f"{client_embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)
     true = _true_groups(result)
@@ -324,7 +331,7 @@ def _clients_figure(client_embedding: ClientEmbedding, result: RunResult) -> Fig
         for client, cluster in zip(client_embedding.clients, client_embedding.cluster, strict=True)
     ]
     for cluster in sorted(set(client_embedding.cluster)):
-        rows = [row for row, own in enumerate(client_embedding.cluster) if own == cluster]
+        rows = [row for row, own_cluster in enumerate(client_embedding.cluster) if own_cluster == cluster]
         x, y = zip(*(client_embedding.points[row] for row in rows), strict=True)
         look = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
         sizes = [20 + 100 * client_embedding.membership[row] for row in rows]
@@ -340,38 +347,38 @@ def _clients_figure(client_embedding: ClientEmbedding, result: RunResult) -> Fig
     ):
         axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
     figure.legend(
-        fontsize=7, loc="outside right upper", title="size: how surely\n+: mean of a cluster", title_fontsize=7
+        fontsize=7, loc="outside right upper", title="size: confidence\n+: mean of a cluster", title_fontsize=7
     )
     return figure
 
 
 def _true_groups(result: RunResult) -> dict[int, int]:
-    """Client -> its true group; nothing where nobody knows them."""
+    """Return client -> true group; empty if the groups are not known."""
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
 
 
 def _images_figure(distilled: DistilledSet) -> Figure | None:
-    """A row of images for each class."""
+    """Draw one row of images for each class."""
     grid = distilled.grid()
     if grid is None:
         return None
     height, width = grid.shape[:2]
     inches = 6.5
     figure = Figure(figsize=(inches, max(1.5, inches * height / width) + 0.8), dpi=150, layout="constrained")
-    axes = figure.add_subplot(title="Synthetic images, a row for each class")
+    axes = figure.add_subplot(title="Synthetic images, one row per class")
     axes.imshow(grid.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axes.set_axis_off()
     return figure
 
 
 def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:
-    """Client -> what was told of it in the last round."""
+    """Return client -> value of a strategy's metric in the last round."""
     values = result.metrics.get(name)
     return {client: one for client, one in enumerate(values) if one is not None} if isinstance(values, list) else {}
 
 
 def _names(num_clients: int) -> list[str]:
-    """The last part of `per_client`'s names."""
+    """Return the last part of the names of `per_client`."""
     return [name.partition("/")[2] for name in per_client("", [0.0] * num_clients)]
 
 
@@ -388,9 +395,9 @@ def _quiet(axes: Any) -> None:
 
 
 def _log_scale(axes: Any, which: str) -> None:
-    """With plain numbers at its ticks."""
+    """Set a logarithmic scale with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")
-    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # less than a decade would have one at most
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))  # powers of ten may give fewer than two ticks
     axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter("")

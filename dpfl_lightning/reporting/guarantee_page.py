@@ -1,4 +1,4 @@
-"""`guarantee.html`: a run's guarantee for people, as one self-contained page that a browser or MLflow shows."""
+"""`guarantee.html`: the guarantee of a run as a self-contained page for a browser or MLflow."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dpfl_lightning.privacy.accounting.guarantee import Guarantee, shown_epsilon
 from dpfl_lightning.runtime.files import write_atomically
 
 _MOST_ROWS = 200  # clients in the table
-_MOST_KINDS, _MOST_GAPS = 8, 30  # different lists of releases, and things not covered
+_MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
 _LIBRARIES = ("opacus", "numpy", "scipy", "torch", "lightning")
 
 
 class GuaranteePage(Callback):
-    """Writes `guarantee.html` into the folder of a run that has finished."""
+    """Writes `guarantee.html` into the folder of a finished run."""
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
@@ -36,14 +36,14 @@ class GuaranteePage(Callback):
 
 
 def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunInfo) -> str:
-    """The page as HTML text: nothing in it is loaded from elsewhere or runs, and every value is escaped.
+    """Return the page as HTML text. It loads nothing, runs no scripts, and escapes every value.
 
     Args:
-        result: of the finished run.
-        guarantees: one a client, from the ledger.
+        result: result of the finished run.
+        guarantees: guarantee of each client, from the ledger.
         run: engine, device and accountant.
 
-    **Privacy** Shows what `result.json` and `guarantees.json` hold. Accuracies are on held-out records.
+    **Privacy** Shows the content of `result.json` and `guarantees.json`. Accuracies are on held-out records.
     """
     name = Path(result.output_dir).name
     sections = [
@@ -64,7 +64,7 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
     )
 
 
-# ---- the sections
+# ---- sections
 
 
 def _headline(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
@@ -84,7 +84,7 @@ def _headline(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
 
 def _frame(guarantees: Sequence[Guarantee]) -> list[tuple[str, str]]:
     deltas = sorted({one.delta for one in guarantees})
-    who = "everyone who sees what a client sends, the server included; not hidden behind who takes part"
+    who = "everyone who sees what a client sends, including the server; participation is not assumed to be secret"
     return [
         ("Unit", _all_of(f"one {one.unit} of one client" for one in guarantees)),
         ("Neighbouring data sets", _all_of(one.adjacency for one in guarantees)),
@@ -97,21 +97,21 @@ def _frame(guarantees: Sequence[Guarantee]) -> list[tuple[str, str]]:
 
 
 def _covered(guarantees: Sequence[Guarantee]) -> str:
-    """Lists of releases with the number of clients they hold for, most clients first."""
+    """List the releases with the number of clients that make them, most clients first."""
     counts = Counter(", ".join(one.covers) or "nothing" for one in guarantees).most_common()
     lines = [f"{_clients_of(count)}: {words}" for words, count in counts[:_MOST_KINDS]]
     rest = sum(count for _, count in counts[_MOST_KINDS:])
-    lines += [f"{_clients_of(rest)}: other numbers of them; guarantees.json holds each client's"] if rest else []
+    lines += [f"{_clients_of(rest)}: other numbers of releases; see guarantees.json for each client"] if rest else []
     return _list(lines)
 
 
 def _gaps(guarantees: Sequence[Guarantee]) -> list[str]:
-    """What is not covered, what all clients lack first."""
+    """List what is not covered; what applies to all clients comes first."""
     lacking = Counter(words for one in guarantees for words in one.not_covered).most_common()
     every = len(guarantees)
     lines = [words if count == every else f"{words} ({_clients_of(count)})" for words, count in lacking]
     more = len(lines) - _MOST_GAPS
-    return [*lines[:_MOST_GAPS], f"{more:,} more; guarantees.json holds each client's"] if more > 0 else lines
+    return [*lines[:_MOST_GAPS], f"{more:,} more; see guarantees.json for each client"] if more > 0 else lines
 
 
 def _clients(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
@@ -131,26 +131,26 @@ def _clients(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
     table = _table((*head, "share of budget"), rows)
     if len(order) <= _MOST_ROWS:
         return table
-    words = f"The {_MOST_ROWS} clients with the largest epsilon of {len(order):,}; result.json holds all of them."
+    words = f"The table shows the {_MOST_ROWS} of {len(order):,} clients with the largest epsilon; result.json has all."
     return f"{_summary(result, guarantees)}<p>{_escaped(words)}</p>\n{table}"
 
 
-def _client_row(row: dict[str, Any], own: Guarantee) -> list[str]:
+def _client_row(row: dict[str, Any], promise: Guarantee) -> list[str]:
     budget = _or_inf(row["epsilon_budget"])
     cells = [
         _escaped(str(row["client"])),
         *(_escaped(f"{row[key]:,}") for key in ("num_records", "batch_size")),
         "-" if row["noise_multiplier"] is None else _number(row["noise_multiplier"]),
         *(_escaped(f"{row[key]:,}") for key in ("releases", "steps")),
-        _epsilon(shown_epsilon(own.epsilon, budget)),
+        _epsilon(shown_epsilon(promise.epsilon, budget)),
         _budget(budget),
-        _escaped(f"{own.delta:g}"),
+        _escaped(f"{promise.delta:g}"),
     ]
-    return [*cells, _bar(own.epsilon / budget) if math.isfinite(own.epsilon) and math.isfinite(budget) else ""]
+    return [*cells, _bar(promise.epsilon / budget) if math.isfinite(promise.epsilon) and math.isfinite(budget) else ""]
 
 
 def _summary(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
-    """Smallest, median and largest over all clients, each column by itself."""
+    """Return smallest, median and largest value over all clients, separately for each column."""
     noises = [row["noise_multiplier"] for row in result.clients]
     columns = {
         "epsilon spent": ([shown_epsilon(one.epsilon) for one in guarantees], _epsilon),
@@ -165,16 +165,16 @@ def _summary(result: RunResult, guarantees: Sequence[Guarantee]) -> str:
         "largest": max,
     }
     rows = [[name, *(text(pick(column)) for column, text in columns.values())] for name, pick in picks.items()]
-    return _table(("", *columns), rows) + "<p>Each column by itself.</p>\n"
+    return _table(("", *columns), rows) + "<p>Each column is summarised separately.</p>\n"
 
 
 def _verify(result: RunResult) -> str:
     command = f"python -m dpfl_lightning.plan --ledger {shlex.quote(f'{result.output_dir}/ledger.jsonl')}"
     return (
-        "<p>Every release was charged to the ledger before it was made. This command reads the ledger alone, checks it "
-        f"and composes each client's charges again:</p>\n<pre>{_escaped(command)}</pre>\n"
-        "<p>MLflow keeps the ledger beside this page. A ledger shows what was charged; that the program adds the noise "
-        "it charges for is what its tests show.</p>\n"
+        "<p>Every release was charged to the ledger before it was made. This command reads only the ledger, verifies "
+        f"it and composes each client's charges again:</p>\n<pre>{_escaped(command)}</pre>\n"
+        "<p>MLflow stores the ledger together with this page. A ledger shows what was charged. That the program adds "
+        "the noise it charges for is shown by its tests.</p>\n"
     )
 
 
@@ -193,11 +193,11 @@ def _run(result: RunResult, run: RunInfo) -> list[tuple[str, str]]:
     ]
 
 
-# ---- words
+# ---- texts
 
 
 def _all_of(words: Iterable[str]) -> str:
-    """The different ones; of many, how many more."""
+    """Join the distinct texts; if there are many, state how many more exist."""
     different = list(dict.fromkeys(words))
     more = f"; and {len(different) - _MOST_KINDS} more" if len(different) > _MOST_KINDS else ""
     return "; ".join(different[:_MOST_KINDS]) + more
@@ -244,7 +244,7 @@ def _list(lines: Iterable[str]) -> str:
 
 
 def _table(head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """Of cells that are HTML."""
+    """Return a table whose cells are HTML."""
     top = "".join(f'<th scope="col">{_escaped(title)}</th>' for title in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>\n" for row in rows)
     return f'<div class="wide"><table>\n<thead><tr>{top}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n'

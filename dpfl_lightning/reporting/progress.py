@@ -1,4 +1,4 @@
-"""What a person sees of a run: the plan first, then progress, then what it came to and where to look next."""
+"""Progress of a run in the terminal: first the plan, then a live line, finally results and where to find them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
 from dpfl_lightning.runtime.text import data_size, duration
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 
-_MOST_ROWS = 30  # more clients than this are summed up by smallest, median and largest
-_SILENCE_SECONDS = 60.0  # of plain lines at most: a log tells that the run goes on, whether a round is evaluated or not
-_NO_PRIVACY = "no privacy: what clients send is not noised, and no epsilon bounds what it reveals"
+_MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
+_SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
+_NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
 class Progress(Callback):
-    """Prints the plan, one live line (plain lines where the output is no terminal), and a summary.
+    """Prints the plan, one live line (plain lines if the output is not a terminal), and a summary.
 
     Args:
-        console: where to print; None is standard output.
-        next_steps: lines for the end of the summary, such as how to open the tracking page.
+        console: console to print to; None is standard output.
+        next_steps: lines at the end of the summary, such as how to open the tracking page.
 
-    **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee
-    covers.
+    **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee covers.
     """
 
     def __init__(self, console: Console | None = None, next_steps: Sequence[str] = ()) -> None:
@@ -58,8 +57,8 @@ class Progress(Callback):
         self._say(_frame(view))
         self._say(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
-            on = f"Going on from round {run.first_round} of {run.rounds}."
-            self._say(on if run.first_round <= run.rounds else "No round is left.")
+            on = f"Resuming at round {run.first_round} of {run.rounds}."
+            self._say(on if run.first_round <= run.rounds else "All rounds are complete.")
         self._table(_plan_columns(view))
         for words in run.strategy_notes:
             self._say(words)
@@ -75,7 +74,7 @@ class Progress(Callback):
         speed = f"{report.records / max(report.seconds, 1e-9):,.0f} records/s"
         gradients = _gradients(report.diagnostics)
         if self._bar is not None:
-            self._score = score or self._score  # in a round without evaluation the last one stays
+            self._score = score or self._score  # in a round without evaluation, the last score stays
             words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
         elif self._worth_a_line(report):
@@ -101,7 +100,7 @@ class Progress(Callback):
                 style="bold yellow",
             )
             if "go on with" not in result.reason:
-                self._say(f"Go on with: python -m dpfl_lightning.fit --resume {result.output_dir}")
+                self._say(f"Resume it with: python -m dpfl_lightning.fit --resume {result.output_dir}")
             return
         self._table(_result_columns(result))
         score = _score(result.test_accuracy, result.test_loss)
@@ -120,10 +119,10 @@ class Progress(Callback):
         for line in (*_files(Path(result.output_dir)), *self.next_steps):
             self._say(f"  {line}")
 
-    # -- how it is printed
+    # -- printing
 
     def _worth_a_line(self, report: RoundReport) -> bool:
-        """Of a log: an evaluated round, the first one, and what ends a minute of silence."""
+        """Return whether a log gets a line: for an evaluated round, the first round, and after a minute of silence."""
         evaluated = report.client_accuracy is not None or report.test_loss is not None
         return evaluated or time.monotonic() - self._told_at >= _SILENCE_SECONDS
 
@@ -132,7 +131,7 @@ class Progress(Callback):
         return self.console.is_terminal and not self.console.is_dumb_terminal
 
     def _say(self, text: str, style: str | None = None) -> None:
-        """One line; a log file gets it unbroken and at once."""
+        """Print one line. A log file gets it without line breaks and at once."""
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()
@@ -151,7 +150,7 @@ class Progress(Callback):
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:
-            self._say(f"Each column by itself, over {count} clients.")
+            self._say(f"Each column is summarised separately, over {count} clients.")
         self.console.print()
 
     def _start_bar(self, view: View) -> None:
@@ -168,7 +167,7 @@ class Progress(Callback):
         )
         run, ends = view.run, self._begun + view.run.estimated_seconds
         self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
-        atexit.register(self._stop_bar)  # a second Ctrl-C while the run is ending must not leave the cursor hidden
+        atexit.register(self._stop_bar)  # shows the cursor again after a second Ctrl-C while the run is ending
         self._bar.start()
 
     def _stop_bar(self) -> None:
@@ -179,7 +178,7 @@ class Progress(Callback):
 
 
 class _Line(rich.progress.Progress):
-    """Ends short of the margin: a terminal writes `^C` behind it, and a line that wraps is not erased."""
+    """Stays narrower than the terminal, which prints `^C` after the line; a line that wraps could not be erased."""
 
     def get_renderable(self) -> RenderableType:
         return _Shortened(super().get_renderable())
@@ -194,7 +193,7 @@ class _Shortened:
 
 
 class _TimeLeft(rich.progress.ProgressColumn):
-    """Counts down to `ends` between the rounds."""
+    """Counts down to `ends` between rounds."""
 
     max_refresh = 0.5
 
@@ -205,7 +204,7 @@ class _TimeLeft(rich.progress.ProgressColumn):
 
 @dataclass(frozen=True)
 class ClientColumn:
-    """One column of a table of clients: numbers (None: not known) and how one of them is written."""
+    """One column of a table of clients: numbers (None if not known), and how to format one of them."""
 
     title: str
     values: Sequence[float | None]
@@ -224,13 +223,13 @@ def _plan_columns(view: View) -> list[ClientColumn]:
     columns = [
         ClientColumn("client", range(len(records))),
         ClientColumn("records", records),
-        ClientColumn("batch", [own.batch_size(n) for own, n in zip(schedules, records, strict=True)]),
-        ClientColumn("steps a round", [own.main.steps for own in schedules]),
+        ClientColumn("batch", [schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)]),
+        ClientColumn("steps a round", [schedule.main.steps for schedule in schedules]),
     ]
     if not _noised(view):
         return columns
     planned = [schedule.target_epsilon for schedule in schedules]
-    noises = [own.main.noise_multiplier or 0.0 if any(own.releases) else None for own in schedules]
+    noises = [schedule.main.noise_multiplier or 0.0 if any(schedule.releases) else None for schedule in schedules]
     columns.append(ClientColumn("epsilon budget", view.run.budgets, "{:.6g}".format))
     if planned != list(view.run.budgets):
         columns.append(ClientColumn("epsilon planned", planned, "{:.6g}".format))
@@ -262,7 +261,7 @@ def _result_columns(result: RunResult) -> list[ClientColumn]:
 
 
 def _frame(view: View) -> str:
-    """What every epsilon of the run means, in one line."""
+    """Return, in one line, the assumptions behind every epsilon of the run."""
     if not _noised(view):
         return f"Guarantee: {_NO_PRIVACY}"
     one = view.expected_guarantee()
@@ -300,7 +299,7 @@ def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
 
 
 def _gradients(shown: Diagnostics | None) -> str:
-    """The clients' least and largest clip fraction, and all that was not finite."""
+    """Describe the range of the clients' clip fractions, and the number of gradients that were not finite."""
     known = [] if shown is None else [fraction for fraction in shown.clip_fraction if fraction is not None]
     if shown is None or not known:
         return ""
@@ -308,7 +307,7 @@ def _gradients(shown: Diagnostics | None) -> str:
 
 
 def _groups(result: RunResult) -> str:
-    """How well true groups are served, and how well clusters match them; nothing where nobody knows them."""
+    """Describe the accuracy of true groups and how well clusters match them; empty if the groups are not known."""
     served, matched = result.accuracy_of_groups, result.metrics.get("clustering_accuracy")
     if not served:
         return ""
@@ -321,7 +320,7 @@ def _groups(result: RunResult) -> str:
 
 
 def _sent(result: RunResult) -> str:
-    """What went down and up, and how long the simulated network took; nothing where no round was made."""
+    """Describe the traffic and the time of the simulated network; empty if no round was made."""
     down, up, seconds = (result.metrics.get(name) for name in ("floats_down", "floats_up", "network_seconds"))
     if not (isinstance(down, float) and isinstance(up, float)):
         return ""
@@ -333,11 +332,11 @@ def _files(folder: Path) -> list[str]:
     models = sorted(path.name for path in folder.glob("model*.pt"))
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
     return [
-        f"{folder}/guarantee.html: what every client is promised, and what not",
-        f"{folder}/result.json: every client's numbers",
+        f"{folder}/guarantee.html: the guarantee of every client, and what it does not cover",
+        f"{folder}/result.json: results of every client",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
         *_distilled_set(folder),
-        f"{folder}/private.json: how many gradients were not finite, for each client alone to see",
+        f"{folder}/private.json: number of gradients that were not finite, only for the client itself",
         f"python -m dpfl_lightning.evaluate {folder}",
     ]
 
@@ -347,7 +346,7 @@ def _distilled_set(folder: Path) -> list[str]:
         return []
     return [
         f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
-        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: searches on it",
+        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
     ]
 
 

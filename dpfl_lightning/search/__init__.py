@@ -1,1 +1,1 @@
-"""Searches for hyperparameters and architectures, on data that costs no privacy, or charged for in full."""
+"""Searches for hyperparameters and architectures on distilled, public or private records."""

@@ -1,4 +1,4 @@
-"""What a trial does: fresh nets trained on a set, or the run itself, scored on records nobody trained on."""
+"""Objectives of a search: a trial trains fresh nets on a set, or is a federated run, and is scored on other records."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ from dpfl_lightning.search.train_and_score import train_and_score
 from dpfl_lightning.search.trial import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
-#: tells an accuracy in [0, 1] that is known after a step; answers whether the trial is to end there
+#: receives a step and the accuracy in [0, 1] after it; returns whether the trial should end there
 Report = Callable[[int, float], bool]
 _FEWEST_FOLDS = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial came to.
+    """Result of a trial.
 
     Args:
-        accuracy: in [0, 1], on records that no net was trained on.
-        num_params: of one net.
-        seconds: of training and scoring.
+        accuracy: in [0, 1], on records on which no net was trained.
+        num_params: number of parameters of one net.
+        seconds: time for training and scoring.
     """
 
     accuracy: float
@@ -60,12 +60,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a trial can cost each client at most.
+    """Upper bound on the privacy cost of a trial for each client.
 
     Args:
-        epsilon: `[N]`; None: no bound.
+        epsilon: `[N]`; None means no bound.
         delta: `[N]`.
-        caveats: what these epsilons do not cover, in words: they are never told without.
+        caveats: statements about what these epsilons do not cover; they are always shown with the epsilons.
     """
 
     epsilon: tuple[float | None, ...]
@@ -77,9 +77,9 @@ class Objective(Protocol):
     """Scores the options of one trial.
 
     Args:
-        words: what it does, for people.
-        digest: of the records, where they are not what the options name.
-        card: of the distilled set, if there is one.
+        words: description for people.
+        digest: digest of the records, if the options do not determine them.
+        card: card of the distilled set, or empty.
     """
 
     words: str
@@ -87,49 +87,55 @@ class Objective(Protocol):
     card: Mapping[str, Any]
 
     def check(self, options: Options) -> None:
-        """Raise a UserError if nothing can be built from these options."""
+        """Raise UserError if nothing can be built from these options."""
         ...
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Raises `Pruned` where `report` ended it; tells `charge` the most that a private trial can cost, before it."""
+        """Run a trial and return its outcome.
+
+        Before a private trial starts, `charge` receives the most that it can cost.
+
+        Raises:
+            Pruned: `report` ended the trial.
+        """
         ...
 
 
 def objective(sweep: SweepOptions, options: Options) -> Objective:
-    """The objective of a sweep.
+    """Return the objective of a search.
 
     Raises:
-        UserError: a set that is missing or of other data, records that are missing, or that must not choose.
+        UserError: the set is missing or of other data, or records are missing or must not be used to choose.
     """
     if sweep.objective == "set":
         return ProxyObjective(sweep, options)
     return FederatedObjective(options, private=sweep.objective == "private")
 
 
-# ---- nets on a set
+# ---- nets trained on a set
 
 
 class ProxyObjective:
-    """Fresh nets trained on a distilled set or on public records, scored on public records or held-out parts.
+    """Trains fresh nets on a distilled set or on public records, and scores them on public records or held-out parts.
 
-    **Privacy** Post-processing of the set; public records belong to nobody.
+    **Privacy** Post-processing of the set. Public records belong to no client.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options) -> None:
-        found = None if sweep.distilled is None else load_distilled(sweep.distilled, _uri(options))
-        self.card: Mapping[str, Any] = {} if found is None else found.card
-        self.digest = "" if found is None else _digest(found)
-        public = _public_of(options, found)
-        records, scored = (public, None) if found is None else (found.records, public)
+        distilled = None if sweep.distilled is None else load_distilled(sweep.distilled, _uri(options))
+        self.card: Mapping[str, Any] = {} if distilled is None else distilled.card
+        self.digest = "" if distilled is None else _digest(distilled)
+        public = _public_of(options, distilled)
+        records, scored = (public, None) if distilled is None else (distilled.records, public)
         assert records is not None  # for mypy: without a set there are public records
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
-        self._facts = Facts((len(records[1]),), _num_classes(found, records), tuple(records[0].shape[1:]))
+        self._facts = Facts((len(records[1]),), _num_classes(distilled, records), tuple(records[0].shape[1:]))
         parts = _parts(records, scored, self._facts.num_classes, sweep.networks, options.seed)
         self._parts = [(people.to(device), (x.to(device), y.to(device))) for people, (x, y) in parts]
         self._training = _training(sweep.training)
         self._given = set(sweep.training)
-        on = "public records" if found is None else "a distilled set"
-        where = "others that were held out" if scored is None else f"{len(scored[1]):,} public records"
+        on = "public records" if distilled is None else "a distilled set"
+        where = "held-out records" if scored is None else f"{len(scored[1]):,} public records"
         nets = f"{sweep.networks} fresh net{'' if sweep.networks == 1 else 's'}"
         self.words = f"each trial trains {nets} on {on} ({len(records[1]):,} records) and scores on {where}"
 
@@ -153,14 +159,14 @@ class ProxyObjective:
         return Outcome(fmean(accuracies), num_params, time.perf_counter() - begun)
 
     def _how(self, options: Options) -> Training:
-        """The sweep's training, at the clients' learning rate and batch size where it has none of its own."""
+        """Return the training of the sweep. The clients' learning rate and batch size are its defaults."""
         clients: dict[str, Any] = {
             name: getattr(options.clients, name) for name in ("learning_rate", "batch_size") if name not in self._given
         }
         for name, value in clients.items():
             single = isinstance(value, int | float) or value is None
-            advice = f"Set sweep.training.{name}, or one value for all clients."
-            require(single, f"clients.{name}", "be one number to train on a set", value, advice)
+            advice = f"Set sweep.training.{name}, or give all clients the same value."
+            require(single, f"clients.{name}", "be one number if nets are trained on a set", value, advice)
         if clients.get("batch_size", 0) is None:
             clients["batch_size"] = max(len(records[1]) for _, records in self._parts)
         return dataclasses.replace(self._training, **clients)
@@ -185,63 +191,66 @@ def _training(given: Mapping[str, Any]) -> Training:
     return call("sweep.training", {"training": training}, "training", **given)
 
 
-def _public_of(options: Options, found: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
-    """The run's public records, or None where it has none and needs none.
+def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
+    """Return the run's public records, or None if it has none and needs none.
 
-    A record that a client held when the set was made is not public now.
+    Records that clients held when the set was made do not count as public.
     """
     count = options.data.public_records
     must = "be false with objective set: its nets would be scored on records that clients hold"
     require(not options.data.use_public, "data.use_public", must, True)
-    if found is None:
+    if distilled is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
         require(count > 0, "data.public_records", "be above 0 to search on public records", count, advice)
     else:
-        _check_set(options, found)
+        _check_set(options, distilled)
     if not count:
         return None
     records = build_population(options).public_records()
     shape = tuple(records[0].shape[1:])
-    fits = found is None or tuple(found.x.shape[1:]) == shape
-    require(fits, "sweep.distilled", f"hold records of shape {shape}", None if found is None else found.x.shape[1:])
+    fits = distilled is None or tuple(distilled.x.shape[1:]) == shape
+    require(
+        fits, "sweep.distilled", f"hold records of shape {shape}", None if distilled is None else distilled.x.shape[1:]
+    )
     return records
 
 
-def _check_set(options: Options, found: DistilledSet) -> None:
-    made = found.card.get("data") or {}
-    name, public = made.get("name"), made.get("public_records")
+def _check_set(options: Options, distilled: DistilledSet) -> None:
+    """Raise UserError if the set has other data, or if records that its clients held would be public now."""
+    set_data = distilled.card.get("data") or {}
+    name, public = set_data.get("name"), set_data.get("public_records")
     require(name in (None, options.data.name), "sweep.distilled", f"be a set of {options.data.name}", name)
     if public is None:
         return
-    most, others = public, "as when the set was made: the others were clients' own then"
-    if made.get("use_public"):
-        # its clients were dealt all but the last sixth of them, which was their run's test set
-        most, others = public // 6, "the public records that the set was not distilled from"
-    advice = "Without any, nets are scored on images of the set that are held out."
+    most, others = public, "as when the set was made, because clients held the other records then"
+    if set_data.get("use_public"):
+        # Its clients held all but the last sixth of the public records, which was the test set of that run.
+        most, others = public // 6, "the public records from which the set was not distilled"
+    advice = "With 0, nets are scored on held-out images of the set."
     count = options.data.public_records
     require(count <= most, "data.public_records", f"be at most {most}, {others}", count, advice)
 
 
-def _digest(found: DistilledSet) -> str:
-    return hashlib.blake2b(found.x.numpy().tobytes() + found.y.numpy().tobytes(), digest_size=8).hexdigest()
+def _digest(distilled: DistilledSet) -> str:
+    return hashlib.blake2b(distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _num_classes(found: DistilledSet | None, records: tuple[Tensor, Tensor]) -> int:
-    told = None if found is None else found.card.get("num_classes")
-    return int(records[1].max()) + 1 if told is None else int(told)
+def _num_classes(distilled: DistilledSet | None, records: tuple[Tensor, Tensor]) -> int:
+    from_card = None if distilled is None else distilled.card.get("num_classes")
+    return int(records[1].max()) + 1 if from_card is None else int(from_card)
 
 
 def _parts(
     records: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor] | None, num_classes: int, networks: int, seed: int
 ) -> list[tuple[Population, tuple[Tensor, Tensor]]]:
-    """For each net what it is scored on (as the test set of a population), and what it is trained on."""
+    """Return, for each net, a population whose test set scores it, and the records on which it is trained."""
     if scored is not None:
         return [(_tested(records, scored, num_classes), records)] * networks
     x, y = records
     parts = []
     for held in _folds(y, networks, seed):
-        own = x[~held], y[~held]
-        parts.append((_tested(own, (x[held], y[held]), num_classes), own))
+        train = x[~held], y[~held]
+        parts.append((_tested(train, (x[held], y[held]), num_classes), train))
     return parts
 
 
@@ -250,39 +259,40 @@ def _tested(records: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], num_cla
 
 
 def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
-    """For each net which records are held out, `[n]` bool: a share of every class, never the same twice."""
+    """Return, for each net, which records are held out, `[n]` bool: a share of every class, different for each net."""
     counts = torch.bincount(y)
     fewest = int(counts[counts > 0].min())
-    advice = "Make more images of each class, or give the run data.public_records to score on."
+    advice = "Make more images of each class, or set data.public_records, on which nets are then scored."
     require(fewest >= 2, "sweep.distilled", "have 2 records of each class, one of them to hold out", fewest, advice)
-    must = f"be at most {fewest}, the records of the rarest class, of which each net is scored on others"
+    must = f"be at most {fewest}, the number of records of the rarest class, as each net is scored on other records"
     require(networks <= fewest, "sweep.networks", must, networks, advice)
     folds, fold_of = max(networks, _FEWEST_FOLDS), torch.empty_like(y)
     order = torch.from_numpy(public_generator(seed, "held-out records of a sweep").permutation(len(y)))
     for label in y.unique():
-        own = order[y[order] == label]
-        fold_of[own] = torch.arange(len(own)) % min(folds, len(own))
+        rows = order[y[order] == label]
+        fold_of[rows] = torch.arange(len(rows)) % min(folds, len(rows))
     return ((fold_of == number % folds) for number in range(networks))
 
 
-# ---- the run itself
+# ---- federated runs
 
 
 class FederatedObjective:
-    """The federated run of each trial's options, by the loop that `fit` uses.
+    """Trains the federated run of each trial's options, with the same loop as `fit`.
 
     Args:
-        private: over the clients' own records; else over the public ones, dealt to the clients.
+        options: options of the run.
+        private: train on the clients' records; otherwise on public records, which are distributed to the clients.
 
-    **Privacy** A private trial plans, charges and noises as any run, and is scored on public records: neither the
-    official test set nor a client's held-out records choose.
+    **Privacy** A private trial is planned, charged and noised like any run. It is scored on public records, so neither
+    the official test set nor a client's held-out records influence the choice.
     """
 
     def __init__(self, options: Options, private: bool) -> None:
         self.private, self.digest = private, ""
         self.card: Mapping[str, Any] = {}
         count = options.data.public_records
-        must = "be above 0, for trials are scored on public records" if private else "be at least 6"
+        must = "be above 0, because trials are scored on public records" if private else "be at least 6"
         require(count >= (1 if private else 6), "data.public_records", must, count)
         if private:
             _check_private(options)
@@ -300,19 +310,19 @@ class FederatedObjective:
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
         watcher, begun = _Reporting(report), time.perf_counter()
-        own = dataclasses.replace(options, output_dir=str(folder))
-        loop = build_loop(own, [watcher], self._people(own))
+        trial_options = dataclasses.replace(options, output_dir=str(folder))
+        loop = build_loop(trial_options, [watcher], self._people(trial_options))
         if self.private:
             charge(_planned(loop))
         result = loop.run()
         if watcher.ended:
             raise Pruned(f"after {result.rounds} of {options.rounds} rounds")
         if result.test_accuracy is None:
-            raise UserError(f"`data.name` must have classes to be searched by accuracy, got {options.data.name!r}.")
+            raise UserError(f"`data.name` must have classes, because accuracy is the score, got {options.data.name!r}.")
         return Outcome(result.test_accuracy, loop.module.num_params, time.perf_counter() - begun)
 
     def _people(self, options: Options) -> Population:
-        """Who trains and what scores; the same in every trial, whose data are the same."""
+        """Return the population that trains and scores. It is the same in all trials, which have the same data."""
         if self._population is None:
             data = dataclasses.replace(options.data, use_public=not self.private)
             made = build_population(dataclasses.replace(options, data=data))
@@ -324,37 +334,40 @@ class FederatedObjective:
 
 
 def _check_private(options: Options) -> None:
-    own = options.privacy
+    """Raise UserError if the cost of private trials would be unbounded, or if an option conflicts with them."""
+    privacy = options.privacy
     must = "be a budget for each trial with objective private"
-    require(own is not None and own.epsilon is not None, "privacy.epsilon", must, own and own.epsilon)
-    assert own is not None  # for mypy
-    must = "be false with objective private: what it shows has no bound, and no search adds that up"
-    require(not own.diagnostics, "privacy.diagnostics", must, True)
+    require(privacy is not None and privacy.epsilon is not None, "privacy.epsilon", must, privacy and privacy.epsilon)
+    assert privacy is not None  # for mypy
+    must = "be false with objective private: it releases values without a bound, which the search cannot add up"
+    require(not privacy.diagnostics, "privacy.diagnostics", must, True)
     must = "be null with objective private: a simulation protects nobody"
-    require(own.noise_key is None, "privacy.noise_key", must, "a key")
+    require(privacy.noise_key is None, "privacy.noise_key", must, "a key")
     require(not options.data.use_public, "data.use_public", "be false with objective private", True)
     must = "be null with objective private: public records belong to no group"
     require(options.data.groups is None, "data.groups", must, options.data.groups)
 
 
 def _planned(loop: FederatedLoop) -> Cost:
-    """What the run may cost each client at most: its whole budget, or what its plan composes to."""
+    """Return the most that the run can cost each client: its budget, or the epsilon of its plan if that is larger."""
     clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.sampling]
     besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.unprotected)]
-    promises = [guarantee([*own.events(), *besides], own.delta, loop.accountant, sampling) for own in clients]
-    most = [max(one.epsilon, own.target_epsilon) for one, own in zip(promises, clients, strict=True)]
+    promises = [
+        guarantee([*schedule.events(), *besides], schedule.delta, loop.accountant, sampling) for schedule in clients
+    ]
+    most = [max(one.epsilon, schedule.target_epsilon) for one, schedule in zip(promises, clients, strict=True)]
     caveats = dict.fromkeys(words for one in promises for words in _caveats(one))
-    return Cost(tuple(map(finite_or_none, most)), tuple(own.delta for own in clients), tuple(caveats))
+    return Cost(tuple(map(finite_or_none, most)), tuple(schedule.delta for schedule in clients), tuple(caveats))
 
 
 def _caveats(promise: Guarantee) -> tuple[str, ...]:
-    """What stands beside its epsilon: that shuffled batches prove none, what has no noise at all, and the caveats."""
+    """Return the statements that accompany an epsilon: unproven sampling, values without noise, and caveats."""
     unproven = (promise.sampling,) if promise.sampling == SAMPLINGS["shuffle"] else ()
     return (*unproven, *promise.unprotected, *promise.caveats)
 
 
 class _Reporting(Strategy, Callback):
-    """Tells each evaluation, and stops the run when the answer is that others do better."""
+    """Reports each evaluation, and stops the run if other trials do better."""
 
     def __init__(self, report: Report) -> None:
         self._report, self.ended = report, False
@@ -365,7 +378,7 @@ class _Reporting(Strategy, Callback):
             self.ended = asked and report.round < report.rounds
 
     def stop(self, view: View) -> str | None:
-        return "others do better" if self.ended else None
+        return "other trials do better" if self.ended else None
 
 
 def _uri(options: Options) -> str | None:

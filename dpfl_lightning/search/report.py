@@ -1,4 +1,4 @@
-"""What a search came to: a line for each trial, a table, and what it cost the clients."""
+"""Reports of a search: a line for each trial, a table, and the privacy cost for the clients."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _SPENT = {"epsilon": "epsilon_spent", "delta": "delta"}
 
 
 def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left: float) -> str:
-    """One trial that ended, for the terminal."""
+    """Return the line for a finished trial in the terminal."""
     many = len(str(wanted))
-    told = f"trial {trial.number:{many}} ({done:{many}} of {wanted})"
+    head = f"trial {trial.number:{many}} ({done:{many}} of {wanted})"
     if trial.state == "failed":
-        said = f"failed: {trial.reason}" + ("; it is made again" if trial.again else "")
+        outcome = f"failed: {trial.reason}" + ("; it will be repeated" if trial.again else "")
     else:
-        said = ", ".join(_shown(name, value) for name, value in trial.scores.items())
-        said += f", pruned {trial.reason}" if trial.state == "pruned" else ""
-    parts = [f"{told} {said}", ", ".join(f"{key} {value_text(value)}" for key, value in trial.found.items())]
+        outcome = ", ".join(_shown(name, value) for name, value in trial.scores.items())
+        outcome += f", pruned {trial.reason}" if trial.state == "pruned" else ""
+    parts = [f"{head} {outcome}", ", ".join(f"{key} {value_text(value)}" for key, value in trial.found.items())]
     if best is not None:
         name, value = next(iter(best.scores.items()))
         parts.append(f"best: {_shown(name, value)} (trial {best.number})")
@@ -39,10 +39,12 @@ def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left:
 
 
 def table(trials: Sequence[Trial], best: Sequence[Trial], better: Mapping[str, bool]) -> str:
-    """The best complete trials, or a whole Pareto front, in order of the first score.
+    """Return a table of the best complete trials, or of the whole Pareto front, ordered by the first score.
 
     Args:
-        better: score -> whether more is better.
+        trials: finished trials.
+        best: best trial, or Pareto front.
+        better: score -> whether larger is better.
     """
     name = next(iter(better))
     complete = [one for one in trials if one.state == "complete"]
@@ -61,23 +63,28 @@ def table(trials: Sequence[Trial], best: Sequence[Trial], better: Mapping[str, b
 
 
 def counted(trials: Sequence[Trial]) -> str:
-    """How many trials ended in which way."""
-    states = Counter("made again" if one.again else one.state for one in trials)
+    """Return the number of trials by state."""
+    states = Counter("repeated" if one.again else one.state for one in trials)
     return ", ".join(f"{count} {state}" for state, count in states.items())
 
 
 def reasons(trials: Sequence[Trial]) -> list[str]:
-    """Why trials failed: each reason once, with how many had it."""
+    """Return why trials failed: each reason once, with the number of trials."""
     failed = Counter(one.reason for one in trials if one.state == "failed" and not one.again)
     return [f"{count} failed: {reason}" for reason, count in failed.most_common()]
 
 
 def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
-    """Each client's epsilon and delta over all trials that began, by addition (None: no bound); None if none cost any.
+    """Return each client's epsilon and delta, added up over all trials that began, with every caveat once.
 
-    With them go the caveats of all trials, each once.
+    A trial counts with its whole budget even if it was pruned, failed or died, because its length depends on the
+    trials' results.
 
-    A trial counts with its whole budget, also if it was pruned, failed or died: how far trials go, the trials decide.
+    Args:
+        begun: notes of every trial that began.
+
+    Returns:
+        `epsilon` (None: no bound), `delta` and `caveats`; None if no trial has a cost.
     """
     costs = [noted["cost"] for noted in begun if "cost" in noted]
     if not costs:
@@ -92,42 +99,42 @@ def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | Non
 
 
 def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
-    """What the search cost its clients, in words and a table; the caveats stand beside the first epsilon."""
+    """Describe the cost of the search for its clients in text and a table. The caveats follow the first epsilon."""
     numbers = [math.inf if one is None else one for one in cost["epsilon"]]
     most = numbers.index(max(numbers))
     delta = delta_text(max(cost["delta"]))
     words = (
-        f"PRIVATE: {trials} trials on the clients' records, each a release of its own. Together they, and what was "
-        f"chosen by them, reveal of one record of a client at most epsilon {epsilon(numbers[most])} at delta "
-        f"{delta} (client {most} has the largest epsilon; the whole budgets of all trials added up). A run on the same "
-        "clients that follows adds its own."
+        f"PRIVATE: {trials} trials on the clients' records, each of them a separate release. Together with the choice "
+        f"made from them, they cost a record of a client at most epsilon {epsilon(numbers[most])} at delta "
+        f"{delta} (client {most} has the largest epsilon; the whole budgets of all trials are added up). A later run "
+        "on the same clients adds its epsilon and delta."
     )
     words = " ".join([words, *(f"Caveat: {caveat.rstrip('.')}." for caveat in cost["caveats"])])
     if len(numbers) > _MOST_CLIENTS:
         return words
-    rows = [[client, epsilon(own), delta_text(cost["delta"][client])] for client, own in enumerate(numbers)]
+    rows = [[client, epsilon(value), delta_text(cost["delta"][client])] for client, value in enumerate(numbers)]
     return f"{words}\n{columns([['client', 'epsilon', 'delta'], *rows])}"
 
 
 def set_text(card: Mapping[str, Any]) -> str:
-    """What the distilled set cost, and what a final run adds to it."""
-    spent, cost = card.get("epsilon_max"), "an epsilon without bound"
+    """Describe the cost of the distilled set, and what a final run adds to it."""
+    spent, cost = card.get("epsilon_max"), "an epsilon without a bound"
     if spent is not None and "delta_max" in card:
         cost = f"at most epsilon {epsilon(spent)} at delta {delta_text(card['delta_max'])}"
     words = (
-        f"The set cost its clients {cost}; searching on it costs nothing more. A final run on the same clients adds "
-        "its own epsilon and delta to that."
+        f"The set cost its clients {cost}. Searching on it costs nothing more. A final run on the same clients adds "
+        "its epsilon and delta to this cost."
     )
     promise = card.get("guarantee")  # with its caveats
     return f"{words} The set's guarantee: {promise}" if promise else words
 
 
 def with_trials_text(cost: Mapping[str, Sequence[Any]], clients: Sequence[Mapping[str, Any]]) -> str:
-    """What private trials and the run that they chose reveal together, by addition.
+    """Describe what private trials and the run chosen by them cost together, by addition.
 
     Args:
         cost: `total_cost` of the trials.
-        clients: of the run's result, the same ones.
+        clients: the same clients, from the result of the run.
     """
     added = total_cost(
         [
@@ -135,23 +142,23 @@ def with_trials_text(cost: Mapping[str, Sequence[Any]], clients: Sequence[Mappin
             {"cost": {key: [one[name] for one in clients] for key, name in _SPENT.items()}},
         ]
     )
-    assert added is not None  # for mypy: two cost something
+    assert added is not None  # for mypy: both have a cost
     most = max(math.inf if one is None else one for one in added["epsilon"])
     return (
-        "With the trials that chose it: of one record of a client at most epsilon "
-        f"{epsilon(most)} at delta {delta_text(max(added['delta']))} (each client's, added up; the largest)."
+        "Together with the trials that chose it, a record of a client costs at most epsilon "
+        f"{epsilon(most)} at delta {delta_text(max(added['delta']))} (added up for each client; the largest sums)."
     )
 
 
 def best_yaml(options: Options, best: Trial, name: str, complete: int, words: str) -> str:
-    """The options of the best trial as a configuration, which says where it comes from."""
+    """Return the options of the best trial as a configuration, with a comment that states where it comes from."""
     scores = ", ".join(_shown(score, value) for score, value in best.scores.items())
     head = f"# Trial {best.number} of study {name}, the best of {complete}: {scores}; {words}."
     return "\n".join([*textwrap.wrap(head, 118, subsequent_indent="# "), dump(departures(options))])
 
 
 def as_dict(trial: Trial) -> dict[str, Any]:
-    """Ready for JSON."""
+    """Return the trial as a dictionary for JSON."""
     return {
         "number": trial.number,
         "state": trial.state,
@@ -164,7 +171,7 @@ def as_dict(trial: Trial) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """A drawn value.
+    """Format a drawn value.
 
     >>> value_text(0.0123456), value_text(32), value_text("relu")
     ('0.01235', '32', 'relu')

@@ -1,4 +1,4 @@
-"""What chooses the next trial, and what ends one early: optuna's, by name."""
+"""Samplers, which choose the next trial, and pruners, which end a trial early. Both are those of Optuna, by name."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from dpfl_lightning.search.storage import quietly
 
 
 def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None, shared: int) -> BaseSampler:
-    """What draws the next trial's values.
+    """Return the sampler that draws the values of the next trial.
 
     Args:
-        sweep: its name and options.
-        dimensions: the space.
-        seed: of what this worker draws by itself; None: of the moment.
-        shared: of the order that all workers go through together, of a grid or a sequence: it must be one for all, or
-            they would leave points out and make others twice.
+        sweep: options with the sampler's name and options.
+        dimensions: search space.
+        seed: seed of this worker's draws; None draws it at random.
+        shared: seed of the order in which all workers process a grid or a sequence. It must be the same for all
+            workers; otherwise they would omit some points and repeat others.
 
     Raises:
-        UserError: an unknown one, an option out of range, or a space that it cannot search.
+        UserError: an unknown sampler, an option out of range, or a space that the sampler cannot search.
     """
     options = {name: value for name, value in sweep.sampler.items() if name not in ("name", "seed")}
     given = sweep.sampler.get("seed")
@@ -54,9 +54,9 @@ def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int 
         return RandomSampler(seed)
 
     def grid() -> BaseSampler:
-        conditional = [key for key, own in dimensions.items() if own.when]
-        require(not conditional, "sweep.sampler.name", "not be grid where keys have a `when`", conditional)
-        return GridSampler({key: own.grid() for key, own in dimensions.items()}, shared)
+        conditional = [key for key, dimension in dimensions.items() if dimension.when]
+        require(not conditional, "sweep.sampler.name", "not be grid if keys have a `when`", conditional)
+        return GridSampler({key: dimension.grid() for key, dimension in dimensions.items()}, shared)
 
     def qmc() -> BaseSampler:
         return QMCSampler(seed=shared, scramble=True, independent_sampler=RandomSampler(seed))
@@ -73,10 +73,10 @@ def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int 
 
 
 def pruner(sweep: SweepOptions) -> BasePruner:
-    """What ends a trial that others have left behind.
+    """Return the pruner, which ends trials that are worse than others.
 
     Raises:
-        UserError: an unknown one, or an option out of range.
+        UserError: an unknown pruner, or an option out of range.
     """
     options = {name: value for name, value in sweep.pruner.items() if name != "name"}
 
@@ -84,7 +84,7 @@ def pruner(sweep: SweepOptions) -> BasePruner:
         return MedianPruner(startup_trials, warmup_steps)
 
     def percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-        """Keeps those in the top `percentile` per cent."""
+        """Keep the trials in the top `percentile` per cent."""
         require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
         return PercentilePruner(percentile, startup_trials, warmup_steps)
 
@@ -105,8 +105,8 @@ def pruner(sweep: SweepOptions) -> BasePruner:
 
 
 def size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
-    """How many different trials there are."""
+    """Return the number of different trials."""
     size = 1
-    for own in dimensions.values():
-        size *= len(own.grid())
+    for dimension in dimensions.values():
+        size *= len(dimension.grid())
     return size

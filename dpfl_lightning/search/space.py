@@ -1,4 +1,4 @@
-"""A search space: dotted keys of a configuration, and the values each may take."""
+"""Search spaces: dotted keys of a configuration, and the values that each may take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpfl_lightning.errors import UserError, nearest, require
 
 _SIMPLE = (bool, int, float, str, type(None))
 
-#: objective -> what may be searched; a name stands for itself and for all keys below it
+#: objective -> keys that may be searched; a name includes all keys below it
 SEARCHED = {
     "set": ("model", "clients.learning_rate", "clients.batch_size"),
     "public": ("rounds", "model", "clients", "privacy", "strategies"),
@@ -20,25 +20,26 @@ SEARCHED = {
 }
 _NEVER = ("clients.count", "clients.reported_epsilon", "privacy.noise_key")
 _WHY = {
-    "set": "A net that the server trains on a set knows nothing else; objective public is the run itself.",
-    "public": "What data there are, and how the run is executed and told, is no choice of a search.",
-    "private": "What every trial may cost must be known before the first one.",
+    "set": "Other keys do not affect nets that the server trains on a set. Objective public searches the whole run.",
+    "public": "A search cannot choose the data, nor how the run is executed and reported.",
+    "private": "The cost of every trial must be known before the first one.",
 }
-#: options of `data` that decide which records are public; neither the partition nor the seed does
+#: options of `data` that determine which records are public; partition and seed do not
 _PUBLIC = ("name", "folder", "public_records", "use_public")
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """One key's values.
+    """The values of one key.
 
     Args:
-        key: dotted, of a configuration.
-        choices: label -> value; or None.
-        low: of a range, and `high`; both whole numbers: a range of whole numbers.
-        step: of the range, or None.
-        log: whether the logarithm is drawn evenly.
-        when: other key -> value (of choices its label) that it must have for this one to be asked for.
+        key: dotted key of a configuration.
+        choices: label -> value, or None for a range.
+        low: lower end of the range, included. The range has whole numbers if both ends are whole numbers.
+        high: upper end of the range, included.
+        step: step of the range, or None.
+        log: whether the logarithm is drawn uniformly.
+        when: other key -> value (label, for choices) that it must have for this key to be drawn.
     """
 
     key: str
@@ -51,19 +52,19 @@ class Dimension:
 
     @property
     def whole(self) -> bool:
-        """Whether its range is one of whole numbers."""
+        """Whether the range has whole numbers."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def ends(self) -> list[Any]:
-        """Every choice, or both ends of the range: as the trial knows them."""
+        """Return every choice, or both ends of the range, as a trial draws them."""
         return list(self.choices) if self.choices is not None else [self.low, self.high]
 
     def value(self, drawn: Any) -> Any:
-        """What a configuration gets for what was drawn."""
+        """Return the value of the configuration for a drawn value."""
         return drawn if self.choices is None else self.choices[drawn]
 
     def grid(self) -> list[Any]:
-        """All its values.
+        """Return all values.
 
         >>> Dimension("model.width", low=8, high=16, step=4).grid()
         [8, 12, 16]
@@ -78,12 +79,12 @@ class Dimension:
 
 
 def _steps(low: float, high: float, step: float) -> int:
-    """How many steps fit between."""
+    """Return how many steps fit between `low` and `high`."""
     return int((high - low) / step + 1e-9)
 
 
 def _stepped(low: float, step: float, number: int) -> float:
-    """As a person would write it: 0.3, not 0.30000000000000004.
+    """Return `low + number * step` without rounding noise: 0.3, not 0.30000000000000004.
 
     >>> _stepped(0.1, 0.1, 2), _stepped(8, 4, 2)
     (0.3, 16)
@@ -93,10 +94,10 @@ def _stepped(low: float, step: float, number: int) -> float:
 
 
 def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
-    """The dimensions of `sweep.space`, checked by themselves, by key.
+    """Return the dimensions of `sweep.space` by key, after checking each of them.
 
     Raises:
-        UserError: a key that the objective cannot search, an option or range that makes no sense.
+        UserError: a key that the objective cannot search, or an invalid option or range.
 
     >>> parse({"model.width": {"low": 8, "high": 32, "step": 8}}, "set")["model.width"].whole
     True
@@ -105,7 +106,7 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
     for key, raw in space.items():
         _check_key(key, objective)
         where = f"sweep.space.{key}"
-        advice = "As in {choices: [16, 32]} or {low: 0.001, high: 0.1, log: true}."
+        advice = "For example {choices: [16, 32]} or {low: 0.001, high: 0.1, log: true}."
         require(isinstance(raw, Mapping), where, "be a mapping", raw, advice)
         kinds = {"choices": ("choices", "when"), "low": ("low", "high", "step", "log", "when")}
         chosen = [kind for kind in kinds if kind in raw]
@@ -115,26 +116,26 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
             require(
                 option in known, f"{where}.{option}", f"be one of {', '.join(known)}", value, nearest(option, known)
             )
-        own = dict(raw, choices=_labelled(where, raw["choices"])) if "choices" in raw else dict(raw)
+        dimension = dict(raw, choices=_labelled(where, raw["choices"])) if "choices" in raw else dict(raw)
         if "choices" not in raw:
             _check_range(where, raw)
-            if (step := raw.get("step")) is not None:  # the last value is one that steps reach
-                own["high"] = _stepped(raw["low"], step, _steps(raw["low"], raw["high"], step))
+            if (step := raw.get("step")) is not None:  # lower the end to the last value that a step reaches
+                dimension["high"] = _stepped(raw["low"], step, _steps(raw["low"], raw["high"], step))
         else:
-            _check_inside(key, where, own["choices"].values())
+            _check_inside(key, where, dimension["choices"].values())
         _check_when(where, raw.get("when", {}), dimensions)
-        _check_order(key, own, dimensions)
-        dimensions[key] = Dimension(key, **own)
+        _check_order(key, dimension, dimensions)
+        dimensions[key] = Dimension(key, **dimension)
     return dimensions
 
 
 def drawn(dimensions: Mapping[str, Dimension], draw: Callable[[Dimension], Any]) -> dict[str, Any]:
-    """Key -> what `draw` gives, for the keys whose conditions hold."""
-    found: dict[str, Any] = {}
-    for key, own in dimensions.items():
-        if all(other in found and found[other] == value for other, value in own.when.items()):
-            found[key] = draw(own)
-    return found
+    """Return key -> `draw(dimension)` for the keys whose conditions hold."""
+    values: dict[str, Any] = {}
+    for key, dimension in dimensions.items():
+        if all(other in values and values[other] == value for other, value in dimension.when.items()):
+            values[key] = draw(dimension)
+    return values
 
 
 def options_of(
@@ -143,60 +144,62 @@ def options_of(
     found: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
 ) -> Options:
-    """The run's options with what was drawn, and before that `more`.
+    """Return the run's options with `more` and then the drawn values set.
 
     Raises:
-        UserError: they cannot be options of a run.
+        UserError: the result is not valid for a run.
     """
     values = {key: dimensions[key].value(one) for key, one in found.items()}
     return with_values(options, {**(more or {}), **values}, "by the sweep")
 
 
 def probes(dimensions: Mapping[str, Dimension]) -> Iterable[tuple[Dimension, list[dict[str, Any]]]]:
-    """For each key every choice, or both ends, with what its conditions ask for and nothing else."""
-    for own in dimensions.values():
-        needed = _needed(own, dimensions)
-        yield own, [{**needed, own.key: end} for end in own.ends()]
+    """Yield, for each key, every choice or both ends, together with only the values that its conditions need."""
+    for dimension in dimensions.values():
+        needed = _needed(dimension, dimensions)
+        yield dimension, [{**needed, dimension.key: end} for end in dimension.ends()]
 
 
-def _needed(own: Dimension, dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for other, value in own.when.items():
-        found |= {**_needed(dimensions[other], dimensions), other: value}
-    return found
+def _needed(dimension: Dimension, dimensions: Mapping[str, Dimension]) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for other, value in dimension.when.items():
+        values |= {**_needed(dimensions[other], dimensions), other: value}
+    return values
 
 
 def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Mapping[str, Any]) -> None:
-    """Refuse values that no run could have, whatever the others are.
+    """Check that every value is valid for a run, apart from its combinations.
 
     Raises:
-        UserError: an unknown key, a wrong type, a value out of range.
+        UserError: an unknown key, a wrong type, or a value out of range.
     """
-    for own, found in probes(dimensions):
-        for one in found:
+    for dimension, candidates in probes(dimensions):
+        for one in candidates:
             try:
                 options_of(options, dimensions, one, more)
             except UserError as error:
-                raise UserError(f"`sweep.space.{own.key}` must be values that a run can have: {error}") from None
+                raise UserError(f"`sweep.space.{dimension.key}` must be values that a run can have: {error}") from None
 
 
 def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
-    """Refuse trials in which other records are public than in the run: of those, clients would hold some.
+    """Check that trials and run have the same public records.
+
+    Otherwise, clients of the run would hold records that were public in the trials.
 
     Args:
-        options: of the run.
-        more: what holds in trials only, as `check_values` has accepted it.
+        options: options of the run.
+        more: values that apply to trials only, accepted by `check_values`.
 
-    **Privacy** Searching on public records is free only because no client of the run that follows holds them.
+    **Privacy** Searching on public records is free only because no client of the later run holds them.
 
     Raises:
-        UserError: an option that decides which records are public differs.
+        UserError: an option that determines which records are public differs.
     """
-    ours, theirs = options.data, options_of(options, {}, {}, more).data
+    run_data, trial_data = options.data, options_of(options, {}, {}, more).data
     for name in _PUBLIC:
-        own, got = getattr(ours, name), getattr(theirs, name)
-        advice = f"Records public in trials alone are clients' in the run they serve: set data.{name} for both."
-        require(got == own, f"sweep.trials_with.data.{name}", f"be the run's own, {own!r}", got, advice)
+        expected, got = getattr(run_data, name), getattr(trial_data, name)
+        advice = f"Clients of the run hold records that would be public only in trials: set data.{name} for both."
+        require(got == expected, f"sweep.trials_with.data.{name}", f"be that of the run, {expected!r}", got, advice)
 
 
 def _check_key(key: Any, objective: str) -> None:
@@ -213,12 +216,12 @@ def _check_key(key: Any, objective: str) -> None:
 
 
 def _labelled(where: str, choices: Any) -> dict[Any, Any]:
-    """Label -> value: a mapping as it is, a list with each value for its own label."""
+    """Return label -> value: a mapping is returned as it is, each value of a list is its own label."""
     if isinstance(choices, Mapping) and choices:
         return dict(choices)
     require(isinstance(choices, list) and bool(choices), f"{where}.choices", "be a list or mapping of values", choices)
     for value in choices:
-        advice = "Give it a name, as in {choices: {first: [1, 2], second: [3, 4]}}."
+        advice = "Name other values, for example {choices: {first: [1, 2], second: [3, 4]}}."
         require(isinstance(value, _SIMPLE), f"{where}.choices", "be numbers, words, true, false or null", value, advice)
     require(len({(type(v), v) for v in choices}) == len(choices), f"{where}.choices", "be different", choices)
     return {value: value for value in choices}
@@ -236,8 +239,8 @@ def _check_range(where: str, raw: Mapping[str, Any]) -> None:
     require(step is None or step > 0, f"{where}.step", "be above 0", step)
     require(step is None or not log, f"{where}.step", "be left out with log: true", step)
     doubtful = isinstance(low, int) != isinstance(high, int) and float(low).is_integer() and float(high).is_integer()
-    advice = f"Write {int(high)} for whole numbers, and {float(low)} and {float(high)} for all between."
-    require(not doubtful, f"{where}.high", f"be written as low is, {low}", high, advice)
+    advice = f"Write {int(high)} for whole numbers, or {float(low)} and {float(high)} for real numbers."
+    require(not doubtful, f"{where}.high", f"have the same type as low, {low}", high, advice)
     whole = isinstance(low, int) and isinstance(high, int)
     require(step is None or not whole or isinstance(step, int), f"{where}.step", "be whole in a whole range", step)
 
@@ -252,23 +255,23 @@ def _check_when(where: str, when: Any, above: Mapping[str, Dimension]) -> None:
 
 
 def _check_inside(key: str, where: str, choices: Iterable[Any]) -> None:
-    """Refuse mappings that set below `key` what no search may set."""
+    """Raise UserError if a choice sets a key below `key` that must not be searched."""
     for value in choices:
         for name, inner in value.items() if isinstance(value, Mapping) else ():
             below = f"{key}.{name}"
-            advice = "It must be the same in all trials: set it for the run."
+            advice = "It must be the same in all trials; set it for the run."
             require(below not in _NEVER, f"{where}.choices", f"leave {below} out", value, advice)
             _check_inside(below, where, [inner])
 
 
 def _check_order(key: str, own: Mapping[str, Any], above: Mapping[str, Dimension]) -> None:
-    """Refuse keys of which one would undo what was drawn for the other."""
+    """Raise UserError if the value of one key would overwrite the value drawn for another."""
     later = [other for other in above if other.startswith(f"{key}.")]
     where = f"sweep.space.{key}"
-    require(not later, where, "stand above the keys below it, which it would replace", own, f"Put it before {later}.")
+    require(not later, where, "precede the keys below it, which it would replace", own, f"Put it before {later}.")
     for other, parent in above.items():
         values = parent.choices or {}
         if key.startswith(f"{other}.") and None in values.values():
             asked = own.get("when", {}).get(other)
-            must = f"have a `when` of {other} in which that is not null, which a key below it would end"
+            must = f"have a `when` of {other} with a value that is not null, because a key below it would undo null"
             require(values.get(asked) is not None, where, must, own.get("when"))

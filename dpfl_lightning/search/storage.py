@@ -1,4 +1,4 @@
-"""The database that workers share: how it is opened, and whether they search the same."""
+"""The database that workers share: how it is opened, and a check that all workers search the same."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SCORES, SweepOptions
 
 _IDENTITY = "searched"
-_LOOKS = 20  # at a database whose tables others are making
+_LOOKS = 20  # attempts to open a database whose tables another process is creating
 _FAILS = (
     sqlalchemy.exc.SQLAlchemyError,
     optuna.exceptions.OptunaError,
@@ -32,10 +32,12 @@ _FAILS = (
 def opened(
     sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, FrozenTrial], None]
 ) -> tuple[optuna.Study, RDBStorage]:
-    """The study of that name in the database, made if need be.
+    """Open the study of that name in the database; creates it if missing.
 
     Args:
-        given_up: called with a trial whose worker has been silent for three heartbeats.
+        sweep: options of the search.
+        url: URL of the database.
+        given_up: called with a trial whose worker has sent no heartbeat for three intervals.
 
     Raises:
         UserError: the database does not answer.
@@ -55,13 +57,13 @@ def opened(
     except _FAILS as error:
         raise UserError(
             f"`sweep.storage` must be the URL of a database that answers, got {without_password(url)!r} "
-            f"({in_one_line(error)}). Such as sqlite:///study.db or postgresql+psycopg://host/name, for which pip "
-            "installs psycopg[binary]."
+            f"({in_one_line(error)}). Examples: sqlite:///study.db, or postgresql+psycopg://host/name after "
+            "pip install psycopg[binary]."
         ) from None
 
 
 def _with_tables(*args: Any, **options: Any) -> RDBStorage:
-    """The storage. A new database's tables are made by whoever comes first; who came at the same time looks again."""
+    """Return the storage. If another process creates the tables of a new database at the same time, try again."""
     for _ in range(_LOOKS - 1):
         try:
             return quietly(RDBStorage, *args, **options)
@@ -73,38 +75,42 @@ def _with_tables(*args: Any, **options: Any) -> RDBStorage:
 
 
 def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
-    """SQLite has no SELECT FOR UPDATE, by which workers agree who takes a trial: there a transaction is exclusive."""
+    """Make SQLite transactions exclusive, because SQLite lacks SELECT FOR UPDATE, with which workers take a trial."""
     if engine.dialect.name != "sqlite":
         return
 
     def by_hand(connection: Any, record: Any) -> None:
-        connection.isolation_level = None  # or Python would begin a transaction of its own, and later
+        connection.isolation_level = None  # otherwise Python would begin another transaction, and later
 
     sqlalchemy.event.listen(engine, "connect", by_hand)
     sqlalchemy.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
-    engine.dispose()  # connections made before
+    engine.dispose()  # closes the connections that were opened before
 
 
 def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
-    """Whether the study is new; one that is not must search the same."""
-    ours = json.loads(json.dumps(identity))
-    theirs = study.user_attrs.get(_IDENTITY)
-    if theirs is None:
+    """Return whether the study is new. An existing study must have the same identity.
+
+    Raises:
+        UserError: the study has another identity, or was not created by this command.
+    """
+    wanted = json.loads(json.dumps(identity))
+    stored = study.user_attrs.get(_IDENTITY)
+    if stored is None:
         foreign = bool(study.get_trials(deepcopy=False))
         advice = "Choose another sweep.name, or another sweep.storage."
-        require(not foreign, "sweep.name", "be new, or a study of this command", study.study_name, advice)
-        study.set_user_attr(_IDENTITY, ours)
+        require(not foreign, "sweep.name", "be new, or a study that this command created", study.study_name, advice)
+        study.set_user_attr(_IDENTITY, wanted)
         return True
-    for key in {**theirs, **ours}:
-        same = theirs.get(key) == ours.get(key)
-        must = f"stay what study {study.study_name} has in that storage ({theirs.get(key)!r})"
-        advice = "Its trials cannot be compared with new ones: choose another --sweep.name or --output_dir."
-        require(same, key, must, ours.get(key), advice)
+    for key in {**stored, **wanted}:
+        same = stored.get(key) == wanted.get(key)
+        must = f"be the same as in study {study.study_name} of that storage ({stored.get(key)!r})"
+        advice = "Its trials cannot be compared with new ones. Choose another --sweep.name or --output_dir."
+        require(same, key, must, wanted.get(key), advice)
     return False
 
 
 def without_password(url: str) -> str:
-    """The URL without its password.
+    """Return the URL without its password.
 
     >>> without_password("postgresql://me:secret@host/studies")
     'postgresql://me:***@host/studies'
@@ -116,13 +122,13 @@ def without_password(url: str) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's first line; what is no user's mistake also says its kind."""
+    """Return the first line of an error; errors other than UserError start with their type."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
 
 
 def quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What optuna calls experimental, without its saying so in every trial."""
+    """Call `function` without Optuna's warnings about experimental features."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         return function(*args, **options)

@@ -1,4 +1,4 @@
-"""The study: workers that share its trials and lose none."""
+"""The study: trials that several workers share, without losing any."""
 
 from __future__ import annotations
 
@@ -20,67 +20,73 @@ from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
 from dpfl_lightning.search.trial import Pruned, Trial
 
-optuna.logging.set_verbosity(optuna.logging.ERROR)  # what a trial came to is told once, by us
+optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
 _MLFLOW = "mlflow_run"
-_SEED = "seed"  # of the sampler when the study began
-_MOST_RETRIES = 3  # of a trial whose worker died: the trial itself may be what kills it
+_SEED = "seed"  # attribute with the sampler's seed when the study began
+_MOST_RETRIES = 3  # retries of a trial whose worker died, because the trial itself may kill its worker
 _POLL_SECONDS = 1.0
 _DIED = "its worker died"
 _SURPLUS = "surplus"
 
 
 class _Surplus(Exception):
-    """The study has all its trials without this one."""
+    """Raised by a trial that is not needed, because the study has all its trials without it."""
 
 
 class Running:
-    """A trial that goes on: what it drew, what it tells.
+    """A running trial: its drawn values and its reports.
 
     Args:
-        number: in the study.
+        trial: Optuna's trial.
+        dimensions: search space.
+        single: whether the study has one score.
     """
 
-    def __init__(self, own: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
-        self._own, self._single, self.number = own, single, own.number
+    def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
+        self._own, self._single, self.number = trial, single, trial.number
         self.found = drawn(dimensions, self._draw)
 
-    def _draw(self, own: Dimension) -> Any:
-        if own.choices is not None:
-            return self._own.suggest_categorical(own.key, list(own.choices))
-        if own.whole:
-            return self._own.suggest_int(own.key, int(own.low), int(own.high), step=int(own.step or 1), log=own.log)
-        return self._own.suggest_float(own.key, own.low, own.high, step=own.step, log=own.log)
+    def _draw(self, dimension: Dimension) -> Any:
+        if dimension.choices is not None:
+            return self._own.suggest_categorical(dimension.key, list(dimension.choices))
+        if dimension.whole:
+            return self._own.suggest_int(
+                dimension.key, int(dimension.low), int(dimension.high), step=int(dimension.step or 1), log=dimension.log
+            )
+        return self._own.suggest_float(
+            dimension.key, dimension.low, dimension.high, step=dimension.step, log=dimension.log
+        )
 
     def report(self, step: int, accuracy: float) -> bool:
-        """Whether the trial is to end, because others did better by then."""
-        if not self._single:  # the library knows no values on the way to several scores
+        """Report an accuracy, and return whether the trial should end because other trials did better at this step."""
+        if not self._single:  # optuna has no intermediate values for several scores
             self.note(f"accuracy_{step}", accuracy)
             return False
         self._own.report(accuracy, step)
         return self._own.should_prune()
 
     def note(self, name: str, value: Any) -> None:
-        """A fact that outlives the worker."""
+        """Store a fact about the trial, which outlives the worker."""
         self._own.set_user_attr(name, value)
 
 
 class Study:
-    """The trials of one search, shared by all its workers through a database.
+    """The trials of one search, which all its workers share through a database.
 
     Args:
-        sweep: its options.
-        dimensions: its space.
-        url: of the database.
-        identity: all that decides what a trial means, ready for JSON; workers must agree on it.
-        seed: of the sampler, unless it has its own. It holds for the first worker of a new study: the others, and those
-            that come back, draw differently, lest they try the same again. Of a grid or a sequence (qmc) they go on
-            with the order that the study began with.
-        first: whether this is the first worker here.
+        sweep: options of the search.
+        dimensions: search space.
+        url: URL of the database.
+        identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
+        seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study uses it; other
+            workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
+            (qmc), they continue the order with which the study began.
+        first: whether this is the first worker on this machine.
 
     Raises:
         UserError: an unknown sampler or pruner, a space that the sampler cannot search, a database that does not
-            answer, a study of this name that searches something else.
+            answer, or a study of this name that searches something else.
     """
 
     def __init__(
@@ -93,8 +99,8 @@ class Study:
         first: bool = True,
     ) -> None:
         self._sweep, self._dimensions, self.url = sweep, dimensions, url
-        self._now = -1  # the trial that is made here
-        sampler(sweep, dimensions, None, 0), pruner(sweep)  # refused before a database is touched
+        self._now = -1  # number of the trial that runs here
+        sampler(sweep, dimensions, None, 0), pruner(sweep)  # checks both before the database is opened
         self._study, self._storage = opened(sweep, url, self._given_up)
         seed = seed if sweep.sampler.get("seed") is None else sweep.sampler["seed"]
         new = agreed(self._study, identity)
@@ -109,147 +115,148 @@ class Study:
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
     def _check_grid(self) -> None:
-        """Refuse a grid after trials that are no points of it: it would be left before it is done."""
-        drawn = sum(bool(own.params) and "grid_id" not in own.system_attrs for own in self._known())
-        advice = "Give the search another sweep.name, or go on with another sampler."
+        """Raise UserError if the study has trials outside the grid, because the search would then end too early."""
+        drawn = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
+        advice = "Choose another sweep.name, or resume with another sampler."
         must = f"not be grid in a study with {drawn} trials that another sampler drew"
         require(not drawn, "sweep.sampler.name", must, "grid", advice)
 
-    # -- making trials
+    # -- running trials
 
     def work(self, act: Callable[[Running], Sequence[float]], on_end: Callable[[Trial], None]) -> None:
-        """Make trials until the study has all it wants, also those that other workers leave behind.
+        """Run trials until the study has all of them, including trials that other workers leave unfinished.
 
         Args:
-            act: makes a trial; returns its scores, or raises: `Pruned`, or whatever it failed by.
-            on_end: told of each trial that ended here, or that was found to have died elsewhere.
+            act: runs a trial and returns its scores. It raises `Pruned` if the trial ends early, and may raise any
+                error.
+            on_end: called with each trial that ended here, or whose worker was found to have died.
         """
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
             while self._left() > 0:
                 self._one_trial(act)
-            others = self._others()
-            if not others:
+            running = self._others()
+            if not running:
                 return
-            for trial_id in others - vouched:  # one whose worker died before its first heartbeat would never be stale
+            for trial_id in running - vouched:  # a worker may have died before its first heartbeat
                 self._storage.record_heartbeat(trial_id)
-            vouched |= others
+            vouched |= running
             time.sleep(_POLL_SECONDS)
             quietly(optuna.storages.fail_stale_trials, self._study)
 
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
             self._study.optimize(
-                lambda own: self._made(own, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
+                lambda trial: self._made(trial, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
             )
-        except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # as the library happens to notice
+        except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # optuna raises any of these
             if not self._taken_away():
                 raise
 
     def _taken_away(self) -> bool:
-        """Whether this worker was silent for so long (a laptop asleep) that its trial was given to another one."""
+        """Return whether this worker's trial was given to another one, because it was silent for too long."""
         trials = self._study.get_trials(deepcopy=False)
-        return any(own.number == self._now and own.state == TrialState.FAIL for own in trials)
+        return any(trial.number == self._now and trial.state == TrialState.FAIL for trial in trials)
 
-    def _made(self, own: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
-        self._now = own.number
-        if self._left(own.number) < 0:  # two workers took the last one at once: nothing of this one is ever made
-            own.set_user_attr(_SURPLUS, True)
+    def _made(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
+        self._now = trial.number
+        if self._left(trial.number) < 0:  # two workers took the last trial at once: this one does not run
+            trial.set_user_attr(_SURPLUS, True)
             raise _Surplus
         try:
-            scores = tuple(act(Running(own, self._dimensions, len(self._sweep.scores) == 1)))
+            scores = tuple(act(Running(trial, self._dimensions, len(self._sweep.scores) == 1)))
             require(all(map(math.isfinite, scores)), "scores", "be finite", scores, "Did training diverge?")
             return scores
         except Pruned as error:
-            own.set_user_attr("reason", str(error))
+            trial.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
-        except KeyboardInterrupt as error:  # not the trial's fault: somebody makes it again
-            _make_again(self._study, self._study.trials[own.number])
-            own.set_user_attr("reason", words_and_status(error)[0])
+        except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
+            _make_again(self._study, self._study.trials[trial.number])
+            trial.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
-            own.set_user_attr("reason", in_one_line(error))
+            trial.set_user_attr("reason", in_one_line(error))
             if not isinstance(error, UserError):
-                own.set_user_attr("error", traceback.format_exc())
+                trial.set_user_attr("error", traceback.format_exc())
             raise
 
-    def _ended(self, study: optuna.Study, own: FrozenTrial) -> None:
-        if _SURPLUS not in own.user_attrs:
-            self._on_end(self._trial(own, set()))
+    def _ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        if _SURPLUS not in trial.user_attrs:
+            self._on_end(self._trial(trial, set()))
 
-    def _given_up(self, study: optuna.Study, own: FrozenTrial) -> None:
-        """A trial that was silent for too long is made again by whoever comes next."""
-        self._on_end(self._trial(own, {own.number}))
-        _make_again(study, own, _MOST_RETRIES)
+    def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
+        """Queue a trial again whose worker was silent for too long."""
+        self._on_end(self._trial(trial, {trial.number}))
+        _make_again(study, trial, _MOST_RETRIES)
 
     def _known(self) -> list[FrozenTrial]:
-        """All trials but those that one worker took too many."""
-        return [own for own in self._study.get_trials(deepcopy=False) if _SURPLUS not in own.user_attrs]
+        """Return all trials except those that a worker took in excess."""
+        return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """How many trials are still to begin. One that is made again counts once, and one that waits not at all.
+        """Return how many trials are still to begin. A repeated trial counts once; a waiting trial does not count.
 
         Args:
             last: number of the last trial that counts.
         """
-        trials = [own for own in self._known() if own.number <= last]
+        trials = [trial for trial in self._known() if trial.number <= last]
         again = _made_again(trials)
-        lost = [own for own in trials if _lost(own) and own.number not in again]
-        begun = [own for own in trials if own.state != TrialState.WAITING and own.number not in again]
+        lost = [trial for trial in trials if _lost(trial) and trial.number not in again]
+        begun = [trial for trial in trials if trial.state != TrialState.WAITING and trial.number not in again]
         return self._wanted - len(begun) + len(lost)
 
     def _others(self) -> set[int]:
-        """Trials that other workers still make."""
-        return {own._trial_id for own in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        """Return the trials that other workers are running."""
+        return {trial._trial_id for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
 
-    # -- what came of them
+    # -- results
 
     @property
     def wanted(self) -> int:
-        """How many trials it is to have."""
+        """Number of trials of the study."""
         return self._wanted
 
     def trials(self) -> list[Trial]:
-        """All that ended, by number."""
+        """Return all finished trials by number."""
         trials = self._known()
         again = _made_again(trials)
-        return [self._trial(own, again) for own in trials if own.state.is_finished()]
+        return [self._trial(trial, again) for trial in trials if trial.state.is_finished()]
 
     def begun(self) -> list[Mapping[str, Any]]:
-        """What was noted of every trial that began, also of those that go on or died."""
-        return [own.user_attrs for own in self._known() if own.state != TrialState.WAITING]
+        """Return the notes of every trial that began, including those that are running or whose worker died."""
+        return [trial.user_attrs for trial in self._known() if trial.state != TrialState.WAITING]
 
     def best(self) -> list[Trial]:
-        """The best trial, or the Pareto front of several scores, the best in the first score first; may be empty."""
-        complete = [own for own in self._study.get_trials(deepcopy=False) if own.state == TrialState.COMPLETE]
+        """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
+        complete = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
         if not complete:
             return []
         if len(self._sweep.scores) == 1:
             return [self._trial(self._study.best_trial, set())]
         more = SCORES[self._sweep.scores[0]]
-        front = [self._trial(own, set()) for own in self._study.best_trials]
+        front = [self._trial(trial, set()) for trial in self._study.best_trials]
         return sorted(front, key=lambda one: one.scores[self._sweep.scores[0]], reverse=more)
 
-    def _trial(self, own: FrozenTrial, again: set[int]) -> Trial:
+    def _trial(self, trial: FrozenTrial, again: set[int]) -> Trial:
         states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
-        facts = dict(own.user_attrs)
+        facts = dict(trial.user_attrs)
         noted = {int(name[9:]): facts.pop(name) for name in list(facts) if name.startswith("accuracy_")}
-        failed = own.state == TrialState.FAIL
+        failed = trial.state == TrialState.FAIL
         return Trial(
-            own.number,
-            states.get(own.state, "failed"),
-            own.params,
-            dict(zip(self._sweep.scores, own.values or (), strict=False)),
+            trial.number,
+            states.get(trial.state, "failed"),
+            trial.params,
+            dict(zip(self._sweep.scores, trial.values or (), strict=False)),
             facts.pop("reason", _DIED if failed else ""),
-            own.datetime_start,
-            own.datetime_complete,
-            own.intermediate_values or noted,
+            trial.datetime_start,
+            trial.datetime_complete,
+            trial.intermediate_values or noted,
             facts,
-            own.number in again,
+            trial.number in again,
         )
 
-    # -- what it remembers
+    # -- stored attributes
 
     @property
     def mlflow_run(self) -> str | None:
@@ -258,22 +265,23 @@ class Study:
 
     @mlflow_run.setter
     def mlflow_run(self, run_id: str) -> None:
+        """Id of the tracked run in which the runs of the trials are nested."""
         self._study.set_user_attr(_MLFLOW, run_id)
 
 
-def _make_again(study: optuna.Study, own: FrozenTrial, most: int | None = None) -> None:
-    """Whoever comes next makes a trial of the same values, unless that was done `most` times."""
-    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, own))
+def _make_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
+    """Queue a trial with the same values, unless this was done `most` times."""
+    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, trial))
 
 
 def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for own in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)}
+    return {number for trial in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)}
 
 
-def _lost(own: FrozenTrial) -> bool:
-    """Its worker died, and the one that noticed died, too, before it could ask for another."""
-    return own.state == TrialState.FAIL and "reason" not in own.user_attrs and len(_history(own)) < _MOST_RETRIES
+def _lost(trial: FrozenTrial) -> bool:
+    """Return whether the worker died, and no worker queued the trial again."""
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and len(_history(trial)) < _MOST_RETRIES
 
 
-def _history(own: FrozenTrial) -> list[int]:
-    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, own)
+def _history(trial: FrozenTrial) -> list[int]:
+    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)

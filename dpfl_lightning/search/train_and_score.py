@@ -1,4 +1,4 @@
-"""How good a set is: fresh nets are trained on it and scored on records that it was not made of."""
+"""Scores a set: fresh nets are trained on it and scored on other records."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from dpfl_lightning.privacy.noise import Streams
 
 NewNet = Callable[[int], nn.Module]
 
-#: the condensation paper's training of a net on a small set, and one for all records
+#: training of a net on a small set, as in the condensation paper, and training on all records
 ON_A_SET = Training(epochs=300, momentum=0.9, weight_decay=5e-4, decayed=True)
 ON_EVERYTHING = Training(epochs=30, momentum=0.9, weight_decay=5e-4, decayed=True)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """How well fresh nets do on the test set after training on one set: an accuracy in [0, 1] each."""
+    """Accuracies in [0, 1] of fresh nets on the test set after training on one set."""
 
     accuracies: tuple[float, ...]
 
@@ -38,7 +38,7 @@ class Trained:
 
     @property
     def std(self) -> float:
-        """Over nets (population standard deviation)."""
+        """Population standard deviation over nets."""
         return pstdev(self.accuracies)
 
 
@@ -50,14 +50,17 @@ def train_and_score(
     networks: int = 3,
     seed: int = 0,
 ) -> Trained:
-    """Fresh nets trained on `records`, scored on the population's test set.
+    """Train fresh nets on `records` and score them on the population's test set.
 
     Args:
         new_net: builds the net from a seed.
+        population: population whose test set is used.
         records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
-        networks: each from its own initialisation and order, >= 1; the same for every set at one seed.
+        how: training of each net.
+        networks: number of nets, >= 1. Each has its own initialisation and order, which depend only on the seed.
+        seed: seed of initialisations and orders.
     """
-    require(population.test is not None, "test", "be there for a comparison", None)
+    require(population.test is not None, "test", "be given for a comparison", None)
     on_test, device = one_client(population), population.x.device
     module = ClientModule(new_net(seed)).to(device)
     engine = SerialEngine()
@@ -73,6 +76,6 @@ def train_and_score(
 
 
 def one_client(population: Population, rows: Tensor | None = None) -> Population:
-    """One client with those training rows, or with everybody's, and none held out: only the test set is scored."""
-    own = torch.cat(population.train_of) if rows is None else rows
-    return dataclasses.replace(population, train_of=[own], held_out_of=[own[:0]], groups=None)
+    """Return a population of one client with these training rows, or with all rows, without held-out records."""
+    train_rows = torch.cat(population.train_of) if rows is None else rows
+    return dataclasses.replace(population, train_of=[train_rows], held_out_of=[train_rows[:0]], groups=None)

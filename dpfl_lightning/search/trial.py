@@ -1,4 +1,4 @@
-"""A trial as everybody but the study knows it."""
+"""A trial as all modules except the study see it."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import Any
 
 
 class Pruned(Exception):
-    """A trial that ended early because others did better; says after how much."""
+    """Raised by a trial that ends early because others did better. The message states after how much."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One that ended.
+    """A finished trial.
 
     Args:
-        number: in the study.
+        number: number in the study.
         state: complete, pruned or failed.
-        found: dotted key -> what was drawn (of choices the label).
-        scores: name -> value; of a pruned trial what it had last.
-        reason: why it failed or was pruned, in words.
-        begun: when; None if it never was.
-        ended: when.
-        steps: step -> accuracy that was known then.
-        facts: what was noted of it: num_params, seconds, host, cost, error.
-        again: another trial makes it again.
+        found: dotted key -> drawn value (label, for choices).
+        scores: name -> value; a pruned trial has its last value.
+        reason: why it failed or was pruned.
+        begun: start time; None if it never started.
+        ended: end time.
+        steps: step -> accuracy at that step.
+        facts: notes about the trial: num_params, seconds, host, cost, error.
+        again: whether another trial repeats it.
     """
 
     number: int

@@ -123,8 +123,8 @@ def test_ten_thousand_clients_are_summed_up(tmp_path):
     assert Reader(page).rows() == 1 + 200 + 1 + 3
     words = words_of(page)
     assert "smallest 0.5" in words and "largest 1.499" in words and "is the largest of 10,000 clients" in words
-    assert "The 200 clients with the largest epsilon of 10,000" in words
-    assert words.count("guarantees.json holds each client's") == 1
+    assert "The table shows the 200 of 10,000 clients with the largest epsilon" in words
+    assert words.count("see guarantees.json for each client") == 1
 
 
 def test_an_overspent_budget_is_seen(tmp_path):

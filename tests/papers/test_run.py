@@ -232,4 +232,4 @@ def test_a_stopped_process_keeps_what_is_finished(number, status, jobs, tmp_path
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     done = subprocess.run([*command, "--rows", "uniform", "--columns", "epsilon4"], capture_output=True, text=True)
-    assert done.returncode == 0 and "Going on from round" in done.stdout
+    assert done.returncode == 0 and "Resuming at round" in done.stdout

@@ -223,11 +223,11 @@ def test_a_password_is_not_shown():
 
 def test_a_study_that_searches_something_else_is_refused(url):
     study(url)
-    with pytest.raises(UserError, match=r"`rounds` must stay what study s has in that storage \(1\), got 2"):
+    with pytest.raises(UserError, match=r"`rounds` must be the same as in study s of that storage \(1\), got 2"):
         study(url, identity={"rounds": 2})
     other = optuna.create_study(storage=url, study_name="other")
     other.optimize(lambda trial: trial.suggest_float("x", 0, 1), n_trials=1)
-    with pytest.raises(UserError, match="a study of this command"):
+    with pytest.raises(UserError, match="a study that this command created"):
         study(url, name="other")
 
 

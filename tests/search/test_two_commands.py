@@ -131,7 +131,7 @@ def test_a_command_that_is_killed_in_a_trial_loses_nothing(url, small_fashion, t
     complete = [one["params"] for one in result["trials"] if one["state"] == "complete"]
     assert lost["reason"] == "its worker died" and lost["params"] in complete
     assert len({tuple(one.values()) for one in complete}) == TRIALS, "each point of the grid once"
-    assert "its worker died; it is made again" in said and said.count("Pareto front") >= 1
+    assert "its worker died; it will be repeated" in said and said.count("Pareto front") >= 1
     assert yaml.safe_load((first.folder / "best.yaml").read_text())["model"]["name"] == "convnet"
     # the command again finds everything done
     third = Command(url, tmp_path / "three", small_fashion)

@@ -53,7 +53,7 @@ def test_the_plan_comes_first(paper, tmp_path):
         ["1", "101", "10", "11", "2", "0.001", "1.25"],
         ["2", "102", "10", "11", "3", "0.001", "1.25"],
     ]
-    assert "Going on" not in text and str(tmp_path) in text
+    assert "Resuming" not in text and str(tmp_path) in text
 
 
 def test_what_strategies_planned_follows_the_clients(paper, tmp_path):
@@ -73,12 +73,12 @@ def test_many_clients_are_summed_up(paper, tmp_path):
 
 def test_a_resumed_run_says_where_it_goes_on(paper, tmp_path):
     Progress(paper).on_fit_start(a_view(tmp_path, first_round=4))
-    assert "Going on from round 4 of 10" in printed(paper)
+    assert "Resuming at round 4 of 10" in printed(paper)
 
 
 def test_a_finished_run_has_no_round_left(paper, tmp_path):
     Progress(paper).on_fit_start(a_view(tmp_path, first_round=11))
-    assert "No round is left." in printed(paper)
+    assert "All rounds are complete." in printed(paper)
 
 
 def test_an_unknown_time_is_said_to_be_unknown(paper, tmp_path):
@@ -161,7 +161,7 @@ def test_a_distilled_set_is_named_and_what_it_is_for(paper, tmp_path):
     whole_run(Progress(paper), a_view(tmp_path))
     text = " ".join(printed(paper).split())
     assert f"{tmp_path}/distilled.pt and distilled.json: the distilled set, and how it was made" in text
-    assert f"--sweep.distilled {tmp_path}: searches on it" in text
+    assert f"--sweep.distilled {tmp_path}: search on the set" in text
 
 
 def test_the_summary_of_groups(paper, tmp_path):

@@ -1,4 +1,4 @@
-"""Runs, searches and tables in MLflow."""
+"""Tracking of runs, searches and tables in MLflow."""
 
 from dpfl_lightning.reporting.mlflow.report import log_report
 from dpfl_lightning.reporting.mlflow.run import Tracking

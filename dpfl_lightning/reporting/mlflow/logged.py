@@ -1,4 +1,4 @@
-"""Options as MLflow keeps them: without secrets, and as flat text."""
+"""Prepares options for MLflow: without secrets, and as flat text."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_LONGEST = 6000  # characters of a parameter
+_LONGEST = 6000  # maximal number of characters of a parameter
 
 
 def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options, at any depth, without the password of a URI.
+    """Return the options with the passwords of all URIs removed, at any depth.
 
     >>> loggable({"rounds": 3, "tracking": {"uri": "http://me:secret@host"}})
     {'rounds': 3, 'tracking': {'uri': 'http://host'}}
@@ -23,7 +23,7 @@ def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted name -> text, cut to what MLflow takes; lists are one value.
+    """Return dotted name -> text, shortened to what MLflow accepts; a list is one value.
 
     >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
     {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
@@ -40,7 +40,7 @@ def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def shown(uri: str) -> str:
-    """The URI without a user's name and password.
+    """Return the URI without user name and password.
 
     >>> shown("postgresql://me:secret@db.example.org/runs")
     'postgresql://db.example.org/runs'

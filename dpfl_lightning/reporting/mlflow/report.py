@@ -1,4 +1,4 @@
-"""A table of many runs in MLflow."""
+"""Stores a table of many runs in MLflow."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpfl_lightning.reporting.mlflow.store import Store
 def log_report(
     experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
 ) -> None:
-    """A table, and a matplotlib figure if there is one, as a finished run of their own.
+    """Log a table, and a matplotlib figure if there is one, as a separate finished run.
 
     Raises:
         UserError: the store cannot be reached or written.

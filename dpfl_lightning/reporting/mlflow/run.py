@@ -1,4 +1,4 @@
-"""The tracked run of a training: options, one write a round, ledger, model, figures."""
+"""Tracks a training run in MLflow: options, metrics, ledger, model and figures."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from dpfl_lightning.reporting.mlflow.logged import shown
 from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
-# Never the whole folder: checkpoint, counts and the key of the digests of records are for the clients alone.
+# Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
 _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
 
 
 class Tracking(Callback):
-    """Keeps a run in MLflow: an SQLite file in the working directory, or any server.
+    """Tracks a run in MLflow: in an SQLite file in the working directory, or on any server.
 
-    Made before the run, it refuses a store that does not answer within seconds. A store that goes away later
-    never stops training: its rounds are kept, and sent when it is back; what is missing at the end is said.
-    Rounds that are quicker than ten writes share one. A resumed run goes on in the same MLflow run.
+    The store must answer within seconds when this object is created. A store that fails later never stops training: its
+    rounds are kept and sent when it answers again, and a warning at the end lists what is missing. Rounds that take
+    less time than ten writes are sent together. A resumed run continues in the same MLflow run.
 
     Args:
-        experiment: name of the MLflow experiment; made if missing.
+        experiment: name of the MLflow experiment; created if missing.
         run_name: name of the run; None is the name of the output folder.
         uri: see `store_uri`.
-        tags: of the run, beside those that say what its epsilons mean, which they cannot replace.
+        tags: additional tags of the run. They cannot replace the tags that describe the guarantee.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
-    guarantee covers. Never a checkpoint, nor the key of the digests of records.
+    guarantee covers. Never sends a checkpoint or the key of the record digests.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment was deleted.
@@ -60,7 +60,7 @@ class Tracking(Callback):
         self._run_name, self._own_tags = run_name, dict(tags or {})
         self._run_id: str | None = None
         self._resumed = False
-        self._last_step = 0  # the last round MLflow already has
+        self._last_step = 0  # the last round that MLflow already has
         self._pending: list[Metric] = []
         self._send_at = 0.0
 
@@ -78,14 +78,14 @@ class Tracking(Callback):
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
-            return  # a restored backup makes again what MLflow has
+            return  # a restored backup repeats rounds that MLflow already has
         self._pending += metrics(_round_values(report, true_groups(view.facts)), report.round)
         if time.monotonic() >= self._send_at:
             self._guarded(self._send_pending)
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if self._run_id is None:
-            return  # it ended before it began
+            return  # the run ended before it started
         if result.finished:
             self._pending += metrics(_final_values(result), result.rounds)
         missing = []
@@ -127,7 +127,7 @@ class Tracking(Callback):
         return self.store.begin(self._run_name or folder.name, tags, view.run.options, beside=sizes)
 
     def _earlier_run(self, view: View) -> str | None:
-        """The MLflow run of a resumed run: by its id, else (it was killed at once) by its output folder."""
+        """Return the MLflow run of a resumed run: by its id, or by its output folder if it was killed at once."""
         if self._run_id is not None and self.store.has(self._run_id):
             return self._run_id
         return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
@@ -158,7 +158,7 @@ class Tracking(Callback):
         self.store.end(self._known_run, "FINISHED" if result.finished else interrupted)
 
     def _history(self, metric: str) -> dict[int, float]:
-        """Round -> value, from MLflow, which also has the rounds before a resume."""
+        """Return round -> value from MLflow, which also has the rounds before a resume."""
         return self.store.history(self._known_run, metric)
 
     @property
@@ -167,7 +167,7 @@ class Tracking(Callback):
         return self._run_id
 
     def _guarded(self, action: Callable[[], None]) -> bool:
-        """Whether `action` reached MLflow; the next write waits for ten times as long as it took."""
+        """Return whether `action` reached MLflow. The next write waits ten times as long as this one took."""
         begun = time.monotonic()
         arrived = self.store.tried(action, "training goes on, and tracking is tried again")
         took = time.monotonic() - begun
@@ -176,7 +176,7 @@ class Tracking(Callback):
 
 
 def _frame(view: View) -> dict[str, str]:
-    """What every epsilon of the run means, as tags."""
+    """Return the assumptions behind every epsilon of the run, as tags."""
     frame = {
         "engine": view.run.engine,
         "device": view.run.device,
@@ -200,7 +200,7 @@ def _frame(view: View) -> dict[str, str]:
 
 
 def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str, float | None]:
-    """The curves. MLflow charts them in groups, ordered by name: `overall` before `per_client_...`."""
+    """Return the curves of a round. MLflow groups and sorts them by name: `overall` precedes `per_client_...`."""
     accuracies = report.client_accuracy or ()
     measured = any(accuracy is not None for accuracy in accuracies)
     overall = {
@@ -230,7 +230,7 @@ def _diagnosed(shown: Diagnostics | None) -> dict[str, float | None]:
 
 
 def _final_values(result: RunResult) -> dict[str, float | None]:
-    """What the run came to, under plain names: for the table of runs, to sort and search by."""
+    """Return the results of the run under plain names, by which the table of runs can be sorted and searched."""
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
         "test_accuracy": result.test_accuracy,
@@ -251,7 +251,7 @@ def _final_values(result: RunResult) -> dict[str, float | None]:
 
 
 def _description(strategy_notes: Sequence[str], result: RunResult | None = None) -> str:
-    """Markdown for the top of the run's page: the plan, and after the run what it came to."""
+    """Return Markdown for the top of the run's page: the plan, and after the run its results."""
     plan = [f"**Plan.** {' '.join(strategy_notes)}"] if strategy_notes else []
     if result is None:
         return "\n\n".join(["**Running.**", *plan])
@@ -259,7 +259,7 @@ def _description(strategy_notes: Sequence[str], result: RunResult | None = None)
     return "\n\n".join(
         [
             *accuracy,
-            f"**Guarantee.** {result.guarantee} More: `guarantee.html` among the artifacts.",
+            f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`.",
             f"**Ended:** {result.reason}.",
             *plan,
         ]

@@ -1,4 +1,4 @@
-"""An MLflow server or file (the only mlflow import): what is written there, and how long that may take."""
+"""Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from dpfl_lightning.reporting.mlflow.logged import flattened, loggable, shown
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
-logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # a retry is no news: what fails is said once
+logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # of one MLflow request
-_LONGEST_TAG = 8000  # characters
+_MOST_METRICS, _MOST_PARAMS = 1000, 100  # limits of one MLflow request
+_LONGEST_TAG = 8000  # maximal number of characters of a tag
 
 
 class Store:
     """One experiment of an MLflow server, or of an SQLite file.
 
-    Methods that write raise what MLflow raises: say it by `reported`, or go on by `tried`.
+    Methods that write raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into a warning.
 
     Args:
-        experiment: its name; made if missing.
+        experiment: name of the experiment; created if missing.
         uri: see `store_uri`.
 
     Raises:
@@ -51,12 +51,12 @@ class Store:
         self.uri, self._warned = store_uri(uri), False
         with _patience(seconds=10), _reported(self.uri):
             if not self.uri.startswith(("http:", "https:")):
-                mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # a database that is away: its ten tries take 100 s
+                mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
             self._experiment_id = _experiment(self.client, self.uri, experiment)
         self.how_to_open = how_to_open(self.uri, self._experiment_id)
 
-    # -- a run's life
+    # -- creating and ending runs
 
     def begin(
         self,
@@ -67,12 +67,15 @@ class Store:
         beside: Mapping[str, Any] | None = None,
         begun: int | None = None,
     ) -> str:
-        """A new run; returns its id.
+        """Create a run and return its id.
 
         Args:
-            options: kept as parameters and, if `file` is not empty, as that file; without secrets.
-            beside: parameters that are no options.
-            begun: when, in milliseconds; None is now.
+            name: name of the run.
+            tags: tags of the run.
+            options: stored without secrets as parameters and, if `file` is not empty, as that file.
+            file: name of the options file.
+            beside: additional parameters that are not options.
+            begun: start time in milliseconds; None is now.
         """
         run = self.client.create_run(
             self._experiment_id,
@@ -80,16 +83,16 @@ class Store:
             run_name=name,
             tags={key: str(value)[:_LONGEST_TAG] for key, value in tags.items()},
         )
-        run_id, own = run.info.run_id, loggable(options or {})
-        params = [Param(key, text) for key, text in {**flattened(own), **flattened(beside or {})}.items()]
+        run_id, logged_options = run.info.run_id, loggable(options or {})
+        params = [Param(key, text) for key, text in {**flattened(logged_options), **flattened(beside or {})}.items()]
         for first in range(0, len(params), _MOST_PARAMS):
             self.client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
-        if own and file:
-            self.client.log_dict(run_id, own, file)
+        if logged_options and file:
+            self.client.log_dict(run_id, logged_options, file)
         return run_id
 
     def has(self, run_id: str) -> bool:
-        """Whether the run is there, and was not deleted."""
+        """Return whether the run exists and was not deleted."""
         try:
             return self.client.get_run(run_id).info.lifecycle_stage == "active"
         except mlflow.MlflowException as error:
@@ -98,31 +101,37 @@ class Store:
             return False
 
     def latest(self, tag: str, value: str) -> str | None:
-        """The last run of the experiment with that tag."""
+        """Return the last run of the experiment with that tag, or None."""
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"
-        found = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
-        return found[0].info.run_id if found else None
+        runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
+        return runs[0].info.run_id if runs else None
 
     def go_on(self, run_id: str) -> None:
-        """The run is running again."""
+        """Set the status of the run to running again."""
         self.client.update_run(run_id, status="RUNNING")
 
     def end(self, run_id: str, status: str = "FINISHED", ended: int | None = None) -> None:
-        """Args: status: FINISHED, FAILED or KILLED; ended: when, in milliseconds, None is now."""
+        """End the run.
+
+        Args:
+            run_id: id of the run.
+            status: FINISHED, FAILED or KILLED.
+            ended: end time in milliseconds; None is now.
+        """
         self.client.set_terminated(run_id, status, ended)
 
-    # -- what it holds
+    # -- content of runs
 
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
-        """Send metrics, and take those that have arrived out of `pending`."""
+        """Send metrics, and remove those that have arrived from `pending`."""
         while pending:
             batch = pending[:_MOST_METRICS]
             self.client.log_batch(run_id, metrics=batch, synchronous=True)
             del pending[: len(batch)]
 
     def history(self, run_id: str, metric: str) -> dict[int, float]:
-        """Round -> value."""
+        """Return round -> value of a metric."""
         points = self.client.get_metric_history(run_id, metric)
         return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
 
@@ -136,28 +145,29 @@ class Store:
         self.client.log_text(run_id, text, name)
 
     def log_figure(self, run_id: str, figure: Any, name: str) -> None:
-        """A matplotlib figure."""
+        """Log a matplotlib figure."""
         self.client.log_figure(run_id, figure, name)
 
-    # -- when it fails
+    # -- failures
 
     @contextmanager
     def reported(self) -> Iterator[None]:
-        """A store that fails inside is a mistake the user can mend."""
+        """Turn failures of the store inside the block into a UserError."""
         with _patience(), _reported(self.uri):
             yield
 
     def tried(self, action: Callable[[], None], unharmed: str) -> bool:
-        """Whether `action` reached the store. That it failed is said once.
+        """Return whether `action` reached the store. The first failure issues a warning.
 
         Args:
-            unharmed: what goes on, in words.
+            action: writes to the store.
+            unharmed: what continues in spite of the failure, for the warning.
         """
         try:
             with _patience():
                 action()
             return True
-        except Exception as error:  # whatever a server, a disk or a proxy does to a watcher
+        except Exception as error:  # a server, a disk or a proxy may raise anything
             if not self._warned:
                 self._warned = True
                 words = f"MLflow at {shown(self.uri)} failed; {unharmed}: {_why(error, self.uri)}"
@@ -166,14 +176,19 @@ class Store:
 
 
 def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
-    """What has a finite value: MLflow charts neither infinity nor "not measured"."""
+    """Return the finite values as MLflow metrics, because MLflow charts neither infinite nor missing values."""
     now = int(time.time() * 1000)
     return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
 
 
 @contextmanager
 def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
-    """A folder with those artifacts of a run, while it is used.
+    """Provide a temporary folder with artifacts of a run.
+
+    Args:
+        run_id: id of the run.
+        names: names of the artifacts.
+        uri: see `store_uri`.
 
     Raises:
         UserError: the store cannot be reached, or has no such run or artifact.
@@ -191,7 +206,7 @@ def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Ite
 
 
 def store_uri(uri: str | None = None) -> str:
-    """Where runs are tracked: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in this directory.
+    """Return the URI of the store: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory.
 
     >>> store_uri("http://localhost:5000")
     'http://localhost:5000'
@@ -200,14 +215,14 @@ def store_uri(uri: str | None = None) -> str:
 
 
 def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
-    """One line for a person: how to see the runs of a store in a browser.
+    """Describe in one line how to open the runs of a store in a browser.
 
     >>> how_to_open("sqlite:///mlflow.db", "1")  # doctest: +NORMALIZE_WHITESPACE
     'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open
      http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning'
     """
     uri = shown(store_uri(uri))
-    # MLflow's own start page is that of its other half, for language models, where no run is to be seen.
+    # MLflow's default page is the one for language models, which does not show these runs.
     page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
     if uri.startswith(("http:", "https:")):
         return f"open {uri.rstrip('/')}{page}"
@@ -215,7 +230,7 @@ def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str
 
 
 def _experiment(client: MlflowClient, uri: str, name: str) -> str:
-    """Its id, made if missing; the artifacts of an SQLite store lie beside the file."""
+    """Return the id of the experiment; created if missing. The artifacts of an SQLite store lie beside its file."""
     known = client.get_experiment_by_name(name)
     if known is not None and known.lifecycle_stage != "active":
         raise UserError(
@@ -226,35 +241,35 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
     beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
-    kind = {"mlflow.experimentKind": "custom_model_development"}  # so that the page shows training runs first
+    kind = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
     return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri(), tags=kind)
 
 
 @contextmanager
 def _patience(seconds: int = 30) -> Iterator[None]:
-    """How long MLflow waits for a server inside: its default is many minutes. What the user has set stays."""
-    ours = {
+    """Limit how long MLflow waits for a server; its default is many minutes. Values that the user has set are kept."""
+    limits = {
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
         "MLFLOW_HTTP_REQUEST_TIMEOUT": str(seconds),
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     }
-    ours = {name: value for name, value in ours.items() if name not in os.environ}
-    os.environ.update(ours)
+    limits = {name: value for name, value in limits.items() if name not in os.environ}
+    os.environ.update(limits)
     try:
         yield
     finally:
-        for name in ours:
+        for name in limits:
             os.environ.pop(name, None)
 
 
 @contextmanager
 def _reported(uri: str) -> Iterator[None]:
-    """A store that fails inside is a mistake the user can mend."""
+    """Turn failures of the store inside the block into a UserError."""
     try:
         yield
     except UserError:
         raise
-    except Exception as error:  # MLflow, its database and its HTTP layer each have their own
+    except Exception as error:  # MLflow, its database and its HTTP layer raise different types
         raise UserError(
             f"`tracking.uri` must be an MLflow server or store that answers, got {shown(uri)!r} "
             f"({_why(error, uri)}). Start the server, set MLFLOW_TRACKING_URI to another one, unset it for "
@@ -263,7 +278,7 @@ def _reported(uri: str) -> Iterator[None]:
 
 
 def _why(error: BaseException, uri: str) -> str:
-    """The innermost reason, in one line, without a password."""
+    """Return the innermost reason of an error, in one line and without a password."""
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]

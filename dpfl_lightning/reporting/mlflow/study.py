@@ -1,4 +1,4 @@
-"""A search in MLflow, and its trials."""
+"""Tracking of a search and its trials in MLflow."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
 
 
 class StudyTracking:
-    """A search as one run, and each of its trials as a run nested in it.
+    """Tracks a search as one run, and each of its trials as a run nested in it.
 
-    A store that goes away later never stops a trial; that something is missing is said once.
+    A store that fails later never stops a trial. One warning states that tracking failed.
 
     Args:
-        experiment: name of the MLflow experiment; made if missing.
+        experiment: name of the MLflow experiment; created if missing.
         uri: see `store_uri`.
-        tags: of the search's run.
+        tags: tags of the search's run.
 
     Raises:
         UserError: the store cannot be reached or written, or the experiment was deleted.
@@ -31,7 +31,7 @@ class StudyTracking:
         self.how_to_open = self.store.how_to_open
 
     def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
-        """Begin the search's run, or go on with it; returns its id."""
+        """Start or resume the run of the search, and return its id."""
         with self.store.reported():
             if run_id is not None and self.store.has(run_id):
                 self.store.go_on(run_id)
@@ -49,12 +49,12 @@ class StudyTracking:
         when: tuple[datetime | None, datetime | None],
         status: str,
     ) -> None:
-        """A trial that has ended: what it drew, its scores, its accuracy after each step, when, and how it ended."""
+        """Log a finished trial: drawn values, scores, accuracy after each step, start and end time, and status."""
         begun, ended = (None if one is None else int(one.timestamp() * 1000) for one in when)
 
         def log() -> None:
-            own = {**tags, "mlflow.parentRunId": parent, **_PROGRAM}
-            run = self.store.begin(name, own, params, file="", begun=begun)
+            trial_tags = {**tags, "mlflow.parentRunId": parent, **_PROGRAM}
+            run = self.store.begin(name, trial_tags, params, file="", begun=begun)
             curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
             self.store.log_metrics(run, [*metrics(values, 0), *curve])
             self.store.end(run, status, ended)
@@ -62,7 +62,7 @@ class StudyTracking:
         self._tried(log)
 
     def end(self, run_id: str, values: Mapping[str, float], text: str, files: Sequence[Path]) -> None:
-        """What the search came to: its best scores, a table, files."""
+        """Log the results of the search (best scores, a table and files), and end its run."""
 
         def log() -> None:
             self.store.log_metrics(run_id, metrics(values, 0))
@@ -74,7 +74,7 @@ class StudyTracking:
         self._tried(log)
 
     def stopped(self, run_id: str) -> None:
-        """The search was stopped; `begin` goes on with it."""
+        """Mark the search as stopped; `begin` resumes it."""
         self._tried(lambda: self.store.end(run_id, "KILLED"))
 
     def _tried(self, action: Callable[[], None]) -> None:

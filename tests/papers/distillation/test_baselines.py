@@ -136,5 +136,5 @@ def test_every_set_is_shown_to_the_same_nets(population):
 
 
 def test_without_a_test_set_there_is_no_comparison(population):
-    with pytest.raises(UserError, match="`test` must be there for a comparison"):
+    with pytest.raises(UserError, match="`test` must be given for a comparison"):
         train_and_score(new_net, dataclasses.replace(population, test=None), whole(population))
