@@ -32,7 +32,7 @@ loop = FederatedLoop(
     rounds=2,
     clients=ClientOptions(count=20, batch_size=4),
     privacy=PrivacyOptions(epsilon=8.0, delta=1e-2),
-    parts=[Median()],
+    strategies=[Median()],
     output_dir=sys.argv[1],
     device="cpu",
 )
@@ -62,10 +62,10 @@ def test_all_updates_of_a_model_of_eleven_million_parameters_fit(tmp_path):
 COHORTS = """
 import json, sys
 from dpfl_lightning.config.load import from_mapping
-from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.build import build_loop
 
-class Memory(Strategy):
+class Memory(Callback):
     "Resident MiB after each round."
     def __init__(self):
         self._mib = []
