@@ -480,7 +480,7 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.Captu
         return capsys.readouterr().out
 
     said = told("--strategies.help", "noise_aware")
-    assert "For clients whose budgets or batch sizes differ" in said and "`hetero_pca`" in said
+    assert "estimated noise" in said and "`hetero_pca`" in said
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", said, re.MULTILINE)
     assert "--data.partition.alpha" in told("--data.partition.help=dirichlet")
     assert "--model.width" in told("--model.help", "convnet") and "no options" in told("--data.partition.help", "iid")

@@ -52,6 +52,7 @@ def test_importing_is_cheap(imported, absent):
     assert done.stdout.split() == []
 
 
+@pytest.mark.e2e
 def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     """Installed from a wheel into an empty folder: `dpfl fit --config digits` finds its preset there."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]

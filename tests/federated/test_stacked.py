@@ -24,7 +24,7 @@ from dpfl_lightning.federated.client.engines.stacked import SIZES, StackedEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum
 from dpfl_lightning.privacy.clipping.stacked import stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Gaussian
 from dpfl_lightning.privacy.noise import Streams
@@ -290,7 +290,8 @@ def test_rows_are_the_clipped_sums_of_the_reference():
     alone = VmapClippedSum(module.sample_loss)
     for s in range(3):
         own, keep = {name: p[s] for name, p in params.items()}, mask[s]
-        torch.testing.assert_close(rows[s], alone(own, x[s][keep], y[s][keep], float(clip_norm[s]))[0])
+        expected, _ = alone(own, x[s][keep], y[s][keep], ClipRequest(float(clip_norm[s])))
+        torch.testing.assert_close(rows[s], expected[0])
 
 
 # --- one graph

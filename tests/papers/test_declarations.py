@@ -22,7 +22,7 @@ from experiments.papers.experiment import Experiment, Training
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, declared_options, options_of, spec
 
-pytestmark = pytest.mark.usefixtures("in_the_repository")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 ROOT = Path(__file__).parents[2]
 
 

@@ -12,7 +12,7 @@ from experiments.papers.clustered.recorder import fairness
 from experiments.papers.registry import experiments
 from experiments.papers.report import report
 
-pytestmark = pytest.mark.usefixtures("in_the_repository")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 
 
 def test_one_round_says_how_near_each_estimate_is(small_fashion, tmp_path, capsys):  # noqa: F811

@@ -16,7 +16,7 @@ from experiments.papers.distillation.figures import judged
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
-pytestmark = pytest.mark.usefixtures("in_the_repository")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 NAS, HPO = (experiments()[f"distillation.{name}"] for name in ("nas", "hpo"))
 SCORERS = list(NAS.columns)
 

@@ -13,7 +13,7 @@ from experiments.papers.noise_aware.ablation import updates
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, options_of
 
-pytestmark = pytest.mark.usefixtures("in_the_repository")
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 ABLATION, TUNING, TUNED, FALSIFIED = (
     experiments()[f"noise_aware.{name}"] for name in ("ablation", "tuning", "tuned", "falsified")
 )
