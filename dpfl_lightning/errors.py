@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import terminable, words_and_status
 
+#: the way out of a damaged run, for the end of an error's sentence
+NEW_RUN = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+
 
 class UserError(ValueError):
     """An error that the user can correct. The message states the requirement, the value and the correction."""

@@ -63,7 +63,7 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.client.engines.serial import SerialEngine
     from dpfl_lightning.federated.client.evaluation import evaluate
     from dpfl_lightning.federated.client.module import ClientModule
-    from dpfl_lightning.federated.messages.models import ClientModels
+    from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.privacy.noise import Streams
 
     if not (run / "result.json").is_file():

@@ -111,7 +111,7 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
         ],
         sampling=SAMPLINGS[loop.info.sampling],
         caveats=loop.caveats,
-        unprotected=loop.unprotected,
+        unprotected=loop.clients.unprotected,
     )
     return plans, loop.describe()
 

@@ -155,5 +155,5 @@ def _subject(loop: FederatedLoop, view: View, client: int, client_schedule: Clie
         settings=settings,
         accountant=loop.accountant,
         replace_one=loop.privacy is not None and loop.privacy.adjacency == "replace_one",
-        sampling=loop.sampling,
+        sampling=loop.clients.sampling,
     )

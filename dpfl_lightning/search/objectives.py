@@ -350,8 +350,8 @@ def _check_private(options: Options) -> None:
 
 def _planned(loop: FederatedLoop) -> Cost:
     """Return the most that the run can cost each client: its budget, or the epsilon of its plan if that is larger."""
-    clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.sampling]
-    besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.unprotected)]
+    clients, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.clients.sampling]
+    besides: list[Event] = [*map(Caveat, loop.caveats), *map(NonPrivateEvent, loop.clients.unprotected)]
     promises = [
         guarantee([*schedule.events(), *besides], schedule.delta, loop.accountant, sampling) for schedule in clients
     ]

@@ -16,7 +16,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 NewNet = Callable[[int], nn.Module]

@@ -329,7 +329,7 @@ def test_base_rules_may_weigh_class_gradients(name, make_loop):
     loop, _ = distilled(
         make_loop, privacy=privacy, others=strategies.build({name: None}), aggregation="by_base_rule", rounds=1
     )
-    assert loop.state.round == 1 and sum(map(loop.clients.budgets.releases, range(4))) == 4
+    assert loop.state.round == 1 and sum(loop.clients.account(client).releases for client in range(4)) == 4
 
 
 @pytest.mark.slow

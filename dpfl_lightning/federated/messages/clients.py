@@ -1,8 +1,9 @@
-"""The protocol by which the server asks its clients, wherever they are."""
+"""The protocol by which the server asks its clients, wherever they are, with its plan of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,13 +11,12 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.account import ClientAccount, RunPlan
 from dpfl_lightning.federated.messages.diagnostics import Diagnostics
-from dpfl_lightning.federated.messages.evaluation import Evaluation
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 
@@ -27,23 +27,57 @@ class LostClients(UserError):
     """The process of some clients ended before the run did. Only the current round is lost."""
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """A whole run as the server proposes it to the clients before the first round.
+
+    Args:
+        seed: of everything but noise and sampling.
+        schedule: every release of the run, its noise solved.
+        accountant: name of the accountant with which the noise was solved.
+        caveats: sentences that every guarantee of the run must contain.
+        strategies: class of each deciding strategy -> digest of its settings and source.
+        options: the resolved configuration, if there is one.
+    """
+
+    rounds: int
+    seed: int
+    settings: tuple[ClientSettings, ...]
+    schedule: RunSchedule
+    accountant: str
+    caveats: tuple[str, ...]
+    strategies: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ClientAccount:
+    """The numbers of releases and of noised steps that one client has paid for so far."""
+
+    releases: int
+    steps: int
+
+
 class Clients(Protocol):
     """All clients of a run, as the server sees them: it never receives a record, a key or a ledger.
 
-    The clients charge their own ledgers. Every release is planned (`begin`), charged (`accept`, or within `ask`),
-    computed and noised, in this order.
+    Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
 
     Attributes:
         simulated: whether noise follows from a given key, so that the run protects nobody.
+        sampling: name of the sampling of records.
+        unprotected: what every client shows without noise, in words.
+        caveats: sentences that every guarantee of these clients must contain.
+        device: where models and updates are.
         description: how the clients compute, in words.
         noise: where noise and sampling come from, in words.
-        device: where models and updates are.
-        caveats: sentences that every guarantee of these clients must contain.
     """
 
     simulated: bool
-    device: torch.device
+    sampling: str
+    unprotected: tuple[str, ...]
     caveats: tuple[str, ...]
+    device: torch.device
 
     @property
     def description(self) -> str: ...
@@ -56,7 +90,7 @@ class Clients(Protocol):
         ...
 
     def planned_rounds(self, folder: Path) -> int:
-        """The number of rounds that the ledger in a run's folder was begun with; 0 if there is no ledger yet."""
+        """The number of rounds with which the ledger in a run's folder began; 0 if there is no ledger yet."""
         ...
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
@@ -64,7 +98,7 @@ class Clients(Protocol):
 
         Args:
             saved: `state_dict()` of the last checkpoint, or None if there is none.
-            ended: whether that run has ended: nothing is released any more.
+            ended: whether that run has ended, so that nothing more is released.
 
         Raises:
             UserError: the folder holds the ledger of another run.
@@ -80,11 +114,9 @@ class Clients(Protocol):
         ...
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        """The noised releases of an accepted plan.
+        """The noised releases of an accepted plan, from `models` `[K, P]`.
 
-        Args:
-            models: `[K, P]`.
-            say: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
+        With `raw_weights` `[K, C]` only the sum `raw_weights @ releases` is returned.
         """
         ...
 
@@ -112,9 +144,7 @@ class Clients(Protocol):
         """How many releases of that purpose the client has paid for."""
         ...
 
-    def account(self, client: int) -> ClientAccount:
-        """What the client has paid for so far."""
-        ...
+    def account(self, client: int) -> ClientAccount: ...
 
     def spent(self) -> tuple[float, ...]:
         """Each client's epsilon so far, rounded up."""
@@ -139,9 +169,7 @@ class Clients(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def end(self, finished: bool) -> None:
-        """Write the clients' own notes, and if the run is finished remove what is no longer needed."""
+        """Write the clients' private notes, and if the run is finished remove what is no longer needed."""
         ...
 
-    def close(self) -> None:
-        """Close the ledger."""
-        ...
+    def close(self) -> None: ...

@@ -12,11 +12,10 @@ SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown w
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Statistics of the gradients of one round. A run that shows them has no privacy guarantee.
+    """Statistics of each client's gradients in one round. A run that shows them has no privacy guarantee.
 
-    Args:
-        clip_fraction: fraction of each client's gradients that were clipped, in [0, 1]; None without gradients.
-        not_finite: number of each client's gradients that were not finite.
+    `clip_fraction` is the clipped part of the gradients, in [0, 1], or None without gradients; `not_finite` counts
+    those that were not finite.
     """
 
     clip_fraction: tuple[float | None, ...]
@@ -30,6 +29,6 @@ class Diagnostics:
         >>> Diagnostics.of(torch.tensor([[4, 1, 2], [0, 0, 0]]))
         Diagnostics(clip_fraction=(0.25, None), not_finite=(2, 0))
         """
-        rows = counts.tolist()
-        fractions = tuple(clipped / gradients if gradients else None for gradients, clipped, _ in rows)
-        return cls(fractions, tuple(not_finite for _, _, not_finite in rows))
+        gradients, clipped, not_finite = counts.T.tolist()
+        pairs = zip(clipped, gradients, strict=True)
+        return cls(tuple(part / total if total else None for part, total in pairs), tuple(not_finite))

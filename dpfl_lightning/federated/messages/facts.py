@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows about the clients. These facts are public by assumption.
+    """What the server knows about the N clients. These facts are public by assumption.
 
     Args:
-        num_records: number of training records of each client, [N].
+        num_records: number of training records of each client.
         num_classes: number of classes; 1 for a regression.
         input_shape: shape X of one record.
-        batch_size: expected batch sizes, [N].
-        reported_epsilon: budgets as the clients report them, [N]. These are claims, which may be false.
+        batch_size: expected batch size of each client.
+        reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
     """
@@ -29,5 +29,4 @@ class Facts:
 
     @property
     def num_clients(self) -> int:
-        """N."""
         return len(self.num_records)

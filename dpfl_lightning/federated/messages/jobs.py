@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.mechanism import Mechanism
 
@@ -29,11 +31,11 @@ class ClassGradients:
 
     Args:
         num_classes: number of rows; a class without records has a row, too.
-        parameters: names of the parameters whose gradients are clipped and sent, p numbers; None is all, p = P.
+        parameters: names of the parameters whose p gradient entries are clipped and sent; None is all, p = P.
         augmentation: public transformation of every record, the same for all clients.
         most_records: number of records drawn of each class without replacement, instead of a Poisson draw.
-        counts: append two columns, the numbers of drawn and of existing records of each class, divided as the sums are.
-            They are exact, so they are allowed without noise only.
+        counts: append two columns, the exact numbers of drawn and of existing records of each class, divided as the
+            sums are; allowed without noise only.
 
     **Privacy** A record has one label, so all rows together have the sensitivity of one clipped gradient. With
     `most_records`, an additional record may replace another one, so records are clipped to half the mechanism's norm.
@@ -53,6 +55,10 @@ class ClassGradients:
         """An upper bound of the expected number: which classes a client lacks is private."""
         drawn = math.inf if self.most_records is None else self.num_classes * self.most_records
         return min(mechanism.expected_batch_size, drawn)
+
+    def augmented(self, x: Tensor, y: Tensor) -> Tensor:
+        """The records `x` `[B, *X]` of classes `y` `[B]`, augmented."""
+        return x if self.augmentation is None else self.augmentation(x, y)
 
     def size(self, sizes: Mapping[str, int]) -> int:
         """How many numbers a release has, given the size of each parameter."""

@@ -15,7 +15,7 @@ from dpfl_lightning.privacy.mechanism import Mechanism
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """Who takes part in a round, from which model, with which mechanism and job. Parallel tuples of length C.
+    """The part of each of C clients in a round, as parallel tuples of length C.
 
     Args:
         purpose: the line of each client's schedule that pays for this round.

@@ -1,4 +1,4 @@
-"""Queries to clients, other than training. A query declares a mechanism, with which the clients bound and noise it."""
+"""Queries to clients, other than training. Each declares the mechanism with which the clients bound and noise it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class NoMechanism:
     noise: Mechanism | None = None
 
     def event(self, count: int) -> NonPrivateEvent:
-        """The event of any number of answers."""
         return NonPrivateEvent(self.words)
 
 
@@ -39,11 +38,10 @@ _KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A question to some clients: its plain fields are all that they receive of it.
+    """A question to some clients, which receive nothing of it but its fields.
 
-    What a client computes is registered for the type of the query, on the client's side: `rows_of` and
-    `plain_answer_of` of `dpfl_lightning.federated.client.answers`. `read` runs at the server. The event that is charged
-    follows from the mechanism alone.
+    What a client computes is registered for the type of the query by `rows_of` and `plain_answer_of` of
+    `dpfl_lightning.federated.client.answers`. The event that is charged follows from the mechanism alone.
 
     Args:
         purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
@@ -60,7 +58,6 @@ class Query:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """The clients that are asked."""
         return tuple(self.mechanism_of)
 
     def only(self, clients: Collection[int]) -> Self:
@@ -68,10 +65,8 @@ class Query:
         return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
     def read(self, client: int, released: Any) -> Any:
-        """Convert a released answer at the server. This is post-processing.
-
-        Args:
-            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or the plain answer.
+        """Convert a released answer at the server: the noised sum `[k]` (float64, on the CPU), the chosen index, or the
+        plain answer. This is post-processing.
         """
         return released
 
@@ -81,19 +76,13 @@ class Query:
 class ChargedQuery(Query):
     """A query whose purpose and mechanisms were copied before it is charged.
 
-    Args:
-        question: its type says what clients compute, and its fields are parameters of that computation.
+    The type of `question` says what clients compute, and its fields are parameters of that computation.
     """
 
     question: Query
 
     @classmethod
     def of(cls, question: Query) -> ChargedQuery:
-        """The query with a copy of its purpose and its mechanisms.
-
-        Raises:
-            TypeError: it is no `Query`.
-        """
         if not isinstance(question, Query):
             raise TypeError(f"a question to clients must be a `Query`, got {type(question).__name__}")
         mechanisms = {int(client): question.mechanism_of[client] for client in question.clients}
@@ -110,8 +99,6 @@ def event_of(query: Query, client: int) -> Event:
         TypeError: the mechanism is none of the framework's; subclasses, which could state another event, are refused.
         ValueError: its sums are of sampled records, but a query asks all records.
     """
-    if not isinstance(query, Query):
-        raise TypeError(f"a question to clients must be a `Query`, got {type(query).__name__}")
     mechanism = query.mechanism_of[client]
     if type(mechanism) not in _KNOWN:
         known = ", ".join(kind.__name__ for kind in _KNOWN)
@@ -162,8 +149,8 @@ class LowestLoss(Query):
 class MeanLoss(Query):
     """The mean loss of each client's records, clipped and noised.
 
-    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: around the middle one record more, less or
-    other moves the sum by half of the bound, half of it, or all of it.
+    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: adding or removing a record moves the sum
+    by at most half of the bound, replacing one by at most all of it.
 
     Args:
         models: `[M, P]`.
@@ -184,16 +171,16 @@ class MeanLoss(Query):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesAroundStep(Query):
-    """Each client's mean loss at a model, and after its own clipped full-batch step from there, before noise.
+    """Each client's mean loss at a model, and after the client's clipped full-batch step from there without noise.
 
-    What the selection paper's clients report: neither loss is clipped, and the step without noise depends on all
-    records, so that no bound of what one record changes is known.
+    The selection paper's clients report it.
 
     Args:
         model: `[P]`.
         step_of: client -> clip norm, its order and learning rate of the step.
 
-    **Privacy** None that is known: epsilon becomes infinite (`NoMechanism`), although noise is added.
+    **Privacy** None that is known, although noise is added: neither loss is clipped, and the step without noise depends
+    on all records. Epsilon becomes infinite (`NoMechanism`).
     """
 
     model: Tensor

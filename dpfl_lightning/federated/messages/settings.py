@@ -21,7 +21,7 @@ class ClientSettings:
 
     @property
     def steps(self) -> int:
-        """Local steps of a round: `local_epochs * ceil(num_records / batch_size)`."""
+        """Local steps of a round."""
         return self.local_epochs * math.ceil(self.num_records / self.batch_size)
 
     @property

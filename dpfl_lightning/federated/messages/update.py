@@ -16,18 +16,15 @@ from dpfl_lightning.privacy.mechanism import Mechanism
 
 @dataclass(frozen=True)
 class ClientUpdates:
-    """The noised updates of a round. Everything that is computed from them is post-processing.
+    """The noised updates of the C clients whose updates arrived. What is computed from them is post-processing.
 
     Args:
-        clients: the C clients whose updates arrived.
-        steps: number of local steps of each update.
         noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps.
         deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if updates were only added up, and for
             strategies whose `needs_updates` is false.
         total: the weighted sum of the updates, if no strategy needs single ones.
         lost: clients whose update was not finite. They are in none of the other fields.
         model_of: row of the server's models that each client started from.
-        mechanism_of: planned mechanism of each client.
     """
 
     clients: tuple[int, ...]
@@ -49,7 +46,7 @@ class ClientUpdates:
 
     @property
     def released(self) -> Tensor:
-        """`deltas`, for strategies that need single updates."""
+        """`deltas`, which exist only for strategies that need single updates."""
         if self.deltas is None:
             raise RuntimeError("a strategy that reads single updates must return True from `needs_updates`")
         return self.deltas
@@ -80,7 +77,7 @@ class UpdateBuffer:
             self.deltas[row] = delta
 
     def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
-        """Add what another process has collected; its sum is for all models, or for those at rows `models`."""
+        """Add the updates of another process; its sum is for all models, or for those at rows `models`."""
         row_of = {client: row for row, client in enumerate(self.plan.clients)}
         self.lost += [row_of[client] for client in part.lost]
         if part.total is not None and self.total is not None:
@@ -90,7 +87,6 @@ class UpdateBuffer:
                 self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
-        """All updates that have arrived."""
         lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas

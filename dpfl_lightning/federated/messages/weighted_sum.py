@@ -13,11 +13,9 @@ _BLOCK = 1 << 16  # numbers that are added at once, so that intermediate results
 class WeightedSum:
     """Computes `weights [K, C] @ deltas [C, ...]` client by client. The order of clients does not change the result.
 
-    Every entry is kept as a pair of float64 numbers (Knuth's two-sum), so that the effect of the order lies far below
-    the last bit of the float32 to which the sum is rounded once. The memory is that of 2 K models in float64.
-
-    Args:
-        weights: `[K, C]`, >= 0; a client with weight 0 in row k does not change model k.
+    Every entry is a pair of float64 numbers (Knuth's two-sum), so that the effect of the order lies far below the last
+    bit of the float32 to which the sum is rounded once. The memory is that of 2 K models in float64. All weights are
+    >= 0; a client with weight 0 in row k does not change model k.
 
     >>> total = WeightedSum(torch.tensor([[0.25, 0.75]]))
     >>> total.add(1, torch.tensor([4.0]))
@@ -34,11 +32,11 @@ class WeightedSum:
     def add(self, column: int, delta: Tensor) -> None:
         """Add the update of the client at `column`, with its weight in each model."""
         self.dtype = delta.dtype
-        here = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
+        delta = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
         if self.pair is None:
-            self.pair = here.new_zeros(2, len(self.weights), *here.shape, dtype=torch.float64)
+            self.pair = delta.new_zeros(2, len(self.weights), *delta.shape, dtype=torch.float64)
         for row in self.weights[:, column].nonzero().flatten().tolist():
-            self._add(row, here, float(self.weights[row, column]))
+            self._add(row, delta, float(self.weights[row, column]))
 
     def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
         """Add a sum over other clients, for all models or for those at `rows`."""

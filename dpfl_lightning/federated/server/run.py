@@ -16,12 +16,9 @@ from torch import Tensor, nn
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.messages.account import RunPlan
-from dpfl_lightning.federated.messages.clients import Clients
-from dpfl_lightning.federated.messages.diagnostics import SHOWN
-from dpfl_lightning.federated.messages.evaluation import Evaluation
+from dpfl_lightning.federated.messages.clients import Clients, RunPlan
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -87,8 +84,6 @@ class Run:
         self.output_dir, self.options, self.new_net = output_dir, dict(options), new_net
         self.resume_command = resume_command
         self.caveats = (*clients.caveats, *(one for strategy in self.strategies for one in strategy.caveats))
-        self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
-        self.sampling = "poisson" if privacy is None else privacy.sampling
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
         self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
@@ -300,7 +295,7 @@ class Run:
             estimated_seconds=seconds,
             engine=clients.description,
             device=str(clients.device),
-            sampling=self.sampling,
+            sampling=clients.sampling,
             accountant=self.accountant.name,
             noise=clients.noise,
             simulated=clients.simulated,

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError, nearest, require
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates

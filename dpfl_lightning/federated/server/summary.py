@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.account import ClientAccount
+from dpfl_lightning.federated.messages.clients import ClientAccount
 from dpfl_lightning.federated.messages.evaluation import Evaluation
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.settings import ClientSettings

@@ -26,8 +26,8 @@ from dpfl_lightning.algorithms.server_training import (
     trained_on,
 )
 from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates

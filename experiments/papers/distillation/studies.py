@@ -23,7 +23,7 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
@@ -17,6 +18,9 @@ from dpfl_lightning.privacy.noise import Streams
 
 Batch = tuple[Tensor, Tensor]
 
+#: what is counted: gradients of single records (one a record and step), and of these
+COUNTED = ("gradients", "clipped", "not_finite")
+
 
 class Engine(Protocol):
     """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
@@ -25,6 +29,7 @@ class Engine(Protocol):
         workers: number of clients that are trained at the same time; known after `setup`.
         clipped_sum: how clipped gradients are summed; known after `setup`.
         seconds: client -> time of its last release in this process.
+        counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
         batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
     """
 
@@ -34,6 +39,9 @@ class Engine(Protocol):
     clipped_sum: ClippedSum
     seconds: dict[int, float]
     batch_coupled: bool
+
+    @property
+    def counts(self) -> Tensor: ...
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Prepare a run. Module and population are on the device of the run."""
@@ -63,7 +71,19 @@ class Engine(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts` of gradients `[N, 3]`."""
+        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts`."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+    """For each gradient by its norm `[...]` the numbers 0 or 1 to add up for `COUNTED`, `[..., 3]` int64. Private.
+
+    A norm of -1 stands for padding, which counts as none.
+
+    >>> count_outcomes(torch.tensor([0.5, 2.0, float("nan"), -1.0]), clip_norm=1.0).sum(dim=0)
+    tensor([3, 1, 1])
+    """
+    finite = torch.isfinite(norms)
+    return torch.stack([norms != -1, finite & (norms > clip_norm), ~finite], dim=-1).long()
