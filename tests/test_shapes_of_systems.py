@@ -15,7 +15,7 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import SelectModel
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy

@@ -20,7 +20,7 @@ from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import ENGINES, build_engine
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.jobs import ClassGradients, Job, LocalTraining
+from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams

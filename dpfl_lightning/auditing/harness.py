@@ -14,8 +14,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Batch
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams

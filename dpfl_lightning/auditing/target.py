@@ -9,7 +9,7 @@ from typing import Any
 
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.errors import require
-from dpfl_lightning.federated.messages.settings import ClientSettings
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent

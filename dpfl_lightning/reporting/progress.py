@@ -15,7 +15,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 
-from dpfl_lightning.federated.messages.diagnostics import Diagnostics
+from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.traffic import BYTES

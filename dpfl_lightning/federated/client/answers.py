@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +34,14 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 #: computes from (query, client, module, x, y), where x and y are records and their labels
-Computation = TypeVar("Computation", bound=Callable[..., Tensor])
+Computation = Callable[..., Tensor]
 
-_ROWS: dict[type[Query], Callable[..., Tensor]] = {}
-_PLAIN_ANSWERS: dict[type[Query], Callable[..., Tensor]] = {}
+
+def _unregistered(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    raise TypeError(f"clients cannot answer {type(query).__name__}")
+
+
+_ROWS, _PLAIN_ANSWERS = functools.singledispatch(_unregistered), functools.singledispatch(_unregistered)
 
 
 def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
@@ -46,7 +51,7 @@ def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     same for all records. It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can
     depend on another record.
     """
-    return _registering(_ROWS, kind)
+    return _ROWS.register(kind)
 
 
 def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
@@ -54,17 +59,7 @@ def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
 
     **Privacy** None: the client's epsilon becomes infinite.
     """
-    return _registering(_PLAIN_ANSWERS, kind)
-
-
-def _registering(
-    known: dict[type[Query], Callable[..., Tensor]], kind: type[Query]
-) -> Callable[[Computation], Computation]:
-    def register(function: Computation) -> Computation:
-        known[kind] = function
-        return function
-
-    return register
+    return _PLAIN_ANSWERS.register(kind)
 
 
 def check_answerable(query: ChargedQuery) -> None:
@@ -73,14 +68,15 @@ def check_answerable(query: ChargedQuery) -> None:
         _computation(query, mechanism)
 
 
-def _computation(query: ChargedQuery, mechanism: object) -> Callable[..., Tensor]:
-    plain = isinstance(mechanism, NoMechanism)
-    known, kind = _PLAIN_ANSWERS if plain else _ROWS, type(query.question)
-    for base in kind.__mro__:
-        if base in known:
-            return known[base]
-    register = "plain_answer_of" if plain else "rows_of"
-    raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`")
+def _computation(query: ChargedQuery, mechanism: object) -> Computation:
+    plain, kind = isinstance(mechanism, NoMechanism), type(query.question)
+    function = (_PLAIN_ANSWERS if plain else _ROWS).dispatch(kind)
+    if function is _unregistered:
+        register = "plain_answer_of" if plain else "rows_of"
+        raise TypeError(
+            f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`"
+        )
+    return function
 
 
 def answer(

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation

@@ -54,7 +54,7 @@ def check_fits(module: ClientModule, population: Population) -> None:
     """
     x, y = dummy_batch(population, records=2, device=module.device)
     if not y.is_floating_point():
-        y = torch.full_like(y, population.num_classes - 1)  # as many outputs as classes, or this one is out of range
+        y = torch.full_like(y, population.num_classes - 1)  # out of range if there are fewer outputs than classes
     try:
         with torch.no_grad():
             losses = module.sample_loss(module.named_trainable, x, y)
@@ -75,12 +75,12 @@ def check_fits(module: ClientModule, population: Population) -> None:
 def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
     """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
-        before = {name: value.clone() for name, value in module.net.named_buffers()}
+        before = _copied_buffers(module)
         with _drawing_alike(module.device):
             module.sample_loss(module.named_trainable, x, y)
         changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
-        isolated = _same_in_company(module, x, y)
-    if not isolated or (module.net.training and not _same_in_company(module, x, y)):
+        isolated = _isolated(module, x, y)
+    if not isolated or (module.net.training and not _isolated(module, x, y)):
         raise UserError(
             "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
             "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
@@ -89,7 +89,7 @@ def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
         raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
 
 
-def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
     """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
 
     Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
@@ -97,7 +97,7 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
     """
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        buffers = {name: value.clone() for name, value in module.net.named_buffers()}
+        buffers = _copied_buffers(module)
         try:
             with _drawing_alike(module.device):
                 return module.sample_loss(module.named_trainable, x, y)
@@ -106,7 +106,10 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
                 value.copy_(buffers[name])
 
     def same(x: Tensor, tolerance: float) -> bool:
-        draws = _draws_random_numbers(module, x, y)
+        with _drawing_alike(module.device):
+            before = _generator_states(module.device)
+            module.sample_loss(module.named_trainable, x, y)
+            draws = _generator_states(module.device) != before
         alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
 
         def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
@@ -124,12 +127,8 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
         return same(x, 1e-3)
 
 
-def _draws_random_numbers(module: ClientModule, x: Tensor, y: Tensor) -> bool:
-    """Whether a forward pass uses the generator of torch, numpy or Python."""
-    with _drawing_alike(module.device):
-        before = _generator_states(module.device)
-        module.sample_loss(module.named_trainable, x, y)
-        return _generator_states(module.device) != before
+def _copied_buffers(module: ClientModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.net.named_buffers()}
 
 
 def _generator_states(device: torch.device) -> list[object]:

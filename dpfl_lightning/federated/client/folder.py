@@ -62,7 +62,3 @@ class ClientFolder:
         ]
         text = json.dumps({"about": _ABOUT_NOTES, "clients": clients}, indent=2) + "\n"
         write_atomically(self.path / "private.json", lambda partial: partial.write_text(text), private=True)
-
-    def finish(self) -> None:
-        """Remove the data key: nothing is released any more, and nobody needs to compare records."""
-        self.key_file.unlink(missing_ok=True)

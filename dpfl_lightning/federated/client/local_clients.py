@@ -22,8 +22,7 @@ from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import configuration, identity
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
-from dpfl_lightning.federated.messages.diagnostics import SHOWN, Diagnostics
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
+from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
@@ -140,8 +139,8 @@ class LocalClients:
 
     def end(self, finished: bool) -> None:
         self.folder.save_notes(self.engine.counts)
-        if finished:
-            self.folder.finish()
+        if finished:  # nobody needs to compare records any more
+            self.folder.key_file.unlink(missing_ok=True)
 
     def close(self) -> None:
         self.ledger.close()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.jobs import ClassGradients
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
 from dpfl_lightning.privacy.mechanism import Mechanism

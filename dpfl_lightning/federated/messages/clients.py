@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.diagnostics import Diagnostics
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 
@@ -87,11 +86,9 @@ class Clients(Protocol):
 
     def run(self, work: Callable[[], T]) -> T:
         """`work()`, the server's side of the run; of several processes only one does it, and all return the result."""
-        ...
 
     def planned_rounds(self, folder: Path) -> int:
         """The number of rounds with which the ledger in a run's folder began; 0 if there is no ledger yet."""
-        ...
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         """Agree to the plan and open the ledger in the run's folder.
@@ -103,73 +100,57 @@ class Clients(Protocol):
         Raises:
             UserError: the folder holds the ledger of another run.
         """
-        ...
 
     def change(self, schedule: RunSchedule) -> None:
         """Replace the rest of the schedule; what was paid for stays part of it."""
-        ...
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         """The plan without the clients that cannot pay; the others are charged."""
-        ...
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
         """The noised releases of an accepted plan, from `models` `[K, P]`.
 
         With `raw_weights` `[K, C]` only the sum `raw_weights @ releases` is returned.
         """
-        ...
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         """The noised answers of those clients that can pay for them, by client."""
-        ...
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""
-        ...
 
     def seconds_per_record(self, batch_size: int) -> float:
         """An estimate of the time of one record in one step, measured on random data."""
-        ...
 
     def can_pay(self) -> bool:
         """Whether any client has any planned release left."""
-        ...
 
     def was_charged(self, round: int) -> bool:
         """Whether any client has paid for a release of that round."""
-        ...
 
     def used(self, client: int, purpose: str) -> int:
         """How many releases of that purpose the client has paid for."""
-        ...
 
     def account(self, client: int) -> ClientAccount: ...
 
     def spent(self) -> tuple[float, ...]:
         """Each client's epsilon so far, rounded up."""
-        ...
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
-        ...
 
     def diagnostics(self) -> Diagnostics | None:
         """Counts of the last round's gradients; None unless `privacy.diagnostics` gives up the guarantee for them."""
-        ...
 
     def ledger_head(self) -> dict[str, Any]:
         """How far the ledger goes: run, number of lines, and the end of its chain."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to keep of the clients. Opaque to the server."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def end(self, finished: bool) -> None:
         """Write the clients' private notes, and if the run is finished remove what is no longer needed."""
-        ...
 
     def close(self) -> None: ...

@@ -1,7 +1,8 @@
-"""Public facts about the clients."""
+"""Public facts about the clients, and the settings of each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -30,3 +31,26 @@ class Facts:
     @property
     def num_clients(self) -> int:
         return len(self.num_records)
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of one client. `epsilon` inf is no budget; `noise_multiplier` None is solved from the budget."""
+
+    num_records: int
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    epsilon: float
+    delta: float
+    clip_norm: float
+    noise_multiplier: float | None
+
+    @property
+    def steps(self) -> int:
+        """Local steps of a round."""
+        return self.local_epochs * math.ceil(self.num_records / self.batch_size)
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.num_records

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
+from dpfl_lightning.federated.messages.update import ClientUpdates, WeightedSum
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View

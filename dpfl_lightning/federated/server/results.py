@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.diagnostics import Diagnostics
+from dpfl_lightning.federated.messages.evaluation import Diagnostics
 
 
 @dataclass(frozen=True)

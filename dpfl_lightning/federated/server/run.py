@@ -18,11 +18,10 @@ from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
-from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder

@@ -11,8 +11,8 @@ from typing import Any
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent

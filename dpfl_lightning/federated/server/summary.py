@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages.clients import ClientAccount
 from dpfl_lightning.federated.messages.evaluation import Evaluation
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.server.strategy import Strategy

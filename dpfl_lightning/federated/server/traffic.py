@@ -9,8 +9,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import NetworkOptions
 from dpfl_lightning.config.per_client import resolve
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import ChargedQuery
 from dpfl_lightning.federated.server.view import View
 

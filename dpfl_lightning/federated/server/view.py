@@ -18,8 +18,7 @@ from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
 if TYPE_CHECKING:
     from dpfl_lightning.federated.messages.query import Answers, Query
     from dpfl_lightning.models.model import Model
-from dpfl_lightning.federated.messages.jobs import Job, LocalTraining
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.results import RunInfo
 

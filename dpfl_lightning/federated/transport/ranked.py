@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -22,7 +21,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.federated.transport.ranks import Failed, Ranks
+from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.noise import Streams
 
@@ -47,51 +46,16 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(assigned) for assigned in pieces]
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a round of one rank's c clients, with only those rows of models and anchors that it uses.
-
-    Args:
-        plan: its `model_of` and `anchor_of` refer to the rows in this share.
-        models: `[k, P]`, k <= K.
-        charge_numbers: length c.
-        raw_weights: `[j, c]`, j <= K, for the models to which its updates are added; None if updates are kept.
-        added_to: rows of these models among all models, length j.
-        personal: personal parameters of its clients.
-    """
-
-    plan: RoundPlan
-    models: Tensor
-    charge_numbers: tuple[int, ...]
-    raw_weights: Tensor | None
-    added_to: tuple[int, ...]
-    personal: dict[int, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[int],
-        plan: RoundPlan,
-        models: Tensor,
-        charge_numbers: Sequence[int],
-        raw_weights: Tensor | None,
-        personal: dict[int, Tensor],
-    ) -> Share:
-        """The share with the plan's clients at `rows`, which are ascending."""
-        clients = {plan.clients[row] for row in rows}
-        plan = plan.only(lambda client: client in clients)
-        models, model_of = _used(models, plan.model_of)
-        plan = dataclasses.replace(plan, model_of=model_of)
-        if plan.anchors is not None:
-            anchors, anchor_of = _used(plan.anchors, plan.anchor_of)
-            plan = dataclasses.replace(plan, anchors=anchors, anchor_of=anchor_of)
-        added_to: tuple[int, ...] = ()
-        if raw_weights is not None:
-            raw_weights = raw_weights[:, list(rows)]
-            added_to = tuple(raw_weights.any(dim=1).nonzero().flatten().tolist())
-            raw_weights = raw_weights[list(added_to)]
-        personal = {client: value for client, value in personal.items() if client in clients}
-        return cls(plan, models, tuple(charge_numbers[row] for row in rows), raw_weights, added_to, personal)
+def _share(plan: RoundPlan, models: Tensor, rows: Sequence[int]) -> tuple[RoundPlan, Tensor]:
+    """The plan of its clients at `rows`, which are ascending, and the models that they use, to which it refers."""
+    clients = {plan.clients[row] for row in rows}
+    plan = plan.only(lambda client: client in clients)
+    models, model_of = _used(models, plan.model_of)
+    plan = dataclasses.replace(plan, model_of=model_of)
+    if plan.anchors is not None:
+        anchors, anchor_of = _used(plan.anchors, plan.anchor_of)
+        plan = dataclasses.replace(plan, anchors=anchors, anchor_of=anchor_of)
+    return plan, models
 
 
 def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
@@ -153,17 +117,21 @@ class RankedEngine:
         state = self.inner.state_dict()
         groups, costs = one_batch.groups(plan, self.module), self._costs(plan)  # splitting a group would change bits
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
-        rows_of = [sorted(row for group in assigned for row in groups[group]) for assigned in groups_of]
-        shares = {
-            rank: Share.of(rows, plan, models, charge_numbers, raw_weights, state["personal"])
-            for rank, rows in enumerate(rows_of)
-            if rows
-        }
-        parts = [(shares[rank],) if rank in shares else None for rank in range(self.ranks.size)]
+        parts: list[tuple | None] = []
+        added_to: list[list[int]] = []  # rows of the models to which the updates of each rank are added
+        for assigned in groups_of:
+            rows = sorted(row for group in assigned for row in groups[group])
+            weights = None if raw_weights is None else raw_weights[:, rows]
+            added_to.append([] if weights is None else weights.any(dim=1).nonzero().flatten().tolist())
+            weights = None if weights is None else weights[added_to[-1]]
+            clients = {plan.clients[row] for row in rows}
+            personal = {client: value for client, value in state["personal"].items() if client in clients}
+            numbers = [charge_numbers[row] for row in rows]
+            parts.append((*_share(plan, models, rows), numbers, weights, personal) if rows else None)
         received = UpdateBuffer(plan, raw_weights)
         self.seconds = {}
         for rank, (updates, theirs, seconds) in self._together("_train", parts):
-            received.merge(updates, shares[rank].added_to)
+            received.merge(updates, added_to[rank])
             state["personal"].update(theirs["personal"])
             state["counts"] += theirs["counts"]
             self.seconds.update(seconds)
@@ -211,8 +179,8 @@ class RankedEngine:
             yield 0, self._call(command, parts[0])
         for _ in others:
             rank, answer = self.ranks.receive()
-            if isinstance(answer, Failed):
-                raise answer.error
+            if isinstance(answer, Exception):
+                raise answer
             yield rank, answer
 
     def _costs(self, plan: RoundPlan) -> list[float]:
@@ -232,7 +200,7 @@ class RankedEngine:
     def serve(self, module: ClientModule, population: Population) -> Any:
         """Work for rank 0 until its run has ended successfully, and return the result of the run."""
         self._take(module, population)
-        return self.ranks.serve(lambda message: self._call(*message))
+        return self.ranks.serve(self._call)
 
     def _call(self, command: str, part: tuple) -> Any:
         """Call a method of this object, whose name begins with an underscore, or of this rank's engine."""
@@ -252,13 +220,18 @@ class RankedEngine:
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self.inner.workers, equal_ranks(self.inner, self.population, self.module)
 
-    def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
-        """Train the share's clients; return their updates, their personal parameters and counts of this round as the
-        engine's state, and their seconds.
-        """
-        self.inner.load_state_dict({"personal": share.personal, "counts": torch.zeros_like(self.inner.counts)})
+    def _train(
+        self,
+        plan: RoundPlan,
+        models: Tensor,
+        charge_numbers: Sequence[int],
+        raw_weights: Tensor | None,
+        personal: dict[int, Tensor],
+    ) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
+        """Train a share's clients; return updates, personal parameters and counts of this round, and seconds."""
+        self.inner.load_state_dict({"personal": personal, "counts": torch.zeros_like(self.inner.counts)})
         self.inner.seconds.clear()
-        updates = self.inner.train(share.plan, share.models, share.charge_numbers, share.raw_weights)
+        updates = self.inner.train(plan, models, charge_numbers, raw_weights)
         return updates, self.inner.state_dict(), dict(self.inner.seconds)
 
 

@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -41,27 +40,13 @@ class LostRank(LostClients):
     """A rank ended before the run did. Only the current round is lost."""
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The answer of a rank on which an exception was raised."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Rank 0's last message of a run that ended successfully."""
-
-    result: Any
-
-
 class Ranks:
     """This process among the processes of its launcher, or alone.
 
-    Every rank creates this object at the same point of the program, with "auto" or an accelerator of Lightning Fabric as
-    `device`. Rank 0 leads: `lead` runs its work while the other ranks `serve`, that is, answer its messages. Messages
-    are arbitrary objects; tensors in them arrive on the receiver's device. One thread for each peer waits for messages,
-    so that the main thread can always be interrupted, and the loss of a peer is noticed immediately.
+    Every rank creates this object at the same point of the program; `device` is "auto" or an accelerator of Lightning
+    Fabric. Rank 0 leads: `lead` runs its work while the other ranks `serve`, that is, answer its messages. Messages are
+    arbitrary objects; tensors in them arrive on the receiver's device. One thread for each peer waits for messages, so
+    that the main thread can always be interrupted, and the loss of a peer is noticed immediately.
 
     **Privacy** Outputs of evaluation and personal parameters are sent between ranks without encryption: the network
     between them must be trusted as much as the ranks' memory. Messages are unpickled, so anyone who can send a message
@@ -106,8 +91,6 @@ class Ranks:
         round at the second signal (`stopping.between_rounds`). After an exception of the work both are ignored, so that
         saving the run is not interrupted; the ranks are then disconnected, and no other run can follow.
         """
-        if self.size == 1:
-            return work()
         with self._listening(), _handled(self._stop_once, signal.SIGTERM, signal.SIGINT):
             try:
                 result = work()
@@ -115,24 +98,24 @@ class Ranks:
                 self._end_others(error)
                 raise
             for rank in self.others:
-                self.send(rank, Finished(result))
+                self.send(rank, (None, result))
                 self._header(rank, _END, 0)
         return result
 
-    def serve(self, handle: Callable[[Any], Any]) -> Any:
-        """Answer rank 0's messages with `handle(message)` until its run has ended successfully; return its result.
+    def serve(self, handle: Callable[[str, tuple], Any]) -> Any:
+        """Answer rank 0's messages `(command, arguments)` by `handle` until its run has ended; return its result.
 
-        An exception of `handle` is sent to rank 0, which raises it. If rank 0 fails, this process ends.
+        An exception of `handle` is the answer. If rank 0 fails, this process ends.
         """
         with self._listening(), _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # rank 0 handles them for all
             while True:
-                _, message = self.receive()
-                if isinstance(message, Finished):
-                    return message.result
+                _, (command, content) = self.receive()
+                if command is None:
+                    return content
                 try:
-                    answer = handle(message)
+                    answer = handle(command, content)
                 except Exception as error:
-                    answer = Failed(self._portable(error))
+                    answer = self._portable(error)
                 self.send(0, answer)
 
     def send(self, rank: int, message: object) -> None:

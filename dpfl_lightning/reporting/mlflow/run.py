@@ -11,7 +11,7 @@ from typing import Any
 
 import dpfl_lightning
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.messages.diagnostics import Diagnostics
+from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunResult

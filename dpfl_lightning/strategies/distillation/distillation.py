@@ -27,8 +27,7 @@ from dpfl_lightning.algorithms.server_training import (
 )
 from dpfl_lightning.errors import UserNotice, require
 from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.callback import Callback

@@ -45,7 +45,6 @@ class Engine(Protocol):
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Prepare a run. Module and population are on the device of the run."""
-        ...
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
@@ -56,23 +55,18 @@ class Engine(Protocol):
             charge_numbers: `[C]`, selects the noise stream of each client.
             raw_weights: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
         """
-        ...
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         """The noised answers of the clients of the query."""
-        ...
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         """Outputs `[n, ...]` of the net with parameters `model` `[P]` for `rows` `[n]` of the population's records."""
-        ...
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         """`model` `[P]` with the client's personal parameters."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts`."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 

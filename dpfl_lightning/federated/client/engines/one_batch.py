@@ -11,8 +11,7 @@ from torch import Tensor
 from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches

@@ -14,8 +14,7 @@ from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import FORWARD_CHUNK

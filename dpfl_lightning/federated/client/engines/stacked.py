@@ -20,8 +20,7 @@ from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.fast import checked_clipped_sum
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, summing_dtype
 from dpfl_lightning.privacy.clipping.stacked import StackedSums, stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Mechanism, MechanismRows
@@ -56,7 +55,8 @@ class StackedEngine(SerialEngine):
         sums = stacked_clipped_sums(module.sample_loss)
         self.check(captured(sums, backend="eager") if on_cuda else sums)  # traced, not compiled: seconds
         self._sums = captured(sums, mode="reduce-overhead") if on_cuda else sums
-        self.bytes = _gradient_bytes(module.device)
+        # of the whole memory, not of what is free now: a resumed run must have the same stacks
+        self.bytes = torch.cuda.mem_get_info(module.device)[1] // CUDA_SHARE if on_cuda else CPU_BYTES
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
 
     def choose_clipped_sum(self) -> ClippedSum:
@@ -124,12 +124,9 @@ class StackedEngine(SerialEngine):
 
 
 class Stack:
-    """The clients of one stack in training: row s of every tensor is client s; rows beyond the clients are padding.
+    """k <= S clients of one stack in training: row s of every tensor is client s; rows beyond them are padding.
 
-    Args:
-        sums: the pass; it sees tensors of the one shape (S, B) only.
-        clients: k <= S of them, each with its task.
-        shape: (S, B).
+    Every pass has the one `shape` (S, B).
     """
 
     def __init__(
@@ -142,12 +139,10 @@ class Stack:
         shape: tuple[int, int],
     ) -> None:
         self.module, self.population, self.sums, self.shape = module, population, sums, shape
-        like = module.flat
-        mechanisms = [task.mechanism for task in tasks]
+        like, mechanisms = module.flat, [task.mechanism for task in tasks]
         self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, module.num_params)
         self.order = mechanisms[0].clip_order
-        padding = [1.0] * (shape[0] - len(tasks))
-        clip_norms = [m.clip_norm for m in mechanisms] + padding
+        clip_norms = [m.clip_norm for m in mechanisms] + [1.0] * (shape[0] - len(tasks))
         self.clip_norm = like.new_tensor(clip_norms, dtype=summing_dtype(like))  # [S]
         self.learning_rate = like.new_tensor([task.learning_rate for task in tasks])[:, None]  # [k, 1]
         anchors = [task.anchor for task in tasks if task.anchor is not None]  # all have one, or none has
@@ -233,11 +228,3 @@ def padded_width(mechanism: Mechanism, num_records: int) -> int:
     rate = mechanism.sample_rate
     mean = rate * num_records
     return max(1, min(num_records, math.ceil(mean + DEVIATIONS * math.sqrt(mean * (1 - rate)))))
-
-
-def _gradient_bytes(device: torch.device) -> int:
-    """Memory for the per-record gradients of one pass."""
-    if device.type != "cuda":
-        return CPU_BYTES
-    _, total = torch.cuda.mem_get_info(device)  # not what is free now: a resumed run must have the same stacks
-    return total // CUDA_SHARE
