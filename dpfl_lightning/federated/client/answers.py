@@ -83,15 +83,12 @@ def answer(
     query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
 ) -> Any:
     """The answer of a client from all its records `x [n, *X]`, `y [n]`, n >= 1: the noised sum `[k]`, the chosen index,
-    or a plain answer (`NonPrivateEvent`).
+    or a plain answer. ValueError if the registered function does not return one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time. The norm of a
     row is at most `clip_norm` for `Gaussian` and `Laplace`; scores are in [0, 1] for `ExponentialMechanism`.
 
     **Privacy** One `event(1)` of the client's mechanism, which the caller has charged.
-
-    Raises:
-        ValueError: the registered function returns something other than one row for each record.
     """
     mechanism = query.mechanism_of[client]
     if isinstance(mechanism, NoMechanism):

@@ -34,7 +34,6 @@ class Budgets:
     """Limits all charges to the planned schedule.
 
     Args:
-        schedule: its noise is solved.
         sampling: how batches are drawn, in words.
         simulated: whether noise follows from a given key. Then a release that was interrupted by a crash is repeated
             bit for bit, and is not charged twice.
@@ -117,10 +116,7 @@ class Budgets:
 
         **Guarantees** The new schedule contains what was paid for, and fits the budget. Guarantees then state the whole
         budget: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic 2021, Koskela
-        et al. 2023; Rogers et al. 2016).
-
-        Raises:
-            UserError: no privacy filter is known for these releases.
+        et al. 2023; Rogers et al. 2016). Other releases raise UserError.
         """
         for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
             self._check_paid(client, after)

@@ -21,9 +21,8 @@ _NOTHING = Score(None, math.nan)
 def evaluate(module: ClientModule, population: Population, final_models: ClientModels, engine: Engine) -> Evaluation:
     """Score each client's model on the common test set and on the client's held-out records.
 
-    A model evaluates each record once, also if clients hold out parts of the test set. Without a common test set,
-    `test` is the mean over clients of their scores on held-out records. `engine` is set up; it runs the nets with
-    personal parameters.
+    Without a common test set, `test` is the mean over clients of their scores on held-out records. `engine` is set up;
+    it runs the nets with personal parameters.
     """
     groups: dict[int, list[int]] = {}  # clients that share a model
     for client, row in enumerate(final_models.model_of):
@@ -50,7 +49,12 @@ def _scores(
     output, y = engine.outputs(model, rows), population.y[rows]
     with torch.inference_mode():
         losses = module.loss(output, y).double()
-    values = losses[None] if y.is_floating_point() else torch.stack([losses, _hits(output, y, population.num_classes)])
+    values = losses[None]
+    if not y.is_floating_point():
+        classes = max(population.num_classes, output.shape[1])  # a net may know more classes than the population has
+        labels = output.argmax(dim=1, keepdim=True), y[:, None]
+        hits = multiclass_accuracy(*labels, classes, average="micro", multidim_average="samplewise")
+        values = torch.stack([losses, hits.double()])
     sizes = torch.tensor([len(one) for one in sets], device=rows.device)
     of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
     sums = values.new_zeros(len(values), len(sets)).index_add_(1, of_set, values[:, place])
@@ -60,15 +64,6 @@ def _scores(
         Score(accuracy, loss) if size else _NOTHING
         for accuracy, loss, size in zip(accuracies, means[0], sizes.tolist(), strict=True)
     ]
-
-
-def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
-    """1.0 for each record whose class has the largest output, else 0.0, `[n]`."""
-    classes = max(num_classes, output.shape[1])  # a net may know more classes than the population has
-    hits = multiclass_accuracy(
-        output.argmax(dim=1, keepdim=True), y[:, None], classes, average="micro", multidim_average="samplewise"
-    )
-    return hits.double()
 
 
 def _mean(scores: Sequence[Score]) -> Score:

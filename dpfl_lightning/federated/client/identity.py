@@ -23,16 +23,10 @@ from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_d
 
 _OF_A_ROUND = ("task", "local_optimizer", "net")  # attributes of a `ClientModule` that are no settings
 _OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
-_COLUMNS = (
-    "clients.num_records",
-    "clients.batch_size",
-    "clients.local_epochs",
-    "clients.learning_rate",
-    "privacy.epsilon",
-    "privacy.delta",
-    "privacy.clip_norm",
-    "privacy.noise_multiplier",
-)
+_COLUMNS = {
+    "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
+    "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
+}
 _SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
 _PLACES = ("folder", "download")  # options of the data that say where files are
 
@@ -43,7 +37,9 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
     They select the random streams of a simulation: another configuration has other noise.
     """
     columns = {
-        name: [_number(getattr(client, name.rpartition(".")[2])) for client in plan.settings] for name in _COLUMNS
+        f"{section}.{name}": [_number(getattr(client, name)) for client in plan.settings]
+        for section, names in _COLUMNS.items()
+        for name in names
     }
     strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     return _for_json(
@@ -122,9 +118,7 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
 
 
 def module_digest(module: ClientModule) -> str:
-    """Digest of a module without its trained parameters: layers, settings, frozen parameters, buffers, and the source
-    of their classes and of the user's files that they refer to.
-    """
+    """Digest of layers, settings, frozen parameters, buffers, and the source of their classes and the user's files."""
     words: list[Any] = [list(module.personal)]
     classes: list[type] = []
     for name, part in module.named_modules():

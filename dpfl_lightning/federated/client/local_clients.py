@@ -46,17 +46,11 @@ def facts_of(population: Population, **extra: Any) -> Facts:
 
 
 class LocalClients:
-    """All clients of a run in this process; implements `Clients`.
+    """All clients of a run in this process; implements `Clients`. UserError if the module does not fit the records.
 
-    Args:
-        population: the clients' records, on the device of the run.
-        module: the step of one client; its parameters are the start.
-        privacy: with the key of a simulation, if it is one; None is a run without privacy.
+    `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
 
     **Privacy** Holds records, noise, budgets and the ledger. Only what the methods return leaves.
-
-    Raises:
-        UserError: the module does not fit the records, or mixes them.
     """
 
     def __init__(
@@ -81,8 +75,6 @@ class LocalClients:
 
     def run(self, work: Callable[[], T]) -> T:
         return work()
-
-    # -- the whole run
 
     def planned_rounds(self, folder: Path) -> int:
         header = ClientFolder(folder).header()
@@ -145,8 +137,6 @@ class LocalClients:
     def close(self) -> None:
         self.ledger.close()
 
-    # -- releases
-
     def accept(self, plan: RoundPlan) -> RoundPlan:
         plan, numbers = self.budgets.charge_round(plan)
         self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
@@ -162,8 +152,6 @@ class LocalClients:
         check_answerable(query)
         clients, numbers = self.budgets.charge_query(query, round)
         return self.engine.ask(query.only(clients), round, numbers)
-
-    # -- what was released and paid
 
     @property
     def _everyone(self) -> range:
@@ -193,8 +181,6 @@ class LocalClients:
 
     def ledger_head(self) -> dict[str, Any]:
         return self.ledger.head.as_dict()
-
-    # -- not covered by the guarantee
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         return evaluate(self.module, self.population, final_models, self.engine)

@@ -23,7 +23,6 @@ class LocalTask:
     Args:
         mechanism: bounds, noises and divides the sum. Its event was charged before.
         noise: generator of the noise of this client and round.
-        learning_rate: of plain SGD, unless `configure_optimizers` is overridden.
         norms: of the gradients so far; private.
         anchor: `[P]` or None; each step adds `pull * (parameters - anchor)`, which does not depend on data.
     """
@@ -46,15 +45,10 @@ class LocalTask:
     def class_gradients(
         self, job: ClassGradients, sums: Tensor, dtype: torch.dtype, drawn: Tensor, labels: Tensor
     ) -> Tensor:
-        """What the client sends for the job, in `dtype`: noised and divided sums, and counts of records if it asks for
-        them.
+        """What the client sends for the job: clipped `sums` `[num_classes, p]`, noised and divided, and exact counts of
+        the labels of `drawn` records `[B]` and of all records `[n]` if it asks for them.
 
-        Args:
-            sums: `[num_classes, p]`, clipped.
-            drawn: labels of the records in `sums`, `[B]`.
-            labels: labels of all records of the client, `[n]`.
-
-        **Privacy** One step of the mechanism; counts are exact (see `ClassGradients.counts`).
+        **Privacy** One step of the mechanism; for the counts see `ClassGradients.counts`.
         """
         noised = self.mechanism.privatise(sums, self.noise, dtype)
         if not job.counts:
@@ -71,12 +65,8 @@ class ClientModule(Model, L.LightningModule):
     `trainer`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
 
     **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
-    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger, so it is
+    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger and is
     refused.
-
-    >>> module = ClientModule(nn.Linear(4, 3))
-    >>> module.num_params
-    15
     """
 
     def __init__(self, net: nn.Module) -> None:

@@ -32,8 +32,7 @@ class RunPlan:
 
     Args:
         seed: of everything but noise and sampling.
-        schedule: every release of the run, its noise solved.
-        accountant: name of the accountant with which the noise was solved.
+        schedule: every release of the run, its noise solved with `accountant`.
         caveats: sentences that every guarantee of the run must contain.
         strategies: class of each deciding strategy -> digest of its settings and source.
         options: the resolved configuration, if there is one.
@@ -68,8 +67,6 @@ class Clients(Protocol):
         unprotected: what every client shows without noise, in words.
         caveats: sentences that every guarantee of these clients must contain.
         device: where models and updates are.
-        description: how the clients compute, in words.
-        noise: where noise and sampling come from, in words.
     """
 
     simulated: bool
@@ -79,10 +76,12 @@ class Clients(Protocol):
     device: torch.device
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """How the clients compute, in words."""
 
     @property
-    def noise(self) -> str: ...
+    def noise(self) -> str:
+        """Where noise and sampling come from, in words."""
 
     def run(self, work: Callable[[], T]) -> T:
         """`work()`, the server's side of the run; of several processes only one does it, and all return the result."""
@@ -91,14 +90,10 @@ class Clients(Protocol):
         """The number of rounds with which the ledger in a run's folder began; 0 if there is no ledger yet."""
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        """Agree to the plan and open the ledger in the run's folder.
+        """Agree to the plan and open the ledger in the run's folder; UserError if it is the ledger of another run.
 
-        Args:
-            saved: `state_dict()` of the last checkpoint, or None if there is none.
-            ended: whether that run has ended, so that nothing more is released.
-
-        Raises:
-            UserError: the folder holds the ledger of another run.
+        `saved` is `state_dict()` of the last checkpoint, if there is one; `ended` says that the run releases nothing
+        more.
         """
 
     def change(self, schedule: RunSchedule) -> None:
@@ -108,10 +103,7 @@ class Clients(Protocol):
         """The plan without the clients that cannot pay; the others are charged."""
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        """The noised releases of an accepted plan, from `models` `[K, P]`.
-
-        With `raw_weights` `[K, C]` only the sum `raw_weights @ releases` is returned.
-        """
+        """The noised releases of an accepted plan from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`."""
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         """The noised answers of those clients that can pay for them, by client."""
@@ -129,7 +121,7 @@ class Clients(Protocol):
         """Whether any client has paid for a release of that round."""
 
     def used(self, client: int, purpose: str) -> int:
-        """How many releases of that purpose the client has paid for."""
+        """The number of releases of that purpose that the client has paid for."""
 
     def account(self, client: int) -> ClientAccount: ...
 

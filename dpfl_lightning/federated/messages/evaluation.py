@@ -37,10 +37,9 @@ SHOWN = "diagnostics: clip fractions and counts of broken gradients were shown w
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """Statistics of each client's gradients in one round. A run that shows them has no privacy guarantee.
+    """Each client's clipped part of the gradients of one round (None without gradients), and how many are not finite.
 
-    `clip_fraction` is the clipped part of the gradients, in [0, 1], or None without gradients; `not_finite` counts
-    those that were not finite.
+    A run that shows them has no privacy guarantee.
     """
 
     clip_fraction: tuple[float | None, ...]

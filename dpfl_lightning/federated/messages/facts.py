@@ -13,8 +13,7 @@ class Facts:
 
     Args:
         num_records: number of training records of each client.
-        num_classes: number of classes; 1 for a regression.
-        input_shape: shape X of one record.
+        num_classes: 1 for a regression.
         batch_size: expected batch size of each client.
         reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For

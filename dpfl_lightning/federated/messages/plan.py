@@ -31,8 +31,9 @@ class LocalTraining:
 class ClassGradients:
     """The noised sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
 
+    A class without records has a row, too.
+
     Args:
-        num_classes: number of rows; a class without records has a row, too.
         parameters: names of the parameters whose p gradient entries are clipped and sent; None is all, p = P.
         augmentation: public transformation of every record, the same for all clients.
         most_records: number of records drawn of each class without replacement, instead of a Poisson draw.
@@ -54,7 +55,7 @@ class ClassGradients:
         return mechanism.clip_norm if self.most_records is None else mechanism.clip_norm / 2
 
     def expected_records(self, mechanism: Mechanism) -> float:
-        """An upper bound of the expected number: which classes a client lacks is private."""
+        """An upper bound of the expected number, because the classes that a client lacks are private."""
         drawn = math.inf if self.most_records is None else self.num_classes * self.most_records
         return min(mechanism.expected_batch_size, drawn)
 
@@ -84,11 +85,11 @@ class RoundPlan:
     """The part of each of C clients in a round, as parallel tuples of length C.
 
     Args:
-        purpose: the line of each client's schedule that pays for this round.
         model_of: row of the server's models that each client starts from, and that its update is added to unless a
             strategy with role `route` decides otherwise.
+        purpose: the line of each client's schedule that pays for this round.
         anchors: models `[A, P]` to which `anchor_of` refers. Local steps are pulled to them with strength `pull`.
-        fewest: >= 1. If fewer clients are left, for example because others cannot pay, no client trains.
+        fewest: if fewer clients (>= 1) are left, for example because others cannot pay, no client trains.
     """
 
     round: int

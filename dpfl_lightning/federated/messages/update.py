@@ -81,9 +81,8 @@ class ClientUpdates:
 
     Args:
         noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps.
-        deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if updates were only added up, and for
-            strategies whose `needs_updates` is false.
-        total: the weighted sum of the updates, if no strategy needs single ones.
+        deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
+            because no strategy needs single ones.
         lost: clients whose update was not finite. They are in none of the other fields.
         model_of: row of the server's models that each client started from.
     """
@@ -99,7 +98,7 @@ class ClientUpdates:
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
-        """The known fields of the updates of a plan, before they arrive."""
+        """The fields of the updates of a plan that are known before they arrive."""
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
         sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
@@ -114,10 +113,9 @@ class ClientUpdates:
 
 
 class UpdateBuffer:
-    """Collects the updates of a round: keeps them, or adds them up. Updates that are not finite are dropped.
+    """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
-    Args:
-        weights: `[K, C]` if they are known before training; None keeps every update.
+    Updates that are not finite are dropped.
     """
 
     def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:

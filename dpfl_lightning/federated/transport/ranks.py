@@ -44,16 +44,12 @@ class Ranks:
     """This process among the processes of its launcher, or alone.
 
     Every rank creates this object at the same point of the program; `device` is "auto" or an accelerator of Lightning
-    Fabric. Rank 0 leads: `lead` runs its work while the other ranks `serve`, that is, answer its messages. Messages are
-    arbitrary objects; tensors in them arrive on the receiver's device. One thread for each peer waits for messages, so
-    that the main thread can always be interrupted, and the loss of a peer is noticed immediately.
+    Fabric. Tensors in messages arrive on the receiver's device. One thread for each peer waits for messages, so that
+    the main thread can always be interrupted, and the loss of a peer is noticed immediately.
 
     **Privacy** Outputs of evaluation and personal parameters are sent between ranks without encryption: the network
     between them must be trusted as much as the ranks' memory. Messages are unpickled, so anyone who can send a message
     can run code.
-
-    Raises:
-        UserError: the device does not exist, or the ranks do not find each other.
     """
 
     def __init__(self, device: str) -> None:
@@ -82,8 +78,6 @@ class Ranks:
         except RuntimeError:
             self._gone(0)
 
-    # -- a run
-
     def lead(self, work: Callable[[], T]) -> T:
         """Run rank 0's `work`, which the other ranks serve. They return its result, too, or end with the same status.
 
@@ -91,7 +85,7 @@ class Ranks:
         round at the second signal (`stopping.between_rounds`). After an exception of the work both are ignored, so that
         saving the run is not interrupted; the ranks are then disconnected, and no other run can follow.
         """
-        with self._listening(), _handled(self._stop_once, signal.SIGTERM, signal.SIGINT):
+        with self._listening(), _handled(self._stop_once):
             try:
                 result = work()
             except BaseException as error:
@@ -107,7 +101,7 @@ class Ranks:
 
         An exception of `handle` is the answer. If rank 0 fails, this process ends.
         """
-        with self._listening(), _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):  # rank 0 handles them for all
+        with self._listening(), _handled(signal.SIG_IGN):  # rank 0 handles signals for all
             while True:
                 _, (command, content) = self.receive()
                 if command is None:
@@ -140,8 +134,6 @@ class Ranks:
         if data is None:
             self._gone(rank)
         return rank, self._unpacked(data)
-
-    # -- below messages
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -179,7 +171,7 @@ class Ranks:
 
     def _stop_once(self, number: int, frame: object) -> None:
         """Handle a signal once; after the message that is being sent, because the receiver waits for its rest."""
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        _install(signal.SIG_IGN)
         reason = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
         error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(reason)
         if not self._sending:
@@ -187,7 +179,7 @@ class Ranks:
         self._stop = error
 
     def _end_others(self, error: BaseException) -> None:
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        _install(signal.SIG_IGN)
         status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
         for rank in self.others:
             with suppress(RuntimeError):  # it may be the lost rank
@@ -199,7 +191,7 @@ class Ranks:
     def _gone(self, rank: int) -> NoReturn:
         if self.rank > 0:
             self._leave(1, f"rank {self.rank}: rank 0 is gone, so this rank ends too")
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        _install(signal.SIG_IGN)
         raise LostRank(f"`ranks` must all live until the run ends, got the end of rank {rank}.")
 
     def _leave(self, status: int, words: str = "") -> NoReturn:
@@ -267,21 +259,15 @@ def _received(buffer: Tensor, rank: int) -> Tensor:
     return buffer
 
 
-# -- signals: only the main thread may handle them
+def _install(handler: Any) -> dict[signal.Signals, Any]:
+    """Handle SIGTERM and Ctrl-C by `handler`, and return the handlers before; only the main thread may do so."""
+    main = threading.current_thread() is threading.main_thread()
+    return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
 
 
 @contextmanager
-def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
+def _handled(handler: Any) -> Iterator[None]:
+    before = _install(handler)
     yield  # after an exception the old handlers are not restored: the process still has to report the reason, and ends
     for number, old_handler in before.items():
         signal.signal(number, old_handler)
-
-
-def _ignore(*numbers: signal.Signals) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)

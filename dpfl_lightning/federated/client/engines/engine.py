@@ -49,11 +49,9 @@ class Engine(Protocol):
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        """Train the clients of the plan from `models` `[K, P]` and return their noised releases.
+        """The noised releases of the plan's clients from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`.
 
-        Args:
-            charge_numbers: `[C]`, selects the noise stream of each client.
-            raw_weights: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
+        `charge_numbers` `[C]` select the noise stream of each client.
         """
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:

@@ -32,13 +32,10 @@ T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
-    """Trains several clients at the same time, by plain SGD on one flat parameter vector.
+    """Trains `workers` clients at the same time (None: one a core, one on a GPU), by plain SGD on one flat vector.
 
     Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else `vmap(grad)`; `description`
     says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
-
-    Args:
-        workers: number of clients trained at the same time, >= 1; None is one for each core (one on a GPU).
 
     **Guarantees** The number of workers does not change a bit: a client's release depends on its random streams only,
     and the number of threads within an operator on cores and clients only.
@@ -137,11 +134,7 @@ class FastEngine(SerialEngine):
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
-    """The clipped sum that `clipped_sum_for` chooses for the engine's module, and why.
-
-    Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which the engine does not call.
-    """
+    """The clipped sum for the engine's module, and why; UserError if the module overrides a hook that is not called."""
     module = engine.module
     for hook in ("training_step", "configure_optimizers"):
         if getattr(type(module), hook) is not getattr(ClientModule, hook):

@@ -36,14 +36,14 @@ class StackedEngine(SerialEngine):
     """Trains the clients of a round at once: per-record gradients by `vmap` over clients and records, padded batches.
 
     For a GPU and many clients with small models, whose single steps leave it idle. A pass has one static shape `[S, B]`
-    for S clients of B records; on CUDA it is compiled once into CUDA graphs. Clients that take one step from one model
-    are one unpadded batch instead (`one_batch.py`).
+    for S clients of B records; on CUDA it is compiled into CUDA graphs. Clients that take one step from one model are
+    one unpadded batch instead (`one_batch.py`).
 
     **Guarantees** Releases equal those of `SerialEngine` up to rounding: the same draws, the same noise. They depend on
-    the plan and on `description` alone, which holds the memory that bounds S. B comes from sizes and sampling rates,
-    which are public, never from a draw; a larger draw takes more passes.
+    the plan and on `description` alone, which holds the memory that bounds S.
 
-    **Privacy** As `SerialEngine`: each step of each client is one `Mechanism.privatise`, row by row.
+    **Privacy** B comes from sizes and sampling rates, which are public, never from a draw; a larger draw takes more
+    passes. Each step of each client is one `Mechanism.privatise`, row by row.
     """
 
     name = "stacked"

@@ -30,18 +30,14 @@ FEWEST = 16  # records a group on average: below, a separate pass for each group
 class UnclippedSum:
     """A `ClippedSum` that is quicker on a CPU where nothing is clipped (`clip_norm = inf`).
 
-    The other sum computes all else: gradients that are clipped, groups of few records, and a batch in which some
-    gradient is not finite, which has to be left out.
-
-    Args:
-        clipped_sum: the other sum; its check for the net showed that a batch's loss is a sum over its records.
-        loss: the module's, with layers that are faster for a first derivative.
+    The sum `clipped`, whose check showed that a batch's loss is a sum over its records, computes all else: gradients
+    that are clipped, groups of few records, and a batch in which some gradient is not finite and has to be left out.
 
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
 
-    def __init__(self, clipped_sum: FastClippedSum, loss: FastLoss) -> None:
-        self._clipped, self._loss = clipped_sum, loss
+    def __init__(self, clipped: FastClippedSum, loss: FastLoss) -> None:
+        self._clipped, self._loss = clipped, loss
         self._pool: ThreadPoolExecutor | None = None
 
     @torch.no_grad()  # except for the passes
