@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -148,13 +149,10 @@ class Budgets:
     def spent(self) -> tuple[float, ...]:
         """The current epsilon of each client, rounded up. Only clients that have paid since then are recomputed."""
         for client in self._paid:
-            shown = self.ledger.used(client, _SHOWN)
-            self._spent[client] = math.inf if shown else self._spent_by(client)
+            used = functools.partial(self.ledger.used, client)
+            self._spent[client] = math.inf if used(_SHOWN) else self._compute_spent(self.schedule.clients[client], used)
         self._paid = set()
         return tuple(self._spent)
-
-    def _spent_by(self, client: int) -> float:
-        return self._compute_spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""

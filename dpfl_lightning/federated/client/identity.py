@@ -86,25 +86,20 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
 
     **Privacy** Private: contains a plain digest of all records.
     """
+    libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
+    settings = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
+    code = hashlib.sha256(f"{libraries} {settings}".encode())
+    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
+        code.update(source.read_bytes())
     device = module.device
     kind = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
-        "code": _package_digest(),
+        "code": code.hexdigest(),
         "model": module_digest(module),
         "data": hex_digest(b"".join(data_digests(population, b""))),
         "engine": f"{engine.name} ({engine.description})",
         "device": f"{device.type} {kind}",
     }
-
-
-def _package_digest() -> str:
-    """Digest of the source of this package, of the versions of numerical libraries and of their settings."""
-    libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
-    settings = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
-    digest = hashlib.sha256(f"{libraries} {settings}".encode())
-    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
 
 
 def data_digests(population: Population, key: bytes) -> Iterator[bytes]:

@@ -59,7 +59,11 @@ class FastEngine(SerialEngine):
             example = dummy_batch(population, 8, module.device)
             self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
-        for seat in (self, *(self._another_seat() for _ in range(self.workers - 1))):
+        self._seats.put(self)
+        for _ in range(self.workers - 1):
+            seat = copy.copy(self)
+            seat.module = copy.deepcopy(module)  # a forward pass swaps parameters and adds hooks
+            seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
             self._seats.put(seat)
         self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
@@ -114,13 +118,6 @@ class FastEngine(SerialEngine):
         finally:
             for task in running:
                 task.cancel()
-
-    def _another_seat(self) -> SerialEngine:
-        """A copy of this engine with another module, since a forward pass swaps parameters and adds hooks."""
-        seat = copy.copy(self)
-        seat.module = copy.deepcopy(self.module)
-        seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
-        return seat
 
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         theta = start.clone()
