@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the e
 _IMAGES_AT_ONCE = 128  # images in a vectorised pass: more fill an accelerator's memory
 
 ByClass = Mapping[str, Tensor]  # parameter name -> [G, *shape], one gradient for each class
+#: (loss, all parameters of the net, names, images `[g, n, *X]`, classes `[g]`) -> the gradient of the mean loss of each
+#: class's images, by name `[g, *shape]`, differentiable in the images
+ClassGradientsOf = Callable[[SampleLoss, Params, Sequence[str], Tensor, Tensor], dict[str, Tensor]]
 
 
 def matched_names(shapes: Mapping[str, Sequence[int]], matching: str) -> tuple[str, ...]:
@@ -43,16 +45,11 @@ def num_rows(shapes: Mapping[str, Sequence[int]]) -> int:
 def distances(ours: ByClass, theirs: ByClass, matching: str, row_weights: ByClass | None = None) -> Tensor:
     """Return the distance between the two gradients of each class, `[G]`; differentiable in `ours`.
 
-    - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows]; a row holds the inputs of one output
-      node of a layer. Parameters of one dimension (biases, norms) are ignored.
+    - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows], weighted by `row_weights` (`[G, rows]`
+      for each name, in [0, 1]); a row holds the inputs of one output node of a layer. Parameters of one dimension
+      (biases, norms) are ignored.
     - cos: the same with all parameters as one row, in [0, 2].
     - mse: `|a - b|^2` over all parameters; the only one that depends on the length of the gradients.
-
-    Args:
-        ours: gradients of the synthetic set.
-        theirs: target gradients with the same names.
-        matching: one of `MATCHINGS`.
-        row_weights: weights for layerwise_cosine: `[G, rows]` for each name, in [0, 1].
 
     Reference: Zhao, Mopuri and Bilen (2021), their code (layerwise_cosine); Wang and Wang (2024), eq. 27 (mse).
 
@@ -86,13 +83,8 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
     """Return weights of the target's rows, `[G, rows]` for each name: ~ `max(0, 1 - n s^2 / |row|^2)` for n numbers.
 
     A row of pure noise has a random direction and should not move the images. The weights of a class sum to its number
-    of rows, so that the images move as fast as without weights; if all rows are noise, the weights are zeros.
-
-    Args:
-        target: released gradients.
-        noise_std: noise std s of one number of `target`, >= 0; it is public, as the mechanism is.
-
-    **Privacy** Post-processing.
+    of rows, so that the images move as fast as without weights; if all rows are noise, the weights are zeros. s is
+    `noise_std` >= 0 of one number, public as the mechanism is. Post-processing.
     """
     weights = {}
     for name, gradient in target.items():
@@ -104,15 +96,14 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
     return {name: torch.where(mean > 0, weight / mean.clamp_min(_NEAR_ZERO), 0.0) for name, weight in weights.items()}
 
 
-def coordinate_median(blocks: Tensor, holds: Tensor, fewest: int = 3) -> Tensor:
+def coordinate_median(blocks: Tensor, holds: Tensor) -> Tensor:
     """Return the median of every coordinate over the clients that hold the class, `[G, d]`.
 
-    For an even number of clients it is the mean of the two middle values. Fewer than `fewest` clients give their mean;
-    no client gives zeros.
+    For an even number of clients it is the mean of the two middle values. One or two clients give their mean; no client
+    gives zeros.
 
     Args:
         blocks: each client's mean gradient of each class, `[C, G, d]`.
-        holds: `[C, G]` bool.
         holds: `[C, G]` bool.
 
     Reference: Yin et al. (2018), coordinate-wise median.
@@ -120,33 +111,12 @@ def coordinate_median(blocks: Tensor, holds: Tensor, fewest: int = 3) -> Tensor:
     rows = []
     for class_blocks, class_holds in zip(blocks.unbind(dim=1), holds.unbind(dim=1), strict=True):
         values = class_blocks[class_holds]
-        if len(values) >= fewest:
+        if len(values) >= 3:
             # in pieces, because torch.quantile takes at most 16 million numbers
-            rows.append(torch.cat([_median(part) for part in values.split(1 << 16, dim=1)]))
+            rows.append(torch.cat([part.quantile(0.5, dim=0) for part in values.split(1 << 16, dim=1)]))
         else:
             rows.append(values.mean(dim=0) if len(values) else torch.zeros_like(class_blocks[0]))
     return torch.stack(rows)
-
-
-def _median(rows: Tensor) -> Tensor:
-    """Return the median of each column; `torch.median` would return the lower of two middle values."""
-    return rows.quantile(0.5, dim=0)
-
-
-class ClassGradientsOf(Protocol):
-    """Computes the gradient of the mean loss of each class's images, by name `[g, *shape]`; differentiable in `images`.
-
-    Args (of a call):
-        loss: `(params, x [B, *X], y [B]) -> [B]`.
-        params: all parameters of the net.
-        names: parameters whose gradients are computed.
-        images: `[g, n, *X]`.
-        classes: class of each row, `[g]`.
-    """
-
-    def __call__(
-        self, loss: SampleLoss, params: Params, names: Sequence[str], images: Tensor, classes: Tensor
-    ) -> dict[str, Tensor]: ...
 
 
 def class_by_class(
@@ -181,12 +151,7 @@ def fastest_class_gradients(
 ) -> ClassGradientsOf:
     """Return `all_classes_at_once` if it moves random images of this net like `class_by_class`, otherwise the latter.
 
-    This guards against silent errors: under `vmap`, torch's LayerNorm treats its mean and deviation as constants in
-    second derivatives.
-
-    Args:
-        loss, params, names: see `ClassGradientsOf`.
-        input_shape: X.
+    Under `vmap`, torch's LayerNorm silently treats its mean and deviation as constants in second derivatives.
     """
     like, generator = next(iter(params.values())), torch.Generator().manual_seed(0)
 
@@ -249,12 +214,7 @@ class SyntheticSet:
         return bool(self.images.isfinite().all()) and bool(self.velocity.isfinite().all())
 
     def moved(self, rows: Tensor, slope: Tensor, learning_rate: float, momentum: float) -> SyntheticSet:
-        """Return the set after one step of gradient descent with momentum; other classes than `rows` stay unchanged.
-
-        Args:
-            rows: classes to move, `[g]`.
-            slope: gradients of the images, `[g, n, *X]`.
-        """
+        """Return the set after a step of gradient descent with momentum by `slope` `[g, n, *X]` of classes `rows`."""
         velocity, images = self.velocity.clone(), self.images.clone()
         velocity[rows] = momentum * velocity[rows] + slope
         images[rows] -= learning_rate * velocity[rows]
@@ -269,9 +229,7 @@ class Matching:
         loss: `(params, x [B, *X], y [B]) -> [B]`.
         names: parameters whose gradients are matched.
         distance: one of `MATCHINGS`.
-        learning_rate: learning rate of the images, > 0.
-        momentum: momentum of the images, in [0, 1).
-        gradients: computes the gradients of the synthetic set; see `fastest_class_gradients`.
+        gradients: see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.
         at_once: images in a pass, >= 1; a pass has at least one class.
         threads: whether passes run in parallel threads; `loss` must then be thread-safe, and `gradients` use autograd.
@@ -299,10 +257,7 @@ class Matching:
     ) -> Matching:
         """Create the fastest form for the module's device: one class on each core at a time, or vectorised passes.
 
-        Args:
-            module: module that defines the loss; its parameters are neither read nor changed.
-            names, distance, learning_rate, momentum: see above.
-            input_shape: X.
+        The module defines the loss; its parameters are neither read nor changed.
         """
         settings = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
@@ -315,10 +270,9 @@ class Matching:
     def slope(
         self, images: Tensor, classes: Tensor, params: Params, target: ByClass, row_weights: ByClass | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the distance with respect to the images, `[g, n, *X]`, and each distance, `[g]`.
+        """Return the gradient of the distance with respect to the images `[g, n, *X]`, and each distance, `[g]`.
 
         Args:
-            images: `[g, n, *X]`.
             classes: class of each row, `[g]`.
             params: all parameters of the net.
             target: `[g, *shape]` for each name.
@@ -345,12 +299,8 @@ class Matching:
     ) -> tuple[SyntheticSet, Tensor]:
         """Return the set after one step towards `target`, and the distances before it, `[G]`, NaN for absent classes.
 
-        The images of a class do not influence the distances of other classes, so passes may have any number of classes.
-
-        Args:
-            params: all parameters of the net.
-            target: `[G, *shape]` for each name.
-            present: `[G]` bool; absent classes and their momentum stay exactly unchanged.
+        Absent classes (False in `present` `[G]`) and their momentum stay exactly unchanged. The images of a class do
+        not influence the distances of other classes, so passes may have any number of classes.
         """
 
         def one_pass(classes: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,7 +15,6 @@ _DRAWS = 1000
 FALSE_ALARMS = 0.01  # probability in a run; groups that lie 1.2 P^(1/4) apart are still found
 _ENOUGH = 100  # draws needed for a quantile
 _NUMBERS = 1 << 20  # numbers that are drawn at once
-_DIGITS = 3  # digits of relative noise: clients that differ by less share their thresholds
 
 
 def candidates(points: int) -> range:
@@ -22,62 +22,53 @@ def candidates(points: int) -> range:
     return range(2, min(MOST_GROUPS, points // 2) + 1)
 
 
-def two_way(
-    num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2, share: float = 1.0
-) -> float:
+def _remembered(threshold: Callable[..., float]) -> Callable[..., float]:
+    """Cache a threshold; noises that differ by less than three digits share one."""
+    cached = functools.lru_cache(maxsize=256)(threshold)
+
+    @functools.wraps(cached)
+    def with_key(num_params: int, relative_noise: Sequence[float], *args: Any, **kwargs: Any) -> float:
+        return cached(num_params, tuple(sorted(round(float(one), 3) for one in relative_noise)), *args, **kwargs)
+
+    return with_key
+
+
+@_remembered
+def two_way(num_params: int, relative_noise: Sequence[float], min_size: int = 2, share: float = 1.0) -> float:
     """Return the separation that Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as 0.
 
     Args:
-        num_params: P.
         relative_noise: noise of each point / the unit of separations.
         min_size: smallest size of a group, >= 1.
         share: share of the 1 %, in (0, 1].
     """
-    return _two_way(num_params, _key(relative_noise), min_size, share)
+    cuts = _cuts(num_params, relative_noise, 2)
+    return _quantile([least_of if size >= min_size else 0.0 for least_of, size in cuts], share)
 
 
-def given_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, groups: int, min_size: int = 2) -> float:
+@_remembered
+def given_cut(num_params: int, relative_noise: Sequence[float], groups: int, min_size: int = 2) -> float:
     """Return the 99 % quantile of the least separation in Ward's cuts in `groups` groups that are all large enough.
 
     If almost no cut of noise has only such groups, all cuts count, because a false alarm is then already rare.
     """
-    return _given_cut(num_params, _key(relative_noise), groups, min_size)
-
-
-def any_cut(num_params: int, relative_noise: Sequence[float] | np.ndarray, min_size: int = 2) -> float:
-    """Return the 99 % quantile of the largest least separation over all `candidates` without a smaller group."""
-    return _any_cut(num_params, _key(relative_noise), min_size)
-
-
-def _key(relative_noise: Sequence[float] | np.ndarray) -> tuple[float, ...]:
-    return tuple(sorted(round(float(noise), _DIGITS) for noise in relative_noise))
-
-
-@functools.lru_cache(maxsize=256)
-def _two_way(num_params: int, noise: tuple[float, ...], min_size: int, share: float) -> float:
-    alarms = [least_of if size >= min_size else 0.0 for least_of, size in _cuts(num_params, noise, 2)]
-    return _quantile(alarms, share)
-
-
-@functools.lru_cache(maxsize=256)
-def _given_cut(num_params: int, noise: tuple[float, ...], groups: int, min_size: int) -> float:
-    cuts = list(_cuts(num_params, noise, groups))
+    cuts = list(_cuts(num_params, relative_noise, groups))
     allowed = [least_of for least_of, size in cuts if size >= min_size]
-    chosen = allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts]
-    return _quantile(chosen)
+    return _quantile(allowed if len(allowed) >= _ENOUGH else [least_of for least_of, _ in cuts])
 
 
-@functools.lru_cache(maxsize=256)
-def _any_cut(num_params: int, noise: tuple[float, ...], min_size: int) -> float:
+@_remembered
+def any_cut(num_params: int, relative_noise: Sequence[float], min_size: int = 2) -> float:
+    """Return the 99 % quantile of the largest least separation over all `candidates` without a smaller group."""
     largest = []
-    for updates in noise_alone(num_params, noise):
-        cuts = [updates.tree.cut(groups) for groups in candidates(len(noise))]
+    for updates in noise_alone(num_params, relative_noise):
+        cuts = [updates.tree.cut(groups) for groups in candidates(len(relative_noise))]
         allowed = [cut for cut in cuts if min(map(len, cut)) >= min_size]
         largest.append(max((least(updates.half_distances(cut)) for cut in allowed), default=0.0))
     return _quantile(largest)
 
 
-def _cuts(num_params: int, noise: tuple[float, ...], groups: int) -> Iterator[tuple[float, int]]:
+def _cuts(num_params: int, noise: Sequence[float], groups: int) -> Iterator[tuple[float, int]]:
     """Yield the least separation, in the unit of `noise`, and the smallest size of each cut."""
     for updates in noise_alone(num_params, noise):
         cut = updates.tree.cut(groups)

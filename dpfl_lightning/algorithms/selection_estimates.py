@@ -16,9 +16,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 
-from dpfl_lightning.algorithms.selection_noise import PAPER_BIAS, NoiseModel
+from dpfl_lightning.algorithms.selection_noise import NoiseModel
 
 Vector = NDArray[np.float64]
+
+#: c in the bias term `c L / mu` as printed. The proof supports only 2: one step uses an inequality in the wrong
+#: direction if the selected clients' losses are below those at the optimum, which is what biased means.
+PAPER_BIAS = 1.5
 
 
 def shrunken_heterogeneity(
@@ -27,7 +31,7 @@ def shrunken_heterogeneity(
     """Shrink each client's mean noised loss towards the mean of all, as far as noise explains the differences, `[N]`.
 
     Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. If noise explains all differences, the estimates
-    are equal, and allocation minimises noise alone.
+    are equal, and allocation minimises noise alone. Post-processing of noised reports.
 
     Args:
         mean_report: mean of a client's noised losses, not clipped, `[N]`; any value for a client without reports.
@@ -38,11 +42,7 @@ def shrunken_heterogeneity(
     Returns:
         Estimates `[N]`, and the variance between clients without noise.
 
-    **Privacy** Post-processing of noised reports.
-
-    Reference: DerSimonian and Laird (1986), with a test for the presence of that variance. It is not in the paper,
-        whose
-    minimum of differences (`least_differences`) makes clients that report often look alike.
+    Reference: DerSimonian and Laird (1986), with a test for the presence of that variance; not in the paper.
 
     >>> estimate, between = shrunken_heterogeneity([0.9, 1.1, 0.0], [4, 4, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     >>> estimate.round(3).tolist(), between
@@ -70,10 +70,8 @@ def shrunken_heterogeneity(
 def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: int) -> Vector:
     """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 
-    Noise dominates it: the minimum decreases with the number of rounds.
-
-    Args:
-        reports: (client, loss at the server's model, loss at the client's model), noised.
+    `reports` are (client, loss at the server's model, loss at the client's model), noised. Noise dominates the minimum,
+    which makes clients that report often look alike.
 
     >>> least_differences([(0, 2.0, 1.5), (0, 2.0, 1.9), (1, 1.0, 1.3)], num_clients=3).round(3).tolist()
     [0.1, 0.3, 0.2]
@@ -88,9 +86,8 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
 def estimated_skew(counts: ArrayLike, last_losses: dict[int, float], max_loss: float) -> float:
     """Return rho_min of equation 9, with F_n* = 0; it may exceed 1, which the true value cannot.
 
-    Args:
-        counts: participations before the last round of the first stage, `[N]`.
-        last_losses: noised losses of that round's clients at the server's model; clipped to [0, max_loss] here.
+    `counts` `[N]` are participations before the last round of the first stage, `last_losses` the noised losses of that
+    round's clients at the server's model, clipped to [0, max_loss] here.
     """
     counts = np.asarray(counts, dtype=float)
     known = {client: min(max(loss, 0.0), max_loss) for client, loss in last_losses.items()}
@@ -153,12 +150,7 @@ def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int
     One equation has five unknowns, so any start gives another exact solution. Give the ratio of bias to noise if you
     can.
 
-    Args:
-        start: start values; None is 1, 8, 1, 1, 0.1.
-        cycles: largest number of cycles over all five constants.
-
-    Reference: Ma et al., problem P2. The start values, the bounds [1e-6, 1e3] and the stop rule are ours, because the
-    paper gives none.
+    Reference: Ma et al., problem P2. The start values, the bounds [1e-6, 1e3] and the stop rule are ours.
     """
     constants = start or Constants()
 
@@ -183,3 +175,13 @@ def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int
             if residual(constants) < 1e-6:
                 return constants, residual(constants)
     return constants, residual(constants)
+
+
+def bias_noise_ratio(constants: Constants, rounds: int, cohort_size: int) -> float:
+    """Return `K (L + c mu (gamma + T) / 4)`, the one number that determines P1: bias over noise, times Lambda.
+
+    >>> round(bias_noise_ratio(Constants(lr_offset=0.277, smoothness=0.997, strong_convexity=0.239), 190, 20) / 20, 1)
+    18.1
+    """
+    last = constants.lr_offset + rounds
+    return cohort_size * (constants.smoothness + PAPER_BIAS / 4 * constants.strong_convexity * last)

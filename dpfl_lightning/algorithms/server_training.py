@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,25 +30,12 @@ def torch_seed(generator: np.random.Generator) -> int:
     return int(generator.integers(2**32))
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators with `seed`, and restore their state afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 @dataclass(frozen=True)
 class Training:
     """Settings of training a net on a set: SGD on shuffled batches.
 
     Args:
-        epochs: passes over the set, >= 0.
-        learning_rate: > 0.
-        momentum: in [0, 1).
-        weight_decay: >= 0.
         decayed: whether the learning rate is divided by ten in the second half of the epochs.
-        batch_size: >= 1.
         augmentations: names of operations, may be empty. Each batch is augmented by one of them, each image separately.
     """
 
@@ -77,19 +62,18 @@ def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
     sample_loss = FastLoss(module, x[:0], y[:0], second_order=False)
-    with _seeded(seed, x.device), torch.enable_grad():
+    with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(seed)
         for epoch in range(how.epochs):
             if how.decayed and epoch == (how.epochs + 1) // 2:
                 optimizer.param_groups[0]["lr"] = 0.1 * how.learning_rate
             for rows in torch.randperm(len(x)).to(x.device).split(how.batch_size):
-                loss = sample_loss(module.unflatten(theta), _changed(x[rows], how.augmentations), y[rows]).mean()
+                batch = x[rows]
+                if how.augmentations:
+                    operation = how.augmentations[int(torch.randint(len(how.augmentations), ()))]
+                    batch = augmented(batch, operation)
+                loss = sample_loss(module.unflatten(theta), batch, y[rows]).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     return theta.detach()
-
-
-def _changed(x: Tensor, augmentations: Sequence[str]) -> Tensor:
-    if not augmentations:
-        return x
-    return augmented(x, augmentations[int(torch.randint(len(augmentations), ()))])

@@ -41,9 +41,8 @@ class Updates:
     Args:
         gram: `[n, n]` float64, see `centred_gram`.
         noise_std: noise std in each parameter of each update, `[n]`, >= 0.
-        num_params: P.
-        sampling_std: upper bound of the distance (a length) between an update and the mean of its group because the
-            client's records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
+        sampling_std: upper bound of the distance between an update and the mean of its group because the client's
+            records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
     """
 
     gram: np.ndarray
@@ -104,11 +103,7 @@ class Updates:
 
 
 class WardTree:
-    """Ward's hierarchical clustering: nodes 0..n-1 are the points, the next n-1 nodes are the merges in order.
-
-    Args:
-        squares: `[n, n]` squared distances.
-    """
+    """Ward's clustering of `[n, n]` squared distances: nodes 0..n-1 are the points, the others the merges in order."""
 
     def __init__(self, squares: np.ndarray) -> None:
         self.size = len(squares)

@@ -12,8 +12,6 @@ from dpfl_lightning.algorithms import null_separation
 from dpfl_lightning.algorithms.update_geometry import Updates, in_order
 from dpfl_lightning.errors import nearest, require
 
-CHOICES = ("split", "mss")
-
 
 @dataclass(frozen=True)
 class GroupOptions:
@@ -21,12 +19,10 @@ class GroupOptions:
 
     Args:
         num_groups: M, if it is known; None determines it by `choose`.
-        choose: `split` cuts in two, and cuts the parts again, as long as a cut is wider than noise explains; it finds
-            groups within groups. `mss` takes the number of groups with the largest least separation; it never finds too
-            many groups, but only the coarsest level.
+        choose: `split` cuts in two, and the parts again, as long as a cut is wider than noise explains: it finds groups
+            within groups. `mss` takes the largest least separation: never too many groups, but only the coarsest level.
         min_size: smallest number of clients in a group, >= 1.
-        data_floor: a separation must also exceed this share of the largest separation that sampled records can
-            explain, >= 0.
+        data_floor: share of the largest separation that sampled records can explain, >= 0; groups must exceed it.
     """
 
     num_groups: int | None = None
@@ -37,8 +33,8 @@ class GroupOptions:
     def __post_init__(self) -> None:
         valid = self.num_groups is None or self.num_groups >= 1
         require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
-        hint = nearest(self.choose, CHOICES)
-        require(self.choose in CHOICES, "choose_m", f"be one of {', '.join(CHOICES)}", self.choose, hint)
+        hint = nearest(self.choose, _RULES)
+        require(self.choose in _RULES, "choose_m", f"be one of {', '.join(_RULES)}", self.choose, hint)
         require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
         require(self.data_floor >= 0, "data_floor", "be at least 0", self.data_floor)
 
@@ -48,10 +44,9 @@ class Groups:
     """Groups of clients.
 
     Args:
-        members: rows of each group, ascending; groups are in the order of their first members.
-        confident: whether noise and sampling do not explain the groups; False for one group.
-        separation: least separation of two groups; for one group that of the best cut in two. See
-            `Updates.separation`.
+        members: clients of each group, ascending; groups in the order of their first clients.
+        confident: whether the groups are more than noise.
+        separation: least separation of two groups; of Ward's cut in two if there is one group.
         threshold: value with which the (first) separation was compared.
         curve: number of groups -> least separation of Ward's cut.
     """
@@ -74,19 +69,11 @@ class Groups:
 def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
     """Find Ward's groups of the first round's updates, and decide whether they are more than noise.
 
-    A group has few clients and P is large: means of pure noise lie about `P^(1/4)` noise standard deviations apart,
-    even after the mean of that noise is subtracted. Separations are therefore compared with a parametric bootstrap, not
-    with 3.
-
-    Args:
-        updates: updates of the n clients.
-        options: a number of groups above n counts as n.
-
-    **Guarantees** If clients differ only by Gaussian noise of `noise_std`, it finds groups (or is confident of a given
-    number) in 1 % of runs. `split` divides any true group in at most 1 % of runs: a cut of m of the n clients may give
-    a false alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
-
-    **Privacy** Post-processing.
+    Means of pure noise lie about `P^(1/4)` noise standard deviations apart even after the mean of that noise is
+    subtracted, so separations are compared with a parametric bootstrap. If clients differ only by Gaussian noise of
+    `noise_std`, groups are found (or confident, if their number is given) in 1 % of runs. `split` divides a true group
+    in at most 1 % of runs: a cut of m of the n clients may give a false alarm in 1 % * m / n (hierarchical testing,
+    Meinshausen 2008). Post-processing.
 
     >>> noise = next(null_separation.noise_alone(1000, [1.0] * 12, seed=[1]))
     >>> find_groups(noise).members[0].tolist(), find_groups(noise).confident

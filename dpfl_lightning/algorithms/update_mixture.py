@@ -29,8 +29,7 @@ class Mixture:
         responsibilities: `[n, M]` float64, rows of sum 1.
         embedding: two-dimensional picture of the updates, `[n, 2]` float64.
         separation: least separation of two groups: half the distance of their means / standard deviation.
-        overlap: `2 Q(separation)`; 1 unless `confident`.
-        confident: whether the groups are more than noise.
+        overlap: `2 Q(separation)`; 1 unless `confident`, which means that the groups are more than noise.
         diagnostics: numbers to log.
     """
 
@@ -54,9 +53,7 @@ def robust_mixture(
 
     Args:
         deltas: released updates `[n, P]`, all from one model.
-        noise_std: length n, known from each mechanism: see `Updates`.
-        sampling_std: length n, see `Updates`.
-        options: options of the search for groups.
+        noise_std, sampling_std: length n, see `Updates`.
 
     Returns:
         The mixture. Its separation is in units of the noise std, without the contribution of noise.
@@ -98,6 +95,7 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
 
     EM runs once, from the groups' means. The result is one-hot if EM fails, or if a component has less than one client.
     """
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
 
     count, number = len(updates.gram), len(groups)
@@ -121,8 +119,13 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
         precisions_init=1 / (square @ shares + _SMALL),
         random_state=0,
     )
-    fitted = _fitted(mixture, points)
-    if fitted is None or not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            fitted = mixture.fit(points).predict_proba(points)
+        except (ConvergenceWarning, ValueError):  # ValueError: a component collapsed
+            return one_hot
+    if not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
         return one_hot
     return fitted / fitted.sum(axis=1, keepdims=True)
 
@@ -130,23 +133,20 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
 def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixture:
     """Return the mixture of the papers' code: spherical, in the first two principal coordinates, scaled to [0, 1].
 
-    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2.
+    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2. Post-processing.
 
     Args:
         deltas: released updates `[n, P]`.
         num_groups: M; None takes the number of 2..10 (below n) with the largest least separation.
         seed: seed of k-means++.
 
-    **Privacy** Post-processing.
-
     Reference: Malekmohammadi et al., with the public code's scaling, and its weights made equal after EM.
     """
     points = scaled_principal_coordinates(deltas)
-    most = min(MOST_GROUPS, len(points) - 1)
     if num_groups is None:
-        numbers = range(2, most + 1) if most >= 2 else range(1, 2)
+        numbers = list(range(2, min(MOST_GROUPS, len(points) - 1) + 1)) or [1]
     else:
-        numbers = range(min(num_groups, len(points)), min(num_groups, len(points)) + 1)
+        numbers = [min(num_groups, len(points))]
     fits = {number: _paper_fit(points, number, seed) for number in numbers}
     number = max(fits, key=lambda count: fits[count][1])
     responsibilities, separation = fits[number]
@@ -159,8 +159,8 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
 def scaled_principal_coordinates(deltas: Tensor) -> np.ndarray:
     """Return coordinates `[n, 2]` in [0, 1]: directions from standardised updates, applied to the unscaled updates.
 
-    This equals fitting scikit-learn's `PCA` to the result of `StandardScaler`, applying it to the unscaled updates, and
-    `MinMaxScaler`; a coordinate in which all updates are equal is 0. It needs no second `[n, P]` matrix.
+    As scikit-learn's `StandardScaler`, `PCA` and `MinMaxScaler`, but without a second `[n, P]` matrix; a coordinate in
+    which all updates are equal is 0.
     """
     deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
     count = len(deltas)
@@ -199,18 +199,6 @@ def _paper_fit(points: np.ndarray, number: int, seed: int) -> tuple[np.ndarray, 
     gaps = np.linalg.norm(mixture.means_[:, None] - mixture.means_[None], axis=2)
     separation = least(gaps / (2 * np.maximum(spread[:, None], spread[None, :])))
     return mixture.predict_proba(points), separation
-
-
-def _fitted(mixture: object, points: np.ndarray) -> np.ndarray | None:
-    """Return responsibilities, or None if EM does not converge."""
-    from sklearn.exceptions import ConvergenceWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            return mixture.fit(points).predict_proba(points)  # type: ignore[attr-defined]
-        except (ConvergenceWarning, ValueError):  # ValueError: a component collapsed
-            return None
 
 
 def switch_round(overlap: float, rounds: int) -> int:
