@@ -13,17 +13,16 @@ from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
 from dpfl_lightning.errors import nearest, require
 
+NAMES = (*SOURCES, "digits", "diabetes")
+
 
 @dataclass(frozen=True)
 class Dataset:
     """One public data set in memory.
 
     Args:
-        name: registry name.
-        x: [n, *X] float32, normalised training inputs.
-        y: [n] int64, labels in [0, num_classes); float32 targets of a regression.
-        test_x: [m, *X] float32, the official test set.
-        test_y: [m], like `y`.
+        x, test_x: [n, *X] and [m, *X] float32, normalised inputs.
+        y, test_y: [n] and [m] int64 labels in [0, num_classes), or float32 targets of a regression.
         num_classes: number of classes; 1 for a regression.
     """
 
@@ -43,6 +42,9 @@ class Dataset:
 def load(name: str, folder: str | None = None, download: bool = True) -> Dataset:
     """Return a data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
+    Nothing is charged for the constants, as they are not from the records; those of `diabetes` were computed from all
+    its records when it was published. IDX and CIFAR files keep their official split.
+
     Args:
         name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100`, or scikit-learn's `digits` and `diabetes` (a regression),
             which are always available.
@@ -50,22 +52,15 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
             cache.
         download: whether to download missing files; False never opens a connection.
 
-    Returns:
-        The training and test records; IDX and CIFAR files keep their official split.
-
     Raises:
         UserError: the name is unknown, or a file is missing, truncated or corrupt. `DataMissing`: nothing was found or
             downloaded.
-
-    Privacy:
-        The constants come from the literature, not from the records, so nothing is charged for them. Those of
-        `diabetes` were computed from all its records when it was published.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require(name in names(), "data.name", f"be one of {', '.join(names())}", name, nearest(name, names()))
+    require(name in NAMES, "data.name", f"be one of {', '.join(NAMES)}", name, nearest(name, NAMES))
     if name == "digits":
         return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
     if name == "diabetes":
@@ -75,15 +70,6 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     raw = source.layout.read(place)
     check_labels(raw, source.num_classes, place)
     return _normalised(name, raw, source.num_classes, scale=255, mean=source.mean, std=source.std)
-
-
-def names() -> list[str]:
-    """Return the names of the data sets of `load`.
-
-    >>> names()
-    ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits', 'diabetes']
-    """
-    return [*SOURCES, "digits", "diabetes"]
 
 
 def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float, std: float) -> Dataset:

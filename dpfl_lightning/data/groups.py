@@ -1,7 +1,6 @@
 """Simulated groups of clients with different data: rotated images (covariate shift) or renamed classes (concept shift).
 
-Each kind of groups is a function `(num_clients, input_shape, num_classes, **options) -> Groups`; `grouped` finds one by
-its name. The partition decides which records a client has, and its group how they are shifted.
+The partition decides which records a client has, and its group how they are shifted.
 """
 
 from __future__ import annotations
@@ -37,9 +36,8 @@ def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_class
     """Return the groups called `name`.
 
     Args:
-        name: one of `names()`.
+        name: a key of `GROUPS`.
         num_clients: N, >= 1.
-        input_shape: shape X of one record.
         num_classes: number of classes; 1 for a regression.
         options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum N); or `count`, the
             number of groups, whose sizes are then as equal as possible, the smaller ones first.
@@ -47,9 +45,8 @@ def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_class
     Raises:
         UserError: a name or option is unknown, sizes do not fit, or records cannot be shifted this way.
 
-    Reference:
-        Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in Federated
-        Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
+    Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
+    Federated Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
 
     >>> grouped("rotation", 5, (1, 8, 8), 10, sizes=[1, 2, 2]).of
     (0, 1, 1, 2, 2)
@@ -57,15 +54,6 @@ def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_class
     (0, 0, 1, 1, 1)
     """
     return call("data.groups", GROUPS, name, num_clients, input_shape, num_classes, **options)
-
-
-def names() -> list[str]:
-    """Return the names of the groups of `grouped`.
-
-    >>> names()
-    ['rotation', 'label_shift']
-    """
-    return list(GROUPS)
 
 
 def rotation(
@@ -122,11 +110,9 @@ def stored(
     """Build one storage of shifted records: a copy of each record for each group that uses it.
 
     Args:
-        x: [n, *X] inputs before the shift.
-        y: [n] labels before the shift.
+        x, y: inputs [n, *X] and labels [n] before the shift.
         rows_of: lists of rows of `x`, in which a row may occur several times.
         group_of: group of each list.
-        shift: shift of the records of a group.
 
     Returns:
         Shifted x [m, *X] and y [m], and the lists as rows of these. If no row occurs twice, m is the sum of their

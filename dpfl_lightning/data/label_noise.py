@@ -1,8 +1,4 @@
-"""Simulated wrong labels of clients' training records: class y becomes (y + 1) mod num_classes at all clients.
-
-Each unit is a function `(rows_of [N], rng, share) -> rows of wrong labels`; `mislabelled` finds one by its name. Test,
-held-out and public records keep their labels.
-"""
+"""Simulated wrong labels of clients' training records: class y becomes (y + 1) mod num_classes at all clients."""
 
 from __future__ import annotations
 
@@ -25,11 +21,9 @@ def mislabelled(
     """Return labels [n], of which some in `rows_of` are wrong.
 
     Args:
-        name: one of `UNITS`.
-        y: [n] labels.
+        name: a key of `UNITS`.
         rows_of: [N] rows of each client's training records; clients must not share rows.
         num_classes: number of classes, >= 2.
-        rng: generator of all randomness.
         options: share, in [0, 1].
 
     Raises:

@@ -1,8 +1,4 @@
-"""Partitions: pure functions from labels to one array of indices per client.
-
-Each partition is a function `(labels [n], num_clients, rng, **options) -> list of num_clients index arrays` into
-`labels`; all but `overlapping` give every record to at most one client. `partition` finds one by its name.
-"""
+"""Partitions: functions `(labels [n], num_clients, rng, **options) -> one array of indices into labels per client`."""
 
 from __future__ import annotations
 
@@ -18,25 +14,18 @@ Parts = list[np.ndarray]
 
 
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
-    """Divide records among clients by the partition called `name`.
+    """Divide records among clients by the partition called `name`; no client gets none.
+
+    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee.
 
     Args:
-        name: one of `names()`.
-        labels: [n], the class of each record.
-        num_clients: number of clients, >= 1.
-        rng: generator of all randomness.
+        name: a key of `PARTITIONS`; all but `overlapping` give every record to at most one client.
         options: options of the partition, and for all but `sizes` also `records_per_client`: then as many records as
             all clients need are drawn first, and only these are divided. It is the exact size if the partition makes
             equal parts, otherwise the mean size; without it all records are divided.
 
-    Returns:
-        num_clients arrays of indices into `labels`, none of them empty.
-
     Raises:
         UserError: a name or option is unknown, there are too few records, or a value is out of range.
-
-    Privacy:
-        The division reads labels: it simulates how records are distributed in reality, and is outside any guarantee.
 
     >>> labels, rng = np.zeros(10), np.random.default_rng(0)
     >>> [part.size for part in partition("iid", labels, 3, rng)]
@@ -47,29 +36,15 @@ def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Ge
     if name in ("overlapping", "sizes") or "records_per_client" not in options:
         chosen = np.arange(len(labels))
     else:
-        chosen = _some(len(labels), num_clients, options.pop("records_per_client"), rng)
+        each, most = options.pop("records_per_client"), len(labels) // max(num_clients, 1)
+        must = f"be a whole number from 1 to {most}: {num_clients} clients share {len(labels)} records"
+        advice = "The partition `overlapping` lets clients share records."
+        require(isinstance(each, int) and 1 <= each <= most, "data.records_per_client", must, each, advice)
+        chosen = rng.permutation(len(labels))[: num_clients * each]
     enough = 1 <= num_clients <= len(chosen) or (name == "overlapping" and num_clients >= 1)
     require(enough, "num_clients", f"be from 1 to the number of records, {len(chosen)}", num_clients)
     parts = call("data.partition", PARTITIONS, name, labels[chosen], num_clients, rng, **options)
     return [chosen[part] for part in parts]
-
-
-def _some(total: int, num_clients: int, each: Any, rng: np.random.Generator) -> np.ndarray:
-    """Draw `each` records for each client at random, not yet divided."""
-    most = total // max(num_clients, 1)
-    must = f"be a whole number from 1 to {most}: {num_clients} clients share {total} records"
-    advice = "The partition `overlapping` lets clients share records."
-    require(isinstance(each, int) and 1 <= each <= most, "data.records_per_client", must, each, advice)
-    return rng.permutation(total)[: num_clients * each]
-
-
-def names() -> list[str]:
-    """Return the names of the partitions of `partition`.
-
-    >>> names()
-    ['iid', 'stratified', 'dirichlet', 'shards', 'sizes', 'overlapping']
-    """
-    return list(PARTITIONS)
 
 
 def iid(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
@@ -105,20 +80,14 @@ def dirichlet(
 ) -> Parts:
     """Cut every class in proportions drawn from Dir(alpha, ..., alpha) over the clients.
 
-    The whole draw is repeated until every client has `min_records`, so that no batch size exceeds a client's
-    records.
+    The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
 
     Args:
-        labels, num_clients, rng: see `partition`.
         alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
         min_records: smallest number of records of a client, >= 1.
         max_draws: largest number of draws.
 
-    Raises:
-        UserError: a value is out of range, or no draw in `max_draws` gave every client `min_records`.
-
-    Reference:
-        Class-wise as in the public code of the papers, which state neither a minimum nor what to do below it.
+    Reference: class-wise as in the public code of the papers, which state no minimum.
 
     >>> labels = np.repeat([0, 1], 50)
     >>> parts = dirichlet(labels, 4, np.random.default_rng(0), alpha=0.5, min_records=10)
@@ -155,15 +124,11 @@ def dirichlet(
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
     """Each client gets `max_classes` random shards of one class each, and so has at most that many classes.
 
-    If the whole list sorted by label is cut, as in the papers' code, shards may contain two classes and violate the
-    bound.
+    Unlike in the papers' code, no shard contains two classes.
 
     Args:
-        labels, num_clients, rng: see `partition`.
-        max_classes: number of shards of a client; large enough that every class has a shard.
-
-    Raises:
-        UserError: there are fewer shards than classes, or a class has fewer records than shards.
+        max_classes: number of shards of a client; large enough that every class has a shard, and small enough that
+            every shard has a record.
 
     >>> labels = np.repeat(np.arange(10), 60)
     >>> parts = shards(labels, 20, np.random.default_rng(0), max_classes=3)
@@ -202,11 +167,8 @@ def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes:
 def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
     """Each client draws records from all of them, without repetition.
 
-    It is for simulations of more clients than there are records for.
-
-    Privacy:
-        A record may be at several clients. The guarantee of a client then covers only that client's releases, which
-        `Population.caveats` states.
+    It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
+    of a client then covers only that client's releases, which `Population.caveats` states.
 
     >>> [part.size for part in overlapping(np.zeros(10), 4, np.random.default_rng(0), records_per_client=8)]
     [8, 8, 8, 8]
@@ -230,13 +192,8 @@ PARTITIONS: dict[str, Callable[..., Parts]] = {
 def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
     """Return the classes that partitions use: labels unchanged, targets of a regression as `bins` equal classes.
 
-    Args:
-        targets: [n], integers or real numbers.
-
-    Privacy:
-        The bins depend on all clients' targets: like the division itself they are outside any guarantee.
-
-    Reference: Ma et al., "The Power of Bias", divide a regression's records by classes; the bins are ours.
+    The bins depend on all clients' targets: like the division itself they are outside any guarantee. Reference: Ma et
+    al., "The Power of Bias", divide a regression's records by classes; the bins are ours.
 
     >>> as_classes(np.array([5.0, 1.0, 3.0, 9.0]), bins=2).tolist(), as_classes(np.array([2, 7])).tolist()
     ([1, 0, 0, 1], [2, 7])
@@ -251,15 +208,11 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
 
     One rate (test records per training record) is used for all clients and classes: the largest for which no class runs
     out of test records. A non-integer count is rounded at random to a neighbour (systematic sampling), so a client's
-    share is accurate to one record in each class.
+    share is accurate to one record in each class; it may be empty.
 
     Args:
         test_labels: [m], the class of each test record.
         class_counts: [num_clients, num_classes], training records of each client and class.
-        rng: generator of all randomness.
-
-    Returns:
-        One array of indices into `test_labels` per client, disjoint; empty if a client's share rounds to 0.
 
     >>> counts = np.array([[20, 0], [0, 20]])
     >>> shares = matched_shares(np.array([0, 0, 1, 1]), counts, np.random.default_rng(0))

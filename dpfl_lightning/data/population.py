@@ -32,21 +32,20 @@ _SHARED = (
 class Population:
     """The private records of N clients. Clients hold row numbers, never copies.
 
+    Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover training
+    records, and reports say that held-out records are not covered.
+
     Args:
         x: [n, *X] inputs of the records of all clients.
         y: [n] int64 labels, or float32 targets of a regression.
-        train_of: [N] rows of each client's training records.
-        held_out_of: [N] rows of each client's held-out records, disjoint from the training rows; may be empty.
+        train_of, held_out_of: [N] rows of each client's training records, and of its held-out records (disjoint; may be
+            empty).
         test: [m] rows of the test set of the run, or None.
         num_classes: number of classes; 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
         caveats: caveats about the data for guarantees of this run.
         groups: [N] true group of each client in a simulation with groups, else None; `x` and `y` hold the records as
             shifted for the groups.
-
-    Privacy:
-        Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover
-        training records, and reports say that held-out records are not covered.
     """
 
     x: Tensor
@@ -61,7 +60,6 @@ class Population:
 
     @property
     def num_clients(self) -> int:
-        """N."""
         return len(self.train_of)
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
@@ -124,8 +122,7 @@ class Population:
         """Divide a public data set among simulated clients.
 
         Args:
-            dataset: data set from `load`; its test set is the test set of the run.
-            num_clients: N.
+            dataset: its test set is the test set of the run.
             partition: a partition of `dpfl_lightning.data.partition` and its options.
             records_per_client: number of *training* records of each client (the mean if the partition makes unequal
                 parts); None divides all records.
@@ -138,15 +135,11 @@ class Population:
             use_public: divide the public records instead, and use their last sixth as the test set: for choosing
                 settings without reading private records.
             groups: groups of `dpfl_lightning.data.groups` and their options: all training and test records of a client
-                are shifted for its group. Then there is no common test set (a test record differs between groups), and
-                the mean over clients on their held-out records replaces it. Public records are not shifted.
-                Partitions and test shares use the labels before the shift.
+                are shifted for its group, public records are not. There is then no common test set; the mean over
+                clients on their held-out records replaces it.
             mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
-                labels. Partitions and test shares use the correct labels.
+                labels. Partitions and test shares use the labels before this and before the shift.
             seed: seed of the division (public).
-
-        Returns:
-            The population, on the CPU.
 
         Raises:
             UserError: there are fewer records than clients or than requested, the partition is unknown, or the groups
@@ -168,7 +161,10 @@ class Population:
         if records_per_client is not None:
             once = "records_per_client" not in options
             require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
-            options["records_per_client"] = _with_held_out(records_per_client, held_out_per_client)
+            if held_out_per_client >= 1:
+                options["records_per_client"] = records_per_client + int(held_out_per_client)
+            else:
+                options["records_per_client"] = round(records_per_client / (1 - held_out_per_client))
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
         labels = as_classes(y.numpy())
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
@@ -191,9 +187,8 @@ class Population:
         population = population if client_groups is None else population._shifted(client_groups)
         if mislabelled is None:
             return population
-        y = with_wrong_labels(
-            mislabelled[0], population.y, population.train_of, population.num_classes, rng, **mislabelled[1]
-        )
+        unit, options = mislabelled
+        y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **options)
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
@@ -228,13 +223,9 @@ class Population:
             clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
                 floating: a regression), or a map-style torch Dataset of such (x, y).
             test: the test set of the run in the same form, or None.
-            held_out: share in [0, 1) of each client's records to hold out, chosen at random.
-            seed: seed of that choice.
+            held_out: share in [0, 1) of each client's records to hold out, chosen at random by `seed`.
             num_classes: number of classes; None is the largest label + 1, which reveals to the server that this label
                 exists.
-
-        Returns:
-            The population, on the CPU.
 
         Raises:
             UserError: shapes, types or labels do not fit; the message names the client.
@@ -284,11 +275,6 @@ def _check_held_out(held_out: int | float, test_each: int | None) -> None:
     advice = "Clients are evaluated on held-out records or on test records: leave out one of the two."
     require(not_both, "data.test_per_client", f"be null with data.held_out_per_client {held_out}", test_each, advice)
     require(test_each is None or test_each >= 1, "data.test_per_client", "be at least 1, or null", test_each)
-
-
-def _with_held_out(records: int, held_out: int | float) -> int:
-    """Return how many records a client needs for this number of training records."""
-    return records + int(held_out) if held_out >= 1 else round(records / (1 - held_out))
 
 
 def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:

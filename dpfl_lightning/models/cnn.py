@@ -14,10 +14,8 @@ from dpfl_lightning.errors import UserError, require
 def cnn_small(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     """The CNN of the noise-aware and clustered papers: two 5x5 convolutions (16, 32) and one linear layer.
 
-    It has 28,938 parameters for 1x28x28 and 10 classes. The outputs have no activation: we take the ReLU in the papers'
-    tables for a mistake.
-
-    Reference: Malekmohammadi et al., noise-aware and clustered federated learning, model tables for MNIST.
+    It has 28,938 parameters for 1x28x28 and 10 classes. The outputs have no activation: we take the ReLU in the tables
+    of the papers (Malekmohammadi et al.) for a mistake.
     """
     body = [*_stage(input_shape[0], 16, 5, padding=2), *_stage(16, 32, 5, padding=2)]
     return classifier("cnn_small", body, input_shape, [num_classes])
@@ -67,7 +65,12 @@ def linear(input_shape: Sequence[int], num_classes: int) -> nn.Module:
 def classifier(name: str, body: list[nn.Module], input_shape: Sequence[int], widths: Sequence[int]) -> nn.Sequential:
     """Return `body`, then linear layers of the given output widths with ReLU between them."""
     layers = [*body, nn.Flatten()]
-    features = _num_features(name, layers, input_shape)
+    try:
+        with torch.no_grad():
+            features = nn.Sequential(*layers)(torch.zeros(1, *input_shape)).shape[1]
+    except (RuntimeError, ValueError) as error:
+        got = f"{tuple(input_shape)}: {error}"
+        raise UserError(f"`input_shape` must be large enough for {name}, got {got}. Use a smaller model.") from error
     for width in widths:
         layers += [nn.Linear(features, width), nn.ReLU()]
         features = width
@@ -77,13 +80,3 @@ def classifier(name: str, body: list[nn.Module], input_shape: Sequence[int], wid
 def _stage(channels_in: int, channels_out: int, kernel_size: int, padding: int) -> list[nn.Module]:
     # max(ReLU(x)) = ReLU(max(x)): in this order ReLU processes a quarter of the numbers
     return [nn.Conv2d(channels_in, channels_out, kernel_size, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
-
-
-def _num_features(name: str, layers: list[nn.Module], input_shape: Sequence[int]) -> int:
-    """Return the number of outputs of `layers` for one record; an error means that the image is too small."""
-    try:
-        with torch.no_grad():
-            return nn.Sequential(*layers)(torch.zeros(1, *input_shape)).shape[1]
-    except (RuntimeError, ValueError) as error:
-        got = f"{tuple(input_shape)}: {error}"
-        raise UserError(f"`input_shape` must be large enough for {name}, got {got}. Use a smaller model.") from error

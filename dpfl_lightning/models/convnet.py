@@ -10,17 +10,8 @@ from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.models.cnn import classifier
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid}
-POOLINGS: dict[str, Callable[[], list[nn.Module]]] = {
-    "avg": lambda: [nn.AvgPool2d(2)],
-    "max": lambda: [nn.MaxPool2d(2)],
-    "none": lambda: [],
-}
-NORMS: dict[str, Callable[[int, int, int], list[nn.Module]]] = {  # functions of channels, height and width
-    "instance": lambda channels, height, width: [nn.GroupNorm(channels, channels)],
-    "group": lambda channels, height, width: [nn.GroupNorm(4, channels)],
-    "layer": lambda channels, height, width: [nn.LayerNorm([channels, height, width])],
-    "none": lambda channels, height, width: [],
-}
+POOLINGS: dict[str, Callable[[int], nn.Module] | None] = {"avg": nn.AvgPool2d, "max": nn.MaxPool2d, "none": None}
+NORMS = ("instance", "group", "layer", "none")
 
 
 def convnet(
@@ -37,8 +28,6 @@ def convnet(
     It has 320,010 parameters for 3x32x32 and 317,706 for 1x28x28, where a first padding of 3 makes images 32x32.
 
     Args:
-        input_shape: (channels, height, width).
-        num_classes: number of outputs.
         width: channels of every convolution, a multiple of 4 for `norm: group`.
         depth: number of blocks.
         activation: relu, leaky_relu or sigmoid.
@@ -50,9 +39,9 @@ def convnet(
     """
     require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
     for option, value, known in (
-        ("activation", activation, list(ACTIVATIONS)),
-        ("norm", norm, list(NORMS)),
-        ("pooling", pooling, list(POOLINGS)),
+        ("activation", activation, ACTIVATIONS),
+        ("norm", norm, NORMS),
+        ("pooling", pooling, POOLINGS),
     ):
         require(value in known, f"model.{option}", f"be one of {', '.join(known)}", value, nearest(value, known))
     require(norm != "group" or width % 4 == 0, "model.width", "be a multiple of 4 for the norm `group`", width)
@@ -62,7 +51,13 @@ def convnet(
         padding = 3 if block == 0 and (height, across) == (28, 28) else 1
         body.append(nn.Conv2d(channels, width, 3, padding=padding))
         channels, height, across = width, height + 2 * padding - 2, across + 2 * padding - 2
-        body += [*NORMS[norm](width, height, across), ACTIVATIONS[activation](), *POOLINGS[pooling]()]
-        if pooling != "none":
+        if norm == "layer":
+            body.append(nn.LayerNorm([width, height, across]))
+        elif norm != "none":
+            body.append(nn.GroupNorm(width if norm == "instance" else 4, width))
+        body.append(ACTIVATIONS[activation]())
+        pool = POOLINGS[pooling]
+        if pool is not None:
+            body.append(pool(2))
             height, across = height // 2, across // 2
     return classifier("convnet", body, input_shape, [num_classes])
