@@ -180,7 +180,7 @@ def _below_a_price(costs: _Costs) -> NDArray[np.int64]:
         middle = low + (high - low) / 2
         if costs.total - taken.sum() <= _FEW or not low < middle < high:
             break
-        more = np.clip(_count_up_to(costs, middle), costs.low, costs.high)
+        more = _count_up_to(costs, middle)
         if more.sum() <= costs.total:
             low, taken = middle, more
         else:
@@ -189,18 +189,7 @@ def _below_a_price(costs: _Costs) -> NDArray[np.int64]:
 
 
 def _count_up_to(costs: _Costs, price: float) -> Vector:
-    """Return how many participations of each client cost at most `price` each; a count above `high` is arbitrary."""
-    above, factor, anchor = price - costs.bias, costs.factor, costs.anchor
-    if costs.exponent == 1:
-        return np.floor((above / (factor + anchor) + 1) / 2)
-    if costs.exponent == 2:  # root of factor (3 k^2 - 3 k + 1) + anchor (2 k - 1) = above
-        linear = 2 * anchor - 3 * factor
-        root = np.sqrt(np.maximum(4 * anchor**2 - 3 * factor**2 + 12 * factor * above, 0.0))
-        with np.errstate(divide="ignore", invalid="ignore"):  # both forms are evaluated
-            count = np.where(
-                linear > 0, 2 * (above - factor + anchor) / (root + linear), (root - linear) / (6 * factor)
-            )
-        return np.where(above >= factor + anchor, np.floor(count), 0.0)
+    """Return how many participations of each client cost at most `price` each, within its bounds."""
     fits, too_many = costs.low, costs.high + 1  # `low` participations fit at any price
     while (open_ := too_many - fits > 1).any():
         middle = np.floor((fits + too_many) / 2)

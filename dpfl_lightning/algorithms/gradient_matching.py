@@ -83,8 +83,7 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
     """Return weights of the target's rows, `[G, rows]` for each name: ~ `max(0, 1 - n s^2 / |row|^2)` for n numbers.
 
     A row of pure noise has a random direction and should not move the images. The weights of a class sum to its number
-    of rows, so that the images move as fast as without weights; if all rows are noise, the weights are zeros. s is
-    `noise_std` >= 0 of one number, public as the mechanism is. Post-processing.
+    of rows, or are zeros if all rows are noise. s is the public `noise_std` >= 0 of one number. Post-processing.
     """
     weights = {}
     for name, gradient in target.items():
@@ -99,14 +98,8 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
 def coordinate_median(blocks: Tensor, holds: Tensor) -> Tensor:
     """Return the median of every coordinate over the clients that hold the class, `[G, d]`.
 
-    For an even number of clients it is the mean of the two middle values. One or two clients give their mean; no client
-    gives zeros.
-
-    Args:
-        blocks: each client's mean gradient of each class, `[C, G, d]`.
-        holds: `[C, G]` bool.
-
-    Reference: Yin et al. (2018), coordinate-wise median.
+    For an even number of clients it is the mean of the two middle values; no client gives zeros. `blocks` `[C, G, d]`
+    are each client's mean gradients, `holds` is `[C, G]` bool. Reference: Yin et al. (2018).
     """
     rows = []
     for class_blocks, class_holds in zip(blocks.unbind(dim=1), holds.unbind(dim=1), strict=True):
@@ -213,13 +206,6 @@ class SyntheticSet:
     def is_finite(self) -> bool:
         return bool(self.images.isfinite().all()) and bool(self.velocity.isfinite().all())
 
-    def moved(self, rows: Tensor, slope: Tensor, learning_rate: float, momentum: float) -> SyntheticSet:
-        """Return the set after a step of gradient descent with momentum by `slope` `[g, n, *X]` of classes `rows`."""
-        velocity, images = self.velocity.clone(), self.images.clone()
-        velocity[rows] = momentum * velocity[rows] + slope
-        images[rows] -= learning_rate * velocity[rows]
-        return SyntheticSet(images, velocity)
-
 
 @dataclass(frozen=True)
 class Matching:
@@ -231,8 +217,8 @@ class Matching:
         distance: one of `MATCHINGS`.
         gradients: see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.
-        at_once: images in a pass, >= 1; a pass has at least one class.
-        threads: whether passes run in parallel threads; `loss` must then be thread-safe, and `gradients` use autograd.
+        threads: process one class at a time in parallel threads; `loss` must then be thread-safe, and `gradients` use
+            autograd. Otherwise classes are processed together.
     """
 
     loss: SampleLoss
@@ -242,7 +228,6 @@ class Matching:
     momentum: float
     gradients: ClassGradientsOf = class_by_class
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
-    at_once: int = _IMAGES_AT_ONCE
     threads: bool = False
 
     @classmethod
@@ -262,7 +247,7 @@ class Matching:
         settings = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
             like = torch.empty(0, *input_shape), torch.empty(0, dtype=torch.long)
-            return cls(FastLoss(module, *like), *settings, at_once=1, threads=True)
+            return cls(FastLoss(module, *like), *settings, threads=True)
         params = module.unflatten(module.flat)
         gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
         return cls(module.sample_loss, *settings, gradients=gradients)
@@ -270,14 +255,7 @@ class Matching:
     def slope(
         self, images: Tensor, classes: Tensor, params: Params, target: ByClass, row_weights: ByClass | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the distance with respect to the images `[g, n, *X]`, and each distance, `[g]`.
-
-        Args:
-            classes: class of each row, `[g]`.
-            params: all parameters of the net.
-            target: `[g, *shape]` for each name.
-            row_weights: see `distances`.
-        """
+        """Return the slope `[g, n, *X]` of the distances by the images of `classes` `[g]`, and each distance `[g]`."""
         with torch.enable_grad():
             leaf = images.detach().requires_grad_()
             net_input = leaf
@@ -312,8 +290,11 @@ class Matching:
         rows = present.nonzero().flatten()
         if len(rows) == 0:  # `split` of an empty tensor would give one pass without classes
             return synthetic, distance
-        passes = rows.split(max(1, self.at_once // synthetic.images.shape[1]))
+        passes = rows.split(1 if self.threads else max(1, _IMAGES_AT_ONCE // synthetic.images.shape[1]))
         results = side_by_side(one_pass, passes) if self.threads else list(map(one_pass, passes))
         slopes, distances_before = zip(*results, strict=True)
         distance[rows] = torch.cat(distances_before)
-        return synthetic.moved(rows, torch.cat(slopes), self.learning_rate, self.momentum), distance
+        velocity, images = synthetic.velocity.clone(), synthetic.images.clone()
+        velocity[rows] = self.momentum * velocity[rows] + torch.cat(slopes)
+        images[rows] -= self.learning_rate * velocity[rows]
+        return SyntheticSet(images, velocity), distance

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,6 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape X of one record."""
         return tuple(self.x.shape[1:])
 
 
@@ -89,9 +89,7 @@ def _read_digits() -> Raw:
     from sklearn.datasets import load_digits  # slow to import, and only this data set needs it
 
     bunch = load_digits()
-    x, y = bunch.images[:, None], bunch.target
-    train, test = _public_split(len(y))
-    return x[train], y[train], x[test], y[test]
+    return _public_split(bunch.images[:, None], bunch.target)
 
 
 def _read_diabetes() -> Dataset:
@@ -101,12 +99,10 @@ def _read_diabetes() -> Dataset:
     bunch = load_diabetes()
     x = torch.from_numpy((bunch.data * len(bunch.data) ** 0.5).astype(np.float32))
     y = torch.from_numpy(((bunch.target - 152) / 77).astype(np.float32))
-    train, test = _public_split(len(y))
-    return Dataset("diabetes", x[train], y[train], x[test], y[test], num_classes=1)
+    return Dataset("diabetes", *_public_split(x, y), num_classes=1)
 
 
-def _public_split(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return training and test rows, always the same."""
-    order = np.random.default_rng(0).permutation(count)
-    train, test = np.split(order, [round(0.8 * count)])
-    return train, test
+def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
+    """Return x, y, test_x and test_y, always the same."""
+    train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
+    return x[train], y[train], x[test], y[test]

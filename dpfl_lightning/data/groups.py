@@ -1,7 +1,4 @@
-"""Simulated groups of clients with different data: rotated images (covariate shift) or renamed classes (concept shift).
-
-The partition decides which records a client has, and its group how they are shifted.
-"""
+"""Simulated groups of clients with different data: rotated images or renamed classes."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -109,14 +107,8 @@ def stored(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Build one storage of shifted records: a copy of each record for each group that uses it.
 
-    Args:
-        x, y: inputs [n, *X] and labels [n] before the shift.
-        rows_of: lists of rows of `x`, in which a row may occur several times.
-        group_of: group of each list.
-
-    Returns:
-        Shifted x [m, *X] and y [m], and the lists as rows of these. If no row occurs twice, m is the sum of their
-        lengths.
+    `rows_of` are lists of rows of x [n, *X] and y [n], in which a row may occur several times, and `group_of` the group
+    of each list. Returned are the shifted x [m, *X] and y [m], and the lists as rows of these.
     """
     total, last = len(y), max(group_of)
     pairs = torch.cat([group * total + rows for rows, group in zip(rows_of, group_of, strict=True)])
@@ -137,10 +129,9 @@ def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, 
         assert count is not None  # for mypy
         limit = min(most, num_clients)
         require(1 <= count <= limit, "data.groups.count", f"be from 1 to {limit}: {why}, {num_clients} clients", count)
-        each, larger = divmod(num_clients, count)
-        sizes = [each] * (count - larger) + [each + 1] * larger
+        sizes = sorted(map(len, np.array_split(range(num_clients), count)))
     require(1 <= len(sizes) <= most, key, f"have from 1 to {most} sizes, one a group: {why}", list(sizes))
     require(min(sizes) >= 1, key, "be at least 1 each", list(sizes))
     total = f"It is {sum(sizes)}."
     require(sum(sizes) == num_clients, key, f"have the sum {num_clients}, clients.count", list(sizes), total)
-    return tuple(group for group, size in enumerate(sizes) for _ in range(size))
+    return tuple(np.repeat(range(len(sizes)), sizes).tolist())

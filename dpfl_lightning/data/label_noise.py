@@ -29,8 +29,7 @@ def mislabelled(
     Raises:
         UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.
 
-    Reference: Wang and Wang (2024) give portions of wrong labels, but neither which labels are wrong nor whether a
-    portion is one of records or of clients; both are here.
+    Reference: Wang and Wang (2024), who do not state whether a portion is one of records or of clients.
 
     >>> y, clients = torch.tensor([0, 1, 2, 0]), [torch.tensor([0, 1]), torch.tensor([2])]
     >>> mislabelled("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()

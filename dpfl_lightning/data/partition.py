@@ -48,11 +48,7 @@ def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Ge
 
 
 def iid(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
-    """Random equal parts; sizes differ by at most one.
-
-    >>> sorted(np.concatenate(iid(np.zeros(5), 2, np.random.default_rng(0))).tolist())
-    [0, 1, 2, 3, 4]
-    """
+    """Random equal parts; sizes differ by at most one."""
     return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
@@ -60,10 +56,6 @@ def stratified(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -
     """Equal parts with equal shares of every class: records are sorted by class and assigned to clients in turn.
 
     Sizes differ by at most one, and so do the clients' counts of any class.
-
-    >>> labels = np.array([0, 0, 1, 1])
-    >>> [sorted(labels[part].tolist()) for part in stratified(labels, 2, np.random.default_rng(0))]
-    [[0, 1], [0, 1]]
     """
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -88,11 +80,6 @@ def dirichlet(
         max_draws: largest number of draws.
 
     Reference: class-wise as in the public code of the papers, which state no minimum.
-
-    >>> labels = np.repeat([0, 1], 50)
-    >>> parts = dirichlet(labels, 4, np.random.default_rng(0), alpha=0.5, min_records=10)
-    >>> min(part.size for part in parts) >= 10
-    True
     """
     require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
     mean = len(labels) // num_clients
@@ -114,11 +101,9 @@ def dirichlet(
             f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
             f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
         )
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for label, cuts in zip(classes, ends[:, :-1], strict=True):
-        for part, piece in zip(parts, np.split(_shuffled(labels, label, rng), cuts), strict=True):
-            part.append(piece)
-    return [np.concatenate(part) for part in parts]
+    cuts_of = zip(classes, ends[:, :-1], strict=True)
+    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in cuts_of]
+    return [np.concatenate(part) for part in zip(*pieces, strict=True)]
 
 
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
@@ -129,11 +114,6 @@ def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_c
     Args:
         max_classes: number of shards of a client; large enough that every class has a shard, and small enough that
             every shard has a record.
-
-    >>> labels = np.repeat(np.arange(10), 60)
-    >>> parts = shards(labels, 20, np.random.default_rng(0), max_classes=3)
-    >>> max(np.unique(labels[part]).size for part in parts) <= 3
-    True
     """
     classes, sizes = np.unique(labels, return_counts=True)
     total = num_clients * max_classes
@@ -152,11 +132,7 @@ def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_c
 
 
 def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes: Sequence[int]) -> Parts:
-    """Random parts of the given sizes; records beyond their sum belong to no client.
-
-    >>> [part.size for part in partition("sizes", np.zeros(10), 2, np.random.default_rng(0), sizes=[3, 5])]
-    [3, 5]
-    """
+    """Random parts of the given sizes; records beyond their sum belong to no client."""
     key = "data.partition.sizes"
     require(len(sizes) == num_clients, key, f"have one size for each of {num_clients} clients", len(sizes))
     require(min(sizes) >= 1, key, "be at least 1 each", min(sizes))
@@ -169,9 +145,6 @@ def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, 
 
     It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
     of a client then covers only that client's releases, which `Population.caveats` states.
-
-    >>> [part.size for part in overlapping(np.zeros(10), 4, np.random.default_rng(0), records_per_client=8)]
-    [8, 8, 8, 8]
     """
     most = len(labels)
     must = f"be from 1 to the {most} records"
@@ -225,13 +198,11 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
     if not both.any():
         return [np.empty(0, dtype=np.int64) for _ in range(num_clients)]
     rate = (available[both] / needed[both]).min()
-    shares: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    pieces = []
     for label in np.flatnonzero(both):
         ends = np.floor(rate * np.cumsum(class_counts[:, label]) + rng.uniform()).astype(int)
-        pieces = np.split(_shuffled(test_labels, label, rng), ends)[:num_clients]
-        for share, piece in zip(shares, pieces, strict=True):
-            share.append(piece)
-    return [np.concatenate(share) for share in shares]
+        pieces.append(np.split(_shuffled(test_labels, label, rng), ends)[:num_clients])
+    return [np.concatenate(share) for share in zip(*pieces, strict=True)]
 
 
 def _shuffled(labels: np.ndarray, label: np.integer, rng: np.random.Generator) -> np.ndarray:

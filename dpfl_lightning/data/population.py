@@ -69,7 +69,6 @@ class Population:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape X of one record."""
         return tuple(self.x.shape[1:])
 
     def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,9 +93,8 @@ class Population:
     def to(self, device: torch.device | str) -> Population:
         """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: None if (value := getattr(self, name)) is None else value.to(device)
             for name in ("x", "y", "test", "public")
-            if (value := getattr(self, name)) is not None
         }
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
@@ -119,31 +117,15 @@ class Population:
         mislabelled: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
-        """Divide a public data set among simulated clients.
+        """Divide a public data set among simulated clients; the result is on the CPU.
 
-        Args:
-            dataset: its test set is the test set of the run.
-            partition: a partition of `dpfl_lightning.data.partition` and its options.
-            records_per_client: number of *training* records of each client (the mean if the partition makes unequal
-                parts); None divides all records.
-            held_out_per_client: number of records that a client holds out in addition to its training records: a count,
-                or a share in (0, 1). With 0 each client gets a disjoint share of the test set instead, whose classes
-                match those of its training records.
-            test_per_client: if it is given, each client instead draws this number of test records whose classes match
-                those of its training records, without repetition and independently of the other clients.
-            public_records: number of last training records that belong to no client and are declared public.
-            use_public: divide the public records instead, and use their last sixth as the test set: for choosing
-                settings without reading private records.
-            groups: groups of `dpfl_lightning.data.groups` and their options: all training and test records of a client
-                are shifted for its group, public records are not. There is then no common test set; the mean over
-                clients on their held-out records replaces it.
-            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
-                labels. Partitions and test shares use the labels before this and before the shift.
-            seed: seed of the division (public).
+        The arguments are the keys `data.*` of the configuration (`DataOptions`); partition, groups and mislabelled are
+        a name and its options. `records_per_client` is a mean if the partition makes unequal parts. Shares of the test
+        set and draws from it match the classes of a client's training records. With groups there is no common test set,
+        and public records are not shifted. Partitions and test shares use the labels before any shift or mistake.
 
         Raises:
-            UserError: there are fewer records than clients or than requested, the partition is unknown, or the groups
-                do not fit.
+            UserError: there are fewer records than clients or than requested, or an option does not fit.
 
         >>> from dpfl_lightning.data import load
         >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
@@ -171,8 +153,8 @@ class Population:
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
         if not held_out_per_client:
-            arguments = (name, labels[test], [labels[rows] for rows in train], kinds, rng)
-            shares = _test_shares(*arguments) if test_per_client is None else _test_draws(*arguments, test_per_client)
+            labels_of = [labels[rows] for rows in train]
+            shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
         population = cls(
             x=x,
@@ -187,26 +169,18 @@ class Population:
         population = population if client_groups is None else population._shifted(client_groups)
         if mislabelled is None:
             return population
-        unit, options = mislabelled
-        y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **options)
+        unit, unit_options = mislabelled
+        y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **unit_options)
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
         """Return the same clients with records shifted for their groups, and no common test set."""
         public = [] if self.public is None else [self.public]
-        rows_of, group_of = [*self.train_of, *self.held_out_of, *public], [*groups.of, *groups.of, *(0 for _ in public)]
-        x, y, rows_of = stored(self.x, self.y, rows_of, group_of, groups.shift)
-        clients = self.num_clients
-        return dataclasses.replace(
-            self,
-            x=x,
-            y=y,
-            train_of=rows_of[:clients],
-            held_out_of=rows_of[clients : 2 * clients],
-            test=None,
-            public=rows_of[-1] if public else None,
-            groups=groups.of,
-        )
+        rows_of = [*self.train_of, *self.held_out_of, *public]
+        x, y, rows_of = stored(self.x, self.y, rows_of, [*groups.of, *groups.of, *(0 for _ in public)], groups.shift)
+        train_of, held_out_of = rows_of[: self.num_clients], rows_of[self.num_clients : 2 * self.num_clients]
+        shifted = dataclasses.replace(self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None)
+        return dataclasses.replace(shifted, public=rows_of[-1] if public else None, groups=groups.of)
 
     @classmethod
     def from_datasets(
@@ -217,15 +191,14 @@ class Population:
         seed: int = 0,
         num_classes: int | None = None,
     ) -> Population:
-        """Create a population from your data, one source for each client.
+        """Create a population from your data, on the CPU.
 
         Args:
             clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
                 floating: a regression), or a map-style torch Dataset of such (x, y).
             test: the test set of the run in the same form, or None.
             held_out: share in [0, 1) of each client's records to hold out, chosen at random by `seed`.
-            num_classes: number of classes; None is the largest label + 1, which reveals to the server that this label
-                exists.
+            num_classes: None is the largest label + 1, which reveals to the server that this label exists.
 
         Raises:
             UserError: shapes, types or labels do not fit; the message names the client.
@@ -290,23 +263,27 @@ def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tup
     return train, held_out_rows
 
 
-def _test_shares(
-    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator
+def _test_rows(
+    name: str,
+    test_labels: np.ndarray,
+    labels_of: Parts,
+    num_classes: int,
+    rng: np.random.Generator,
+    each: int | None,
 ) -> Parts:
-    """Return a disjoint share of the test set for each client that matches its records."""
-    if name in _ALIKE:
-        return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
-    counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
-    return matched_shares(test_labels, counts, rng)
+    """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
 
+    def shares(labels_of: Parts) -> Parts:
+        if name in _ALIKE:
+            return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
+        counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
+        return matched_shares(test_labels, counts, rng)
 
-def _test_draws(
-    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int
-) -> Parts:
-    """Draw `each` test records for each client that match its records, independently of the other clients."""
+    if each is None:
+        return shares(labels_of)
     draws = []
     for client, labels in enumerate(labels_of):
-        (matching,) = _test_shares(name, test_labels, [labels], num_classes, rng)  # as if it were the only client
+        (matching,) = shares([labels])  # as if it were the only client
         must = f"be at most {len(matching)}, the test records with classes like those of client {client}"
         require(each <= len(matching), "data.test_per_client", must, each)
         draws.append(rng.choice(matching, each, replace=False))
