@@ -68,9 +68,6 @@ def noise_only(noise_factor: ArrayLike, total: float, exponent: float = 1.0) -> 
     """Return real quotas `[N]` of least noise, without bounds: `M noise_factor_n^(-1 / exponent) / sum of these`.
 
     Reference: Ma et al., Proposition 1.
-
-    >>> noise_only([1.0, 4.0], total=10).tolist(), noise_only([1.0, 4.0], total=9, exponent=2.0).tolist()
-    ([8.0, 2.0], [6.0, 3.0])
     """
     share = _positive(np.asarray(noise_factor, dtype=float)) ** (-1 / exponent)
     return total * share / share.sum()
@@ -105,14 +102,8 @@ def anchor_strength(
     """Return the `anchor` for noise factors E|Z_n|^2 of a participation: `N G^2 (1 / rounds + 1 / (8 L / mu))`.
 
     It bounds the error of a biased mean under strong convexity, without the cross term: a heuristic, not a theorem.
-
-    Args:
-        gradient_scale: upper bound of the L2 norm of a record's gradient.
-        dissimilarity: G^2 / `gradient_scale`^2, >= 0, how much clients' gradients differ at the optimum.
-        condition_number: L / mu, > 0.
-
-    >>> anchor_strength(100, 200, gradient_scale=1.0, dissimilarity=0.1)
-    0.0625
+    `gradient_scale` bounds the L2 norm of a record's gradient, `dissimilarity` is G^2 / `gradient_scale`^2 >= 0 (how
+    much clients' gradients differ at the optimum), `condition_number` is L / mu.
     """
     return num_clients * dissimilarity * gradient_scale**2 * (1 / rounds + 1 / (8 * condition_number))
 

@@ -18,12 +18,10 @@ def draw_cohort(
     """Draw the clients of one round, ascending.
 
     Args:
-        sampler: `quota_systematic` (the default everywhere) draws distinct clients, gives client n the inclusion
-            probability (quota_n - taken_n) / rounds_left exactly, and uses up every quota; see `systematic`.
-            `weighted_without_replacement` (the paper's text) draws one client after another in proportion to quotas;
-            large quotas are then drawn too rarely, and late rounds may lack clients. `with_replacement` (the paper's
-            analysis) may draw a client twice, which then releases twice, in the end beyond its quota; it is for
-            simulations, as a round holds each client once.
+        sampler: `quota_systematic` (the default everywhere): see `systematic`. `weighted_without_replacement` (the
+            paper's text) draws one client after another in proportion to quotas; large quotas are then drawn too
+            rarely, and late rounds may lack clients. `with_replacement` (the paper's analysis) may draw a client twice,
+            which then releases twice, in the end beyond its quota; it is for simulations.
         quota, taken: participations in the whole run and so far, `[N]`, >= 0.
         rounds_left: number of rounds left, including this one, >= 1.
         cohort_size: K, for the two weighted samplers.
@@ -47,8 +45,8 @@ def draw_cohort(
 def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generator) -> Counts:
     """Draw the clients whose intervals on a shuffled line hold a point s, s + h, s + 2h, ..., with s uniform below h.
 
-    The interval of client n has the length min(remaining_n, h), where h is `rounds_left`, all in integers. Each client
-    is drawn at most once, with probability min(remaining_n, h) / h. If no quota exceeds the rounds and their sum is K
+    The interval of client n has the length min(remaining_n, h), h being `rounds_left`, all in integers. Each client is
+    drawn at most once, with probability min(remaining_n, h) / h. If no quota exceeds the rounds and their sum is K
     times the rounds, every round has K clients, and every quota is used up.
 
     >>> draw, remaining = np.random.default_rng(0), np.array([4, 1, 2, 1])

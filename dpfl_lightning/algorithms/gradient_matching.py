@@ -46,8 +46,7 @@ def distances(ours: ByClass, theirs: ByClass, matching: str, row_weights: ByClas
     """Return the distance between the two gradients of each class, `[G]`; differentiable in `ours`.
 
     - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows], weighted by `row_weights` (`[G, rows]`
-      for each name, in [0, 1]); a row holds the inputs of one output node of a layer. Parameters of one dimension
-      (biases, norms) are ignored.
+      by name, in [0, 1]); a row holds the inputs of an output node. One-dimensional parameters are ignored.
     - cos: the same with all parameters as one row, in [0, 2].
     - mse: `|a - b|^2` over all parameters; the only one that depends on the length of the gradients.
 
@@ -212,7 +211,6 @@ class Matching:
     """Moves images towards target gradients.
 
     Args:
-        loss: `(params, x [B, *X], y [B]) -> [B]`.
         names: parameters whose gradients are matched.
         distance: one of `MATCHINGS`.
         gradients: see `fastest_class_gradients`.

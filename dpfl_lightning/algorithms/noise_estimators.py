@@ -12,25 +12,25 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
+from dpfl_lightning.algorithms.update_geometry import double_columns
 from dpfl_lightning.errors import nearest, require
 
 ROW_CHOICES = ("random", "head")
-_COLUMNS = 1 << 13  # columns that are converted to float64 at once
 _DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
 
 
 @dataclass(frozen=True)
 class EstimatorOptions:
-    """The estimator and its options.
+    """The estimator and its options; `rpca` uses all but `rank`, `hetero_pca` only that.
 
     Args:
         name: one of `ESTIMATORS`, or `oracle` (the true variances of a simulation).
-        rows: for `rpca`: parameters p' in a block, >= 1; None takes all at once. All parameters have the same noise, so
-            some suffice, with a relative error of a variance of about `sqrt(2 / rows)`.
-        blocks: for `rpca`: number of blocks to average over, >= 1, of the P // rows blocks; None takes all.
-        row_choice: for `rpca`: `random` draws the parameters once from a public seed; `head` takes them in order (as in
-            the paper), so that a few blocks are the first layers, whose signal is not typical.
-        rank: for `hetero_pca`: number of directions that clients share, >= 1, as far as C clients can show them.
+        rows: parameters in a block, >= 1; None takes all at once. All parameters have the same noise, so some suffice,
+            with a relative error of a variance of about `sqrt(2 / rows)`.
+        blocks: number of blocks to average over, >= 1, of the P // rows blocks; None takes all.
+        row_choice: `random` draws the parameters once from a public seed; `head` takes them in order (as in the paper),
+            so that a few blocks are the first layers, whose signal is not typical.
+        rank: number of directions that clients share, >= 1, as far as C clients can show them.
     """
 
     name: str = "rpca"
@@ -122,8 +122,7 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
 
 def _gram(deltas: Tensor) -> Tensor:
     """Return `deltas @ deltas.T` `[C, C]` in float64, on the CPU."""
-    parts = (part.double() for part in deltas.split(_COLUMNS, dim=1))
-    return sum((part @ part.T for part in parts), deltas.new_zeros((), dtype=torch.float64)).cpu()
+    return sum(part @ part.T for part in double_columns(deltas)).cpu()
 
 
 def _rpca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
@@ -154,8 +153,6 @@ def chosen_rows(num_params: int, options: EstimatorOptions) -> list[slice | Tens
 
     >>> chosen_rows(10, EstimatorOptions(rows=4, blocks=None, row_choice="head"))
     [slice(0, 4, None), slice(6, 10, None)]
-    >>> chosen_rows(10, EstimatorOptions(rows=12))
-    [slice(0, 10, None)]
     """
     rows = min(options.rows or num_params, num_params)
     num_blocks = num_params // rows

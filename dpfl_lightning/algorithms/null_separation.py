@@ -35,12 +35,9 @@ def _remembered(threshold: Callable[..., float]) -> Callable[..., float]:
 
 @_remembered
 def two_way(num_params: int, relative_noise: Sequence[float], min_size: int = 2, share: float = 1.0) -> float:
-    """Return the separation that Ward's cut in two exceeds in 1 % of draws; a cut with a smaller part counts as 0.
+    """Return the separation that Ward's cut in two exceeds in 1 % of draws, or in a `share` of that.
 
-    Args:
-        relative_noise: noise of each point / the unit of separations.
-        min_size: smallest size of a group, >= 1.
-        share: share of the 1 %, in (0, 1].
+    `relative_noise` is the noise of each point / the unit of separations. Cuts with a part below `min_size` count as 0.
     """
     cuts = _cuts(num_params, relative_noise, 2)
     return _quantile([least_of if size >= min_size else 0.0 for least_of, size in cuts], share)

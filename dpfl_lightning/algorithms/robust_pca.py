@@ -33,10 +33,9 @@ class PcpSettings:
         mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: the largest client's sum.
         primal_tol: tolerance of `|M - L - S|_F`, relative to `|M|_F` unless `absolute`; >= 0.
         dual_tol: tolerance of `mu |S_new - S|_F / |Y|_F`, >= 0; infinite disables this test.
-        weight_tol: the iteration also stops if the weights of the noise variances moved by less than this (total
-            variation) within 25 iterations, the dual residual is at most 0.1, 50 iterations are done and mu is at most
-            Candes' value (with a larger mu, weights change slowly); >= 0; 0 disables this rule.
-        max_iterations: >= 1.
+        weight_tol: also stop if the weights of the noise variances moved by less (total variation) within 25
+            iterations, the dual residual is at most 0.1, 50 iterations are done and mu is at most Candes' value (with a
+            larger mu, weights change slowly); 0 disables this rule.
         double: work in float64 for any type of the updates; tolerances below 1e-6 need it.
     """
 
@@ -114,19 +113,13 @@ class Split:
 def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers: int | None = None) -> Split:
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
-    Alternating directions for few rows and many columns: singular values come from the `[C, C]` Gram matrix, and an
-    iteration is one pass over blocks of columns that never stores S. The result is bitwise equal for any number of
-    `workers` (threads; None is one for each core). A `UserNotice` warns if it did not converge. Post-processing.
+    M are finite updates `[C, P]` in any layout. Singular values come from the `[C, C]` Gram matrix, and an iteration is
+    one pass over blocks of columns. The result is bitwise equal for any number of `workers` (threads; None is one for
+    each core). A `UserNotice` warns if it did not converge. Post-processing.
 
-    Float32 updates are processed in float32 with Gram matrices and norms in float64: weights equal those of float64 to
-    1e-6. Float64 is used for `double`, if squares may overflow float32, and if torch uses less precise products.
-
-    Stopping early has two limits. Variances of noisy clients, which have little weight, may be several times too small.
-    And an update with far less noise than the mean may get nearly all the weight (as with the true variances), before
-    its S leaves 0.
-
-    Args:
-        deltas: finite updates `[C, P]`, in any layout; contiguous rows are fastest.
+    Float32 is used, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch
+    uses less precise products. If it stops early, variances of noisy clients (of little weight) may be several times
+    too small, and an update with far less noise than the mean may get nearly all the weight.
 
     Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, which prints a wrong sign of Y in the
     step for L: with it the residual vanishes as well, but at a wrong result.
@@ -152,9 +145,6 @@ def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
     """Return `W` `[C, C]` such that `W @ A` is A with its singular values reduced by `threshold`, and these `[C]`.
 
     `gram` is `A @ A.T`, `[C, C]` float64; the values are descending and at least 0.
-
-    >>> shrinkage(torch.diag(torch.tensor([9.0, 1.0])), 2.0)[1]
-    tensor([1., 0.])
     """
     squares, vectors = torch.linalg.eigh(gram)
     values = squares.clamp_min(0).sqrt()
@@ -219,8 +209,8 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
 class _Sweep:
     """Passes over the columns of M `[C, P]`, of `ahead` = M - S + Y / mu (which is shrunk next) and of Y / mu.
 
-    Parts and blocks depend on the shape alone, and their sums are added in order, so the result does not depend on the
-    number or the timing of the workers. `bound` = lambda / mu is the largest entry of Y / mu.
+    Parts and blocks depend on the shape alone, and their sums are added in order, so the number of workers does not
+    change the result. `bound` = lambda / mu is the largest entry of Y / mu.
     """
 
     def __init__(self, matrix: Tensor, bound: float, workers: int) -> None:

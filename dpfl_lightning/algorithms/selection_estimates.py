@@ -28,10 +28,9 @@ PAPER_BIAS = 1.5
 def shrunken_heterogeneity(
     mean_report: ArrayLike, reports: ArrayLike, noise_std: ArrayLike, max_loss: float
 ) -> tuple[Vector, float]:
-    """Shrink each client's mean noised loss towards the mean of all, as far as noise explains the differences, `[N]`.
+    """Shrink each client's mean noised loss `[N]` towards the mean of all, as far as noise explains the differences.
 
-    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. If noise explains all differences, the estimates
-    are equal, and allocation minimises noise alone. Post-processing of noised reports.
+    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. Post-processing of noised reports.
 
     Args:
         mean_report: mean of a client's noised losses, not clipped, `[N]`; any value for a client without reports.
@@ -40,7 +39,7 @@ def shrunken_heterogeneity(
         max_loss: estimates are clipped to [0, max_loss].
 
     Returns:
-        Estimates `[N]`, and the variance between clients without noise.
+        Estimates `[N]`, and the variance between clients without noise; if it is 0, the estimates are equal.
 
     Reference: DerSimonian and Laird (1986), with a test for the presence of that variance; not in the paper.
 

@@ -63,11 +63,7 @@ def laplace_noise(clip_norm: float, num_params: int, epsilon: ArrayLike, num_rec
 
 
 def jain_index(quota: ArrayLike) -> float:
-    """Return how equally clients take part: `(sum T_n)^2 / (N sum T_n^2)`, from 1 (equal quotas) to 1 / N (one client).
-
-    >>> jain_index([2, 2]), jain_index([4, 0])
-    (1.0, 0.5)
-    """
+    """Return how equally clients take part: `(sum T_n)^2 / (N sum T_n^2)`, from 1 (equal quotas) to 1 / N."""
     participations = np.asarray(quota, dtype=float)
     squares = float((participations**2).sum())
     return math.nan if squares == 0 else float(participations.sum() ** 2 / (len(participations) * squares))

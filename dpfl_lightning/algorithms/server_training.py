@@ -15,13 +15,7 @@ from dpfl_lightning.privacy.noise import stream_words
 
 
 def public_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """Return the run's generator for a public choice. Never use it for noise or sampling.
-
-    The same arguments give the same stream.
-
-    >>> bool(public_generator(0, "participants", 3).random() == public_generator(0, "participants", 3).random())
-    True
-    """
+    """Return the run's generator for a public choice, fixed by the arguments; never use it for noise or sampling."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream_words(purpose, *numbers)))
 
 
@@ -51,10 +45,8 @@ class Training:
 def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how: Training, seed: int) -> Tensor:
     """Return the parameters `[P]` after training from `start` `[P]` on `records`: mean loss, no clipping, no noise.
 
-    Args:
-        module: module that defines the loss; its parameters are neither read nor changed.
-        records: x `[n, *X]`, y `[n]`, on the module's device: a synthetic or a public set.
-        seed: seed of order, augmentation and dropout, in [0, 2^32).
+    The records are x `[n, *X]` and y `[n]` on the module's device; the module defines the loss and is not changed.
+    `seed` in [0, 2^32) determines order, augmentation and dropout.
 
     **Privacy** None: use it only on public or synthetic data.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,24 +14,19 @@ from scipy.spatial.distance import squareform
 from scipy.special import erfc
 from torch import Tensor
 
-_COLUMNS = 1 << 13  # columns that are converted to float64 at once
+
+def double_columns(deltas: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of columns of `deltas` `[n, P]` in float64."""
+    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
+    for columns in deltas.split(1 << 13, dim=1):
+        yield columns.double()
 
 
 @torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
-    """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs.
-
-    >>> centred_gram(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
-    array([[ 1., -1.],
-           [-1.,  1.]])
-    """
-    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
-    total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas.device)
-    for columns in deltas.split(_COLUMNS, dim=1):
-        columns = columns.double()
-        columns = columns - columns.mean(dim=0)
-        total += columns @ columns.T
-    return total.cpu().numpy()
+    """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs."""
+    blocks = (columns - columns.mean(dim=0) for columns in double_columns(deltas))
+    return sum(block @ block.T for block in blocks).cpu().numpy()
 
 
 @dataclass(frozen=True)
@@ -147,11 +142,7 @@ def least(matrix: np.ndarray) -> float:
 
 
 def overlap(separation: float) -> float:
-    """Return the overlap of two Gaussians of equal weight and spread, `2 Q(separation)`, Q the standard normal tail.
-
-    >>> [round(overlap(s), 4) for s in (0.0, 1.0, 3.0)]
-    [1.0, 0.3173, 0.0027]
-    """
+    """Return the overlap of two Gaussians of equal weight and spread, `2 Q(separation)`, Q the standard normal tail."""
     return float(erfc(separation / math.sqrt(2)))
 
 
@@ -160,14 +151,9 @@ def expected_separation(
 ) -> float:
     """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`, for any clip norm and learning rate.
 
-    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches.
-
-    Args:
-        gradient_distance: distance g between two groups' mean clipped gradients at the start / clip norm, in [0, 2].
-        num_records: N, of one client.
-        noise_multiplier: z of the first round, > 0.
-        epochs: number of local epochs K.
-        batch_size: b; None is the full batch.
+    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches. g in [0, 2]
+    is the distance between two groups' mean clipped gradients at the start / clip norm, N the records of one client, z
+    the noise multiplier of the first round, K the local epochs, b the batch size (None: full).
 
     >>> expected_separation(0.1, 6600, 1.31)
     251.9...

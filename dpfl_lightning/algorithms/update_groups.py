@@ -67,13 +67,12 @@ class Groups:
 
 
 def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
-    """Find Ward's groups of the first round's updates, and decide whether they are more than noise.
+    """Find Ward's groups of the first round's updates, and decide whether they are more than noise. Post-processing.
 
-    Means of pure noise lie about `P^(1/4)` noise standard deviations apart even after the mean of that noise is
-    subtracted, so separations are compared with a parametric bootstrap. If clients differ only by Gaussian noise of
-    `noise_std`, groups are found (or confident, if their number is given) in 1 % of runs. `split` divides a true group
-    in at most 1 % of runs: a cut of m of the n clients may give a false alarm in 1 % * m / n (hierarchical testing,
-    Meinshausen 2008). Post-processing.
+    Means of pure noise lie about `P^(1/4)` noise standard deviations apart even without the mean of that noise, so
+    separations are compared with a parametric bootstrap. If clients differ only by Gaussian noise of `noise_std`,
+    groups are found (or confident, if their number is given) in 1 % of runs. `split` divides a true group in at most
+    1 % of runs: a cut of m of the n clients may alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
 
     >>> noise = next(null_separation.noise_alone(1000, [1.0] * 12, seed=[1]))
     >>> find_groups(noise).members[0].tolist(), find_groups(noise).confident

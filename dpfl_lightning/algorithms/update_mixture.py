@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.null_separation import MOST_GROUPS
-from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, least, overlap
+from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, double_columns, least, overlap
 from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
 
-_COLUMNS = 1 << 13  # columns that are converted to float64 at once
 _SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
 _ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other
 
@@ -51,14 +50,8 @@ def robust_mixture(
 ) -> Mixture:
     """Find groups that noise and sampling do not explain, and fit a spherical mixture of Gaussians from them.
 
-    Args:
-        deltas: released updates `[n, P]`, all from one model.
-        noise_std, sampling_std: length n, see `Updates`.
-
-    Returns:
-        The mixture. Its separation is in units of the noise std, without the contribution of noise.
-
-    **Privacy** Post-processing.
+    `deltas` are released updates `[n, P]`, all from one model; the others are those of `Updates` and `find_groups`.
+    The separation is in units of the noise std, without the contribution of noise. Post-processing.
 
     Reference: the mixture of Malekmohammadi et al., with groups by Ward's linkage instead of EM from random starts,
     distances without the contribution of noise, and separations compared with a bootstrap instead of with 3.
@@ -70,7 +63,7 @@ def robust_mixture(
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
     # personal parameters have no noise
-    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(1 << 13, dim=1))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
@@ -133,12 +126,8 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
 def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixture:
     """Return the mixture of the papers' code: spherical, in the first two principal coordinates, scaled to [0, 1].
 
-    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2. Post-processing.
-
-    Args:
-        deltas: released updates `[n, P]`.
-        num_groups: M; None takes the number of 2..10 (below n) with the largest least separation.
-        seed: seed of k-means++.
+    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2. `num_groups` None takes
+    the number of 2..10 (below n) with the largest least separation; `seed` is that of k-means++. Post-processing.
 
     Reference: Malekmohammadi et al., with the public code's scaling, and its weights made equal after EM.
     """
@@ -162,15 +151,11 @@ def scaled_principal_coordinates(deltas: Tensor) -> np.ndarray:
     As scikit-learn's `StandardScaler`, `PCA` and `MinMaxScaler`, but without a second `[n, P]` matrix; a coordinate in
     which all updates are equal is 0.
     """
-    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
-    count = len(deltas)
-    gram, cross = torch.zeros(2, count, count, dtype=torch.float64, device=deltas.device)
-    for part in deltas.split(_COLUMNS, dim=1):
-        columns = part.double()
+    gram = cross = torch.zeros((), dtype=torch.float64)
+    for columns in double_columns(deltas):
         spread = columns.std(dim=0, correction=0)
         scaled = (columns - columns.mean(dim=0)) / torch.where(spread > 0, spread, 1.0)
-        gram += scaled @ scaled.T
-        cross += columns @ scaled.T
+        gram, cross = gram + scaled @ scaled.T, cross + columns @ scaled.T
     values, vectors = np.linalg.eigh(gram.cpu().numpy())
     values, vectors = values[::-1][:2], vectors[:, ::-1][:, :2]
     nonzero = values > 1e-12 * max(values[0], 0.0)

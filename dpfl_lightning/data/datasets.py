@@ -46,15 +46,13 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     its records when it was published. IDX and CIFAR files keep their official split.
 
     Args:
-        name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100`, or scikit-learn's `digits` and `diabetes` (a regression),
-            which are always available.
+        name: one of `NAMES`; scikit-learn's `digits` and `diabetes` (a regression) are always available.
         folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
             cache.
         download: whether to download missing files; False never opens a connection.
 
     Raises:
-        UserError: the name is unknown, or a file is missing, truncated or corrupt. `DataMissing`: nothing was found or
-            downloaded.
+        UserError: the name is unknown, or a file is missing (`DataMissing`), truncated or corrupt.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes

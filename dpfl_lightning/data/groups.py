@@ -31,14 +31,11 @@ class Groups:
 
 
 def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_classes: int, /, **options: Any) -> Groups:
-    """Return the groups called `name`.
+    """Return the groups called `name`, a key of `GROUPS`.
 
     Args:
-        name: a key of `GROUPS`.
-        num_clients: N, >= 1.
-        num_classes: number of classes; 1 for a regression.
-        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum N); or `count`, the
-            number of groups, whose sizes are then as equal as possible, the smaller ones first.
+        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum `num_clients`); or
+            `count`, the number of groups, whose sizes are then as equal as possible, the smaller ones first.
 
     Raises:
         UserError: a name or option is unknown, sizes do not fit, or records cannot be shifted this way.
@@ -85,20 +82,12 @@ GROUPS: dict[str, Callable[..., Groups]] = {"rotation": rotation, "label_shift":
 
 
 def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Rotate images [..., S, S] by 90 * `group` degrees counter-clockwise; labels are unchanged.
-
-    >>> turned(torch.tensor([[1, 2], [3, 4]]), torch.tensor(0), 1)[0].tolist()
-    [[2, 4], [1, 3]]
-    """
+    """Rotate images [..., S, S] by 90 * `group` degrees counter-clockwise; labels are unchanged."""
     return torch.rot90(x, group, dims=(-2, -1)), y
 
 
 def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
-    """Return labels (y + `group`) mod `num_classes`.
-
-    >>> renamed(torch.tensor([0, 8, 9]), 1, num_classes=10).tolist()
-    [1, 9, 0]
-    """
+    """Return labels (y + `group`) mod `num_classes`."""
     return (y + group) % num_classes
 
 

@@ -18,13 +18,7 @@ from dpfl_lightning.errors import require
 def mislabelled(
     name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
 ) -> Tensor:
-    """Return labels [n], of which some in `rows_of` are wrong.
-
-    Args:
-        name: a key of `UNITS`.
-        rows_of: [N] rows of each client's training records; clients must not share rows.
-        num_classes: number of classes, >= 2.
-        options: share, in [0, 1].
+    """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name`.
 
     Raises:
         UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.

@@ -14,15 +14,11 @@ Parts = list[np.ndarray]
 
 
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
-    """Divide records among clients by the partition called `name`; no client gets none.
+    """Divide records among clients by the partition called `name`, a key of `PARTITIONS`; no client gets none.
 
-    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee.
-
-    Args:
-        name: a key of `PARTITIONS`; all but `overlapping` give every record to at most one client.
-        options: options of the partition, and for all but `sizes` also `records_per_client`: then as many records as
-            all clients need are drawn first, and only these are divided. It is the exact size if the partition makes
-            equal parts, otherwise the mean size; without it all records are divided.
+    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee. All but
+    `overlapping` give every record to at most one client. The option `records_per_client` (not for `sizes`) first draws
+    as many records as all clients need; it is the exact size in equal parts, otherwise the mean.
 
     Raises:
         UserError: a name or option is unknown, there are too few records, or a value is out of range.
@@ -165,8 +161,7 @@ PARTITIONS: dict[str, Callable[..., Parts]] = {
 def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
     """Return the classes that partitions use: labels unchanged, targets of a regression as `bins` equal classes.
 
-    The bins depend on all clients' targets: like the division itself they are outside any guarantee. Reference: Ma et
-    al., "The Power of Bias", divide a regression's records by classes; the bins are ours.
+    The bins depend on all clients' targets: like the division itself they are outside any guarantee.
 
     >>> as_classes(np.array([5.0, 1.0, 3.0, 9.0]), bins=2).tolist(), as_classes(np.array([2, 7])).tolist()
     ([1, 0, 0, 1], [2, 7])
@@ -179,18 +174,9 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Return disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
 
-    One rate (test records per training record) is used for all clients and classes: the largest for which no class runs
-    out of test records. A non-integer count is rounded at random to a neighbour (systematic sampling), so a client's
-    share is accurate to one record in each class; it may be empty.
-
-    Args:
-        test_labels: [m], the class of each test record.
-        class_counts: [num_clients, num_classes], training records of each client and class.
-
-    >>> counts = np.array([[20, 0], [0, 20]])
-    >>> shares = matched_shares(np.array([0, 0, 1, 1]), counts, np.random.default_rng(0))
-    >>> [sorted(share.tolist()) for share in shares]
-    [[0, 1], [2, 3]]
+    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) is
+    used for all clients and classes: the largest for which no class runs out of test records. Counts are rounded at
+    random (systematic sampling), so a share is accurate to one record in each class; it may be empty.
     """
     num_clients, num_classes = class_counts.shape
     needed, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]

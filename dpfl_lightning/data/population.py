@@ -36,16 +36,13 @@ class Population:
     records, and reports say that held-out records are not covered.
 
     Args:
-        x: [n, *X] inputs of the records of all clients.
-        y: [n] int64 labels, or float32 targets of a regression.
-        train_of, held_out_of: [N] rows of each client's training records, and of its held-out records (disjoint; may be
-            empty).
+        x, y: [n, *X] inputs and [n] int64 labels, or float32 targets of a regression, of all clients.
+        train_of, held_out_of: [N] rows of each client's training and held-out records, disjoint.
         test: [m] rows of the test set of the run, or None.
         num_classes: number of classes; 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
         caveats: caveats about the data for guarantees of this run.
-        groups: [N] true group of each client in a simulation with groups, else None; `x` and `y` hold the records as
-            shifted for the groups.
+        groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
     """
 
     x: Tensor

@@ -35,13 +35,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
-    """Return a newly initialised model, a module [B, *X] -> [B, num_classes].
-
-    Args:
-        name: a key of `MODELS`.
-        input_shape: shape X of one record; (channels, height, width) for the convolutional models.
-        num_classes: number of outputs; 1 for `linear`, the regression.
-        options: options of the model.
+    """Return a newly initialised model of `MODELS`, a module [B, *X] -> [B, num_classes]; 1 output for a regression.
 
     Raises:
         UserError: a name or option is unknown, a value is out of range, or the input shape does not fit.

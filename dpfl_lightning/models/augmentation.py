@@ -91,14 +91,10 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class ClassAugmentation:
     """One operation for each class, with one set of parameters: all images of a class are changed alike.
 
-    A record is mapped to one record, independently of all others, so clipping still bounds its influence.
+    A record is mapped to one record, independently of all others, so clipping still bounds its influence. `operations`
+    `[num_classes]` are names in `OPERATIONS`, `numbers` `[num_classes][3]` uniform in [0, 1) give their parameters.
 
-    Args:
-        operations: `[num_classes]` names in `OPERATIONS`.
-        numbers: `[num_classes][3]` uniform in [0, 1), from which the operation computes its parameters.
-
-    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with its strengths, and parameters that a
-    server can send.
+    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with parameters that a server can send.
 
     >>> shift = ClassAugmentation(("flip", "crop"), ((0.0, 0.0, 0.0), (0.5, 0.5, 0.0)))
     >>> shift(torch.tensor([[[[1.0, 2.0]]], [[[1.0, 2.0]]]]), torch.tensor([0, 1]))[:, 0, 0]

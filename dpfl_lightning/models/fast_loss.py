@@ -21,14 +21,10 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the d
 class FastLoss:
     """Thread-safe `module.sample_loss`, with faster layers on a CPU; equal up to rounding, names unchanged.
 
-    In the sequential parts of the net, each convolution becomes a `DirectConvolution`, and each sequence of instance
-    norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`, which have no derivatives of third order. If the result
-    differs for a net, because it slices its sequential parts or hooks one of their layers, nothing is replaced.
-
-    Args:
-        module: module to copy; a forward pass swaps a net's parameters, so every thread uses a separate copy.
-        x, y: records and labels `[B, ...]`, B >= 0; only shape and dtype are read, to compare the nets on random ones.
-        second_order: whether derivatives of gradients are needed; only then convolutions are replaced.
+    In the sequential parts of the net, convolutions become `DirectConvolution`s (only if derivatives of gradients are
+    needed: `second_order`), and each sequence of instance norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`, which
+    have no derivatives of third order. If the result differs on random records shaped like x and y `[B, ...]`, B >= 0,
+    because the net slices its parts or hooks their layers, nothing is replaced. Every thread uses a copy of the module.
     """
 
     def __init__(self, module: Model, x: Tensor, y: Tensor, second_order: bool = True) -> None:
