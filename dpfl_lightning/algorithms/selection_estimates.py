@@ -63,9 +63,6 @@ def shrunken_heterogeneity(
     return np.clip(estimate, 0.0, max_loss), between_variance
 
 
-# ---- estimators of the paper
-
-
 def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: int) -> Vector:
     """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 

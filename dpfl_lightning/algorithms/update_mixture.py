@@ -63,7 +63,7 @@ def robust_mixture(
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
     # personal parameters have no noise
-    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(1 << 13, dim=1))
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in double_columns(deltas))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)

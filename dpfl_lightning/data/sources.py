@@ -77,11 +77,11 @@ class Source:
     """
 
     layout: IdxFiles | CifarFiles
-    num_classes: int
-    mean: float
-    std: float
     md5_of: Mapping[str, str]
     mirrors: tuple[str, ...]
+    num_classes: int = 10
+    mean: float = 0.5
+    std: float = 0.5
     package: DebianPackage | None = None
 
 
@@ -95,7 +95,6 @@ def _files(*md5s: str) -> Mapping[str, str]:
 SOURCES: Mapping[str, Source] = {
     "fashion_mnist": Source(
         layout=IdxFiles(),
-        num_classes=10,
         mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
         std=0.3081,
         md5_of=_files(
@@ -121,7 +120,6 @@ SOURCES: Mapping[str, Source] = {
     ),
     "mnist": Source(
         layout=IdxFiles(),
-        num_classes=10,
         mean=0.1307,
         std=0.3081,
         md5_of=_files(
@@ -143,17 +141,12 @@ SOURCES: Mapping[str, Source] = {
             test="test_batch.bin",
             label_bytes=1,
         ),
-        num_classes=10,
-        mean=0.5,
-        std=0.5,
         md5_of={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
     "cifar100": Source(
         layout=CifarFiles("cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", label_bytes=2),
         num_classes=100,
-        mean=0.5,
-        std=0.5,
         md5_of={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
@@ -166,8 +159,7 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
         return _given(name, source, folder)
     cache = cache_folder(name)
     tried = []
-    system_folders = [Path(source.package.folder)] if source.package else []
-    for place in [*system_folders, cache]:
+    for place in [*([Path(source.package.folder)] if source.package else []), cache]:
         missing = source.layout.missing(place)
         if not missing:
             return place
@@ -186,15 +178,13 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
 
 def _given(name: str, source: Source, folder: Path) -> Path:
     """Return the user's folder or its subfolder `name`. It is strict, so that a typo never selects other data."""
-    places = (folder, folder / name)
-    missing_files = [source.layout.missing(place) for place in places]
-    complete = next((place for place, missing in zip(places, missing_files, strict=True) if not missing), None)
-    if complete is None:
-        fewest_missing = min(missing_files, key=len)
-        got = f"a folder that lacks {', '.join(fewest_missing)}" if folder.is_dir() else "no such folder"
+    missing_of = {place: source.layout.missing(place) for place in (folder, folder / name)}
+    nearest_place = min(missing_of, key=lambda place: len(missing_of[place]))
+    if missing_of[nearest_place]:
+        got = f"a folder that lacks {', '.join(missing_of[nearest_place])}" if folder.is_dir() else "no such folder"
         advice = "Correct the path, or leave it out to use the system's package, the cache or the network."
         raise UserError(f"`data.folder` must hold the files of {name}, got {str(folder)!r}: {got}. {advice}")
-    return complete
+    return nearest_place
 
 
 def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:

@@ -12,8 +12,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, lenet5, linear, logistic
-from dpfl_lightning.models.convnet import convnet
+from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, convnet, lenet5, linear, logistic
 from dpfl_lightning.models.personal import PersonalInput
 from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
 
