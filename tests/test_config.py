@@ -274,8 +274,7 @@ except SystemExit as end:
 def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
     from dpfl_lightning.data.datasets import NAMES
-    from dpfl_lightning.data.groups import GROUPS
-    from dpfl_lightning.data.label_noise import UNITS
+    from dpfl_lightning.data.groups import GROUPS, UNITS
     from dpfl_lightning.data.partition import PARTITIONS
     from dpfl_lightning.privacy.accounting.accountant import get_accountant
 

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpfl_lightning.algorithms.null_separation import MOST_GROUPS
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, double_columns, least, overlap
-from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
+from dpfl_lightning.algorithms.update_groups import MOST_GROUPS, GroupOptions, find_groups
 
 _SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
 _ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other

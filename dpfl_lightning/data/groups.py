@@ -1,7 +1,8 @@
-"""Simulated groups of clients with different data: rotated images or renamed classes."""
+"""Simulated differences between clients: groups with rotated images or renamed classes, and wrong labels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -124,3 +125,50 @@ def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, 
     total = f"It is {sum(sizes)}."
     require(sum(sizes) == num_clients, key, f"have the sum {num_clients}, clients.count", list(sizes), total)
     return tuple(np.repeat(range(len(sizes)), sizes).tolist())
+
+
+# ---- wrong labels
+
+
+def mislabelled(
+    name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
+) -> Tensor:
+    """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name`.
+
+    Raises:
+        UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.
+
+    Reference: Wang and Wang (2024), who do not state whether a portion is one of records or of clients.
+
+    >>> y, clients = torch.tensor([0, 1, 2, 0]), [torch.tensor([0, 1]), torch.tensor([2])]
+    >>> mislabelled("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()
+    [1, 2, 0, 0]
+    """
+    must, rows = "be null if there are no classes", torch.cat(list(rows_of))
+    require(num_classes > 1 and not y.is_floating_point(), "data.mislabelled", must, name)
+    must = "be null if clients share records, because a record has one label"
+    require(len(rows.unique()) == len(rows), "data.mislabelled", must, name)
+    wrong = call("data.mislabelled", UNITS, name, rows_of, rng, **options)
+    changed = y.clone()
+    changed[wrong] = renamed(y[wrong], 1, num_classes)
+    return changed
+
+
+def of_records(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+    """Return rows of this share of each client's records."""
+    return torch.cat([rows[_some(len(rows), rng, share)] for rows in rows_of])
+
+
+def of_clients(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+    """Return all rows of this share of the clients."""
+    chosen = _some(len(rows_of), rng, share)
+    return torch.cat([rows_of[client] for client in chosen.tolist()] or [rows_of[0][:0]])
+
+
+UNITS: dict[str, Callable[..., Tensor]] = {"records": of_records, "clients": of_clients}
+
+
+def _some(total: int, rng: np.random.Generator, share: float) -> Tensor:
+    """Draw a share of `total` at random; a half is rounded up."""
+    require(0 <= share <= 1, "data.mislabelled.share", "be in [0, 1]", share)
+    return torch.from_numpy(rng.permutation(total)[: math.floor(share * total + 0.5)])

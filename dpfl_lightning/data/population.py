@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.given import check_alike, pair
 from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.label_noise import mislabelled as with_wrong_labels
+from dpfl_lightning.data.groups import mislabelled as with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require

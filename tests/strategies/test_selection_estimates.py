@@ -9,13 +9,14 @@ from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
 from dpfl_lightning.algorithms.selection_estimates import (
     Constants,
     FirstStage,
+    NoiseModel,
     estimated_skew,
     fit_constants,
+    gaussian_noise,
     least_differences,
     predicted_loss,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.algorithms.selection_noise import NoiseModel, gaussian_noise
 
 
 def some_reports(draw, spread):

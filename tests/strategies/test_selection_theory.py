@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
-from dpfl_lightning.algorithms.selection_estimates import PAPER_BIAS, Constants, bias_noise_ratio
-from dpfl_lightning.algorithms.selection_noise import NoiseModel, jain_index, laplace_noise
+from dpfl_lightning.algorithms.selection_estimates import (
+    PAPER_BIAS,
+    Constants,
+    NoiseModel,
+    bias_noise_ratio,
+    jain_index,
+    laplace_noise,
+)
 from dpfl_lightning.privacy.accounting.accountant import gaussian_delta, gaussian_mu
 
 SOUND_BIAS = 2.0  # what the proof supports instead of `PAPER_BIAS`

@@ -10,9 +10,8 @@ import pytest
 from grouped_updates import CNN, TRUE, grouped, updates_of
 from sklearn.metrics import adjusted_rand_score
 
-from dpfl_lightning.algorithms import null_separation
-from dpfl_lightning.algorithms.null_separation import any_cut, given_cut, noise_alone, two_way
-from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
+from dpfl_lightning.algorithms import update_groups
+from dpfl_lightning.algorithms.update_groups import GroupOptions, any_cut, find_groups, given_cut, noise_alone, two_way
 from dpfl_lightning.errors import UserError
 
 RULES = ("split", "mss")
@@ -25,7 +24,7 @@ RULES = ("split", "mss")
 )
 def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch, request):
     """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: 2 % of error. Seeds are fixed."""
-    monkeypatch.setattr(null_separation, "FALSE_ALARMS", 0.05)
+    monkeypatch.setattr(update_groups, "FALSE_ALARMS", 0.05)
     for threshold in (two_way, any_cut):  # nothing is remembered of the other quantile
         threshold.__wrapped__.cache_clear()
         request.addfinalizer(threshold.__wrapped__.cache_clear)

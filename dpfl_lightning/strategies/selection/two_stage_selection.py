@@ -14,13 +14,14 @@ from torch import Tensor
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import (
     FirstStage,
+    NoiseModel,
     bias_noise_ratio,
     estimated_skew,
     fit_constants,
+    jain_index,
     least_differences,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.algorithms.selection_noise import NoiseModel, jain_index
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism
