@@ -96,16 +96,14 @@ def noise_gain(quota: ArrayLike, noise_factor: ArrayLike, exponent: float = 1.0)
     return objective(equal, factor[able], exponent) / noise if noise > 0 else 1.0
 
 
-def anchor_strength(
-    num_clients: int, rounds: int, gradient_scale: float, dissimilarity: float = 0.1, condition_number: float = 100.0
-) -> float:
+def anchor_strength(num_clients: int, rounds: int, gradient_scale: float, dissimilarity: float = 0.1) -> float:
     """Return the `anchor` for noise factors E|Z_n|^2 of a participation: `N G^2 (1 / rounds + 1 / (8 L / mu))`.
 
     It bounds the error of a biased mean under strong convexity, without the cross term: a heuristic, not a theorem.
     `gradient_scale` bounds the L2 norm of a record's gradient, `dissimilarity` is G^2 / `gradient_scale`^2 >= 0 (how
-    much clients' gradients differ at the optimum), `condition_number` is L / mu.
+    much clients' gradients differ at the optimum), and L / mu is taken as 100.
     """
-    return num_clients * dissimilarity * gradient_scale**2 * (1 / rounds + 1 / (8 * condition_number))
+    return num_clients * dissimilarity * gradient_scale**2 * (1 / rounds + 1 / (8 * 100.0))
 
 
 class _Costs:

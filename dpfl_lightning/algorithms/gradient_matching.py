@@ -74,7 +74,6 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _flat(by_class: ByClass) -> Tensor:
-    """Return all gradients in one matrix `[G, d]`."""
     return torch.cat([gradients.flatten(1) for gradients in by_class.values()], dim=1)
 
 

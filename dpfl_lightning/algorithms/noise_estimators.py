@@ -121,7 +121,6 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
 
 
 def _gram(deltas: Tensor) -> Tensor:
-    """Return `deltas @ deltas.T` `[C, C]` in float64, on the CPU."""
     return sum(part @ part.T for part in double_columns(deltas)).cpu()
 
 

@@ -138,7 +138,7 @@ def predicted_loss(constants: Constants, stage: FirstStage) -> float:
     )
 
 
-def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int = 200) -> tuple[Constants, float]:
+def fit_constants(stage: FirstStage, start: Constants | None = None) -> tuple[Constants, float]:
     """Fit constants whose predicted loss equals the reported one, by cyclic scalar searches; also return the residual.
 
     One equation has five unknowns, so any start gives another exact solution. Give the ratio of bias to noise if you
@@ -151,7 +151,7 @@ def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int
     def residual(constants: Constants) -> float:
         return abs(stage.loss - predicted_loss(constants, stage))
 
-    for _ in range(cycles):
+    for _ in range(200):
         for name in vars(constants):
             low, high = 1e-6, 1e3
             if name == "smoothness":
@@ -199,7 +199,6 @@ class NoiseModel:
     factor: Vector
 
     def variance(self, quota: ArrayLike, learning_rate: float = 1.0) -> Vector:
-        """Return `E|Z_n|^2`, `[N]`."""
         return self.scale * learning_rate**2 * np.asarray(quota, dtype=float) ** self.exponent * self.factor
 
 

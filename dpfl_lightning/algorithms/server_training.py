@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.models.augmentation import augmented
+from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.noise import stream_words
@@ -63,7 +63,8 @@ def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how
                 batch = x[rows]
                 if how.augmentations:
                     operation = how.augmentations[int(torch.randint(len(how.augmentations), ()))]
-                    batch = augmented(batch, operation)
+                    numbers = torch.rand(len(batch), NUMBERS, dtype=torch.float64)
+                    batch = OPERATIONS[operation](batch, numbers.to(batch.device, batch.dtype))
                 loss = sample_loss(module.unflatten(theta), batch, y[rows]).mean()
                 optimizer.zero_grad()
                 loss.backward()

@@ -118,7 +118,6 @@ class WardTree:
         return int(left), int(right)
 
     def members(self, node: int) -> np.ndarray:
-        """Return the points of a node, ascending."""
         return np.sort(self._members[node])
 
     def cut(self, groups: int) -> list[np.ndarray]:
@@ -132,7 +131,6 @@ class WardTree:
 
 
 def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sort groups by their first members."""
     return sorted(groups, key=lambda members: int(members[0]))
 
 

@@ -69,7 +69,6 @@ class Groups:
 
     @property
     def labels(self) -> np.ndarray:
-        """Group of each client, `[n]`."""
         labels = np.empty(sum(map(len, self.members)), dtype=int)
         for group, members in enumerate(self.members):
             labels[members] = group

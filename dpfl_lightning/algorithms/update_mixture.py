@@ -40,7 +40,6 @@ class Mixture:
 
     @property
     def num_groups(self) -> int:
-        """M."""
         return self.responsibilities.shape[1]
 
 

@@ -99,7 +99,6 @@ class CifarFiles:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files, the test file last."""
         return (*self.train, self.test)
 
     def _unpacked(self, folder: Path) -> Path | None:

@@ -112,7 +112,6 @@ def stored(
 
 
 def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, most: int, why: str) -> tuple[int, ...]:
-    """Return the group of each client, [N], group 0 first."""
     key, advice = "data.groups.sizes", "Give sizes: [3, 6, 6, 6], or count: 4 for sizes as equal as possible."
     require((sizes is None) != (count is None), key, "be given, or else data.groups.count, not both", sizes, advice)
     if sizes is None:

@@ -192,5 +192,4 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
 
 
 def _shuffled(labels: np.ndarray, label: np.integer, rng: np.random.Generator) -> np.ndarray:
-    """Return the indices of one class in random order."""
     return rng.permutation(np.flatnonzero(labels == label))

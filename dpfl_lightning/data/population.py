@@ -261,12 +261,7 @@ def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tup
 
 
 def _test_rows(
-    name: str,
-    test_labels: np.ndarray,
-    labels_of: Parts,
-    num_classes: int,
-    rng: np.random.Generator,
-    each: int | None,
+    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int | None
 ) -> Parts:
     """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
 

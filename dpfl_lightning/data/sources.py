@@ -232,7 +232,6 @@ def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Describe briefly why a source failed."""
     if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
         return error.stderr.strip().splitlines()[-1]
     if isinstance(error, subprocess.TimeoutExpired):

@@ -123,12 +123,3 @@ class ClassAugmentation:
                 continue
             changed = changed.index_put((rows,), OPERATIONS[name](x[rows], numbers[y[rows]]))
         return changed
-
-
-def augmented(x: Tensor, operation: str, generator: torch.Generator | None = None) -> Tensor:
-    """Apply an operation of `OPERATIONS` to the images `x` `[B, C, H, W]`, with separate parameters for each image.
-
-    `generator` is on the CPU; None is torch's global one.
-    """
-    numbers = torch.rand(len(x), NUMBERS, generator=generator, dtype=torch.float64)
-    return OPERATIONS[operation](x, numbers.to(x.device, x.dtype))
