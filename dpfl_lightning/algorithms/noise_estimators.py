@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
-from dpfl_lightning.algorithms.update_geometry import double_columns
+from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
 from dpfl_lightning.errors import nearest, require
 
 ROW_CHOICES = ("random", "head")
@@ -97,7 +97,7 @@ def _raw_norm(deltas: Tensor, options: EstimatorOptions) -> Estimate:
 
 def _mean_residual(deltas: Tensor, options: EstimatorOptions) -> Estimate:
     """Return `|delta_i - mean|^2`, a baseline; noisy clients distort the mean."""
-    gram = _gram(deltas)
+    gram = gram_of(double_columns(deltas))
     return Estimate((gram.diagonal() - 2 * gram.mean(dim=1) + gram.mean()).clamp_min(0))
 
 
@@ -107,7 +107,7 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
     Independent noise adds only to the diagonal of G. The rank is limited so that the diagonal remains determined.
     Reference: Zhang, Cai, Wu (2022), HeteroPCA.
     """
-    gram = _gram(deltas)
+    gram = gram_of(double_columns(deltas))
     count = len(gram)
     rank = min(options.rank, int((2 * count + 1 - math.sqrt(8 * count + 1)) / 2))
     shared = gram.clone().fill_diagonal_(0)
@@ -118,10 +118,6 @@ def _hetero_pca(deltas: Tensor, options: EstimatorOptions) -> Estimate:
         last_move = float((low_rank.diagonal() - shared.diagonal()).norm() / gram.diagonal().norm().clamp_min(1e-300))
         shared.diagonal().copy_(low_rank.diagonal())
     return Estimate((gram - low_rank).diagonal().clamp_min(0), {"rank": rank, "last_move": last_move})
-
-
-def _gram(deltas: Tensor) -> Tensor:
-    return sum(part @ part.T for part in double_columns(deltas)).cpu()
 
 
 def _rpca(deltas: Tensor, options: EstimatorOptions) -> Estimate:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,19 +14,25 @@ from scipy.spatial.distance import squareform
 from scipy.special import erfc
 from torch import Tensor
 
+_COLUMNS = 1 << 13  # columns that are converted to float64 at once
+
 
 def double_columns(deltas: Tensor) -> Iterator[Tensor]:
     """Yield blocks of columns of `deltas` `[n, P]` in float64."""
     deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
-    for columns in deltas.split(1 << 13, dim=1):
+    for columns in deltas.split(_COLUMNS, dim=1):
         yield columns.double()
+
+
+def gram_of(blocks: Iterable[Tensor]) -> Tensor:
+    """Return the sum of `block @ block.T` over blocks of columns, `[n, n]` float64 on the CPU."""
+    return sum((block @ block.T for block in blocks), torch.zeros((), dtype=torch.float64)).cpu()
 
 
 @torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
     """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs."""
-    blocks = (columns - columns.mean(dim=0) for columns in double_columns(deltas))
-    return sum(block @ block.T for block in blocks).cpu().numpy()
+    return gram_of(columns - columns.mean(dim=0) for columns in double_columns(deltas)).numpy()
 
 
 @dataclass(frozen=True)
