@@ -16,28 +16,28 @@ STRATEGIES = {
     "biased_selection": ("selection.biased_selection", "BiasedSelection"),
     "clustered": ("clustering.clustered", "Clustered"),
     "distillation": ("distillation.distillation", "Distillation"),
-    "epsilon_weighted": ("aggregation.epsilon_weighted", "EpsilonWeighted"),
-    "fedadam": ("aggregation.fedadam", "FedAdam"),
+    "epsilon_weighted": ("aggregation.weights", "EpsilonWeighted"),
+    "fedadam": ("aggregation.server_optimizers", "FedAdam"),
     "fedprox": ("aggregation.fedprox", "FedProx"),
-    "fedyogi": ("aggregation.fedyogi", "FedYogi"),
+    "fedyogi": ("aggregation.server_optimizers", "FedYogi"),
     "ifca": ("clustering.ifca", "Ifca"),
-    "inverse_noise": ("aggregation.inverse_noise", "InverseNoise"),
+    "inverse_noise": ("aggregation.weights", "InverseNoise"),
     "kmeans_clusters": ("clustering.kmeans_clusters", "KMeansClusters"),
     "learning_rate_decay": ("aggregation.learning_rate_decay", "LearningRateDecay"),
     "local": ("clustering.local", "Local"),
-    "median": ("aggregation.median", "Median"),
-    "minimum_epsilon": ("aggregation.minimum_epsilon", "MinimumEpsilon"),
-    "mr_mtl": ("clustering.mr_mtl", "MrMtl"),
+    "median": ("aggregation.trimmed_mean", "Median"),
+    "minimum_epsilon": ("aggregation.weights", "MinimumEpsilon"),
+    "mr_mtl": ("clustering.local", "MrMtl"),
     "noise_aware": ("aggregation.noise_aware", "NoiseAware"),
     "oracle_clusters": ("clustering.oracle_clusters", "OracleClusters"),
     "pfa": ("aggregation.pfa", "Pfa"),
-    "reweighted_selection": ("selection.reweighted_selection", "ReweightedSelection"),
-    "server_momentum": ("aggregation.server_momentum", "ServerMomentum"),
-    "size_weighted": ("aggregation.size_weighted", "SizeWeighted"),
+    "reweighted_selection": ("selection.biased_selection", "ReweightedSelection"),
+    "server_momentum": ("aggregation.server_optimizers", "ServerMomentum"),
+    "size_weighted": ("aggregation.weights", "SizeWeighted"),
     "trimmed_mean": ("aggregation.trimmed_mean", "TrimmedMean"),
     "two_stage_selection": ("selection.two_stage_selection", "TwoStageSelection"),
-    "uniform": ("aggregation.uniform", "Uniform"),
-    "uniform_selection": ("selection.uniform_selection", "UniformSelection"),
+    "uniform": ("aggregation.weights", "Uniform"),
+    "uniform_selection": ("selection.quotas", "UniformSelection"),
 }
 
 
@@ -46,9 +46,6 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
 
     Args:
         strategies: registry name, or the `class_path` of a user-defined strategy -> its options; None means no options.
-
-    Raises:
-        UserError: a strategy or an option is unknown; the message suggests the nearest known name.
 
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']

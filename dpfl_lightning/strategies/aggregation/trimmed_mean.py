@@ -1,4 +1,4 @@
-"""The coordinate-wise trimmed mean of the clients' updates."""
+"""Coordinate-wise trimmed mean and median of the clients' updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class TrimmedMean(Strategy):
     """Replaces the weighted mean by the mean of each coordinate without its smallest and largest values.
 
     Of the C clients that train a model, the `floor(share * C)` smallest and as many largest values are dropped, so
-    `floor(share * C)` clients cannot move the model arbitrarily far. A client with a positive weight is included; the
-    size of its weight has no effect.
+    `floor(share * C)` clients cannot move the model arbitrarily far. All clients with a positive weight count equally.
 
     Args:
         share: share of the clients that is dropped at each end, in [0, 0.5); 0 is the plain mean.
@@ -46,3 +45,22 @@ class TrimmedMean(Strategy):
         dropped = int(self._share * len(deltas))
         kept = deltas.sort(dim=0).values[dropped : len(deltas) - dropped]
         return kept.mean(dim=0, dtype=torch.float64).to(deltas.dtype)
+
+
+class Median(TrimmedMean):
+    """Replaces the weighted mean by the coordinate-wise median over the clients that train a model.
+
+    Fewer than half of a model's clients cannot move it arbitrarily far. All clients with a positive weight count
+    equally. Privacy noise makes a median less accurate than a mean, by up to a factor of pi / 2 in variance.
+
+    **Privacy** Post-processing.
+
+    Reference: Yin et al. (2018), Algorithm 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(share=0.0)
+
+    def _centre(self, deltas: Tensor) -> Tensor:
+        ordered = deltas.sort(dim=0).values
+        return (ordered[(len(deltas) - 1) // 2] + ordered[len(deltas) // 2]) / 2
