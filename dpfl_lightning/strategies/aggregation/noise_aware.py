@@ -209,7 +209,7 @@ class NoiseAware(Strategy):
         return {} if self._known is None else vars(self._known).copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        on_cpu = {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+        on_cpu: dict[str, Any] = {key: one.cpu() if isinstance(one, Tensor) else one for key, one in state.items()}
         self._known = _Known(**on_cpu) if state else None
 
     def _estimated(self, updates: ClientUpdates, model_of: Sequence[int], view: View) -> _Known:

@@ -18,6 +18,9 @@ from dpfl_lightning.runtime.files import write_atomically
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
 
+#: what reading damaged files may raise
+_DAMAGED = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError)
+
 
 @dataclass(frozen=True, eq=False)
 class DistilledSet:
@@ -58,19 +61,10 @@ class DistilledSet:
             tensors, card = torch.load(path, weights_only=True), json.loads(card_path.read_text())
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1] and card.pop("sha256")
-        except (
-            RuntimeError,
-            EOFError,
-            pickle.UnpicklingError,
-            LookupError,
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except _DAMAGED as error:
             raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
-        require(
-            fits == _digest(path), str(card_path), f"be the card of {TENSORS} in this folder", "that of another set"
-        )
+        must = f"be the card of {TENSORS} in this folder"
+        require(fits == _digest(path), str(card_path), must, "that of another set")
         _require_finite(x, path)
         return cls(x, y, card)
 

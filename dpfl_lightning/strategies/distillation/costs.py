@@ -77,8 +77,8 @@ def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str
 def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0) -> float:
     """Return eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`, for comparison only.
 
-    It is not a valid epsilon. It counts one release of the whole run. It uses the noise multiplier as a standard
-    deviation, so it grows with the clip norm, on which no epsilon depends. It is derived from a formula for epsilon < 1.
+    It is not a valid epsilon: it counts one release of the whole run, uses the noise multiplier as a standard deviation
+    (so it grows with the clip norm, on which no epsilon depends), and rests on a formula that holds only below 1.
 
     Args:
         noise_multiplier: sigma of the paper: noise std / clip norm, on the sum (eq. 10) or on the mean (appendix); > 0.

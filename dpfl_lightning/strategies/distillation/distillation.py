@@ -63,10 +63,10 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
 class Distillation(Strategy, Callback):
     """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
-    In every round clients send one noised sum of clipped gradients for each class, computed on a net of the server. The
+    In every round clients send one noised sum of clipped gradients for each class, computed on the server's net. The
     server moves its images until the net's gradient on them is similar to the released one, and then trains the net on
-    the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation is worthwhile
-    if many trainings follow, such as a search for hyperparameters: they use the set without clients or privacy loss.
+    the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation pays if many
+    trainings follow, such as a search for hyperparameters: they use the set without clients or privacy loss.
 
     Args:
         mode: defaults of the options that are not set: `default`, or `paper_literal` (aggregation `uniform`, sampling
@@ -408,10 +408,10 @@ class Distillation(Strategy, Callback):
         matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
         noise_aware = self._switches["row_weights"] == "noise_aware"
         rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
-        before = None
+        distances = []
         for _ in range(self._switches["image_steps"]):
-            moved, distances = matching.step(self._synthetic(view), params, target, present, rows)
-            before = distances if before is None else before
+            moved, before = matching.step(self._synthetic(view), params, target, present, rows)
+            distances.append(before)
             if not moved.is_finite:
                 warnings.warn(
                     f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
@@ -421,8 +421,7 @@ class Distillation(Strategy, Callback):
                 )
                 break
             self._set = moved
-        assert before is not None  # for mypy
-        return before
+        return distances[0]
 
     def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
         if self._switches["net_update"] == "aggregate":

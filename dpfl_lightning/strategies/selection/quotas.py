@@ -92,7 +92,6 @@ class QuotaSelection(Strategy, Callback):
         require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
         self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
         self._taken = np.zeros(0, dtype=np.int64)
-        self._purpose = PURPOSE  # of the current rounds
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
@@ -104,11 +103,11 @@ class QuotaSelection(Strategy, Callback):
         self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
         must = f"be at most the {count} clients"
         require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
-        upper = self._paid_rounds(schedule, PURPOSE)
+        upper = self._paid_rounds(schedule)
         self._horizon = int(upper.max())
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
-        self._taken, self._settled, self._purpose = np.zeros(count, dtype=np.int64), False, PURPOSE
+        self._taken, self._settled = np.zeros(count, dtype=np.int64), False
         if self._top_fraction is not None:
             epsilon = np.array(view.facts.reported_epsilon)
             self._top = larger_budgets(epsilon, "top", self._top_fraction, view.seed)
@@ -124,29 +123,24 @@ class QuotaSelection(Strategy, Callback):
         self._drawn_in = view.round
         return plan.only(lambda client: client in cohort)
 
-    def _paid_rounds(self, schedule: RunSchedule, purpose: str) -> Counts:
+    def _paid_rounds(self, schedule: RunSchedule) -> Counts:
         """Return the number of rounds `[N]` that each client's releases pay for, without the reserve."""
-        return np.maximum([client.count_of(purpose) - schedule.reserve for client in schedule.clients], 0)
+        return np.maximum([client.count_of(PURPOSE) - schedule.reserve for client in schedule.clients], 0)
 
     def _settle(self, view: View) -> None:
         """Reduce quotas to what budgets can pay for, once in a run; with given noise that may be less than planned."""
         if not self._settled:
-            self._quota = np.minimum(self._quota, self._paid_rounds(view.schedule, self._purpose))
-            self._settled = True
+            self._quota, self._settled = np.minimum(self._quota, self._paid_rounds(view.schedule)), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
         key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
         generator = np.random.Generator(np.random.PCG64DXSM(key))
-        left = self._rounds_left(view.run.rounds, view.round)
+        left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for
         for _ in range(_DRAWS):
             cohort = draw_cohort(self._sampler, quota, self._taken, left, self._cohort_size, generator)
             if self._top_fraction is None or self._top[cohort].any():
                 break
         return cohort
-
-    def _rounds_left(self, rounds: int, round: int) -> int:
-        """Return the number of rounds left, including this one; at most those that budgets can pay for."""
-        return min(self._horizon, rounds - round + 1)
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if self._drawn_in == view.round:
@@ -154,7 +148,7 @@ class QuotaSelection(Strategy, Callback):
         return state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        left = self._rounds_left(view.run.rounds, view.state.round + 1)
+        left = min(self._horizon, view.run.rounds - view.state.round)
         metrics: dict[str, float | Tensor] = {
             "quota": torch.from_numpy(self._quota).double(),
             "participations": torch.from_numpy(self._taken).double(),
