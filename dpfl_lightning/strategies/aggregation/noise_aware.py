@@ -95,9 +95,8 @@ class NoiseAware(Strategy):
         estimator: `rpca` (robust PCA, as in the paper), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle` (the
             true variances, for simulations).
         objective: `max_snr` maximises the signal-to-noise ratio, assuming that every local step contributes the same
-            signal; the update is scaled to as many steps as under weights by data size (by at most 1.5), so that the
-            same learning rate works for both. `min_variance` (as in the paper) minimises the noise; clients with many
-            small steps then get little weight, and the model moves less.
+            signal; the update is scaled to as many steps as under weights by data size (by at most 1.5).
+            `min_variance` (as in the paper) minimises the noise; clients with many small steps get little weight.
         reestimate_every: number of rounds between two estimates, >= 1; 0 or `first_round` keeps the first estimate.
         floor: lower bound on a variance, as a share of the median variance, >= 0.
         max_weight: upper bound on a client's weight, in (0, 1]. It is the only bound on the influence of a client that
@@ -108,10 +107,9 @@ class NoiseAware(Strategy):
         preset: `rpca`: `fast`, `candes` or `release` (the paper's code).
         rank: `hetero_pca`: number of directions that clients share, >= 1.
 
-    In a round without a new estimate the server keeps no single update. A client of such a round that was not in the
-    last estimate, or whose number of local steps, noise, batch size or group differs, has the whole round estimated
-    anew, because the scales of two estimates may differ. If every model has at least 8 clients, the noise of each
-    model's clients is estimated separately.
+    In a round without a new estimate the server keeps no single update. If a client of such a round was not in the last
+    estimate, or has another number of local steps, noise, batch size or group, the whole round is estimated anew,
+    because the scales of two estimates may differ.
 
     The weights are robust to false reports, but not to false updates: except for `oracle`, reported budgets, batch
     sizes and noise are used only to detect changes, and `max_snr` uses the number of local steps.

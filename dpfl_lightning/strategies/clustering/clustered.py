@@ -66,15 +66,13 @@ class Clustered(GroupingStrategy):
         data_floor: `robust`: lower bound on the distance of groups, as a share of the largest distance that the
             sampling of records explains, >= 0.
         first_round_noise_multiplier: noise multiplier of the full batch, > 0. null is 5, or 3 above a million
-            parameters. `same` uses one multiplier for all rounds (as in the papers), so that the later rounds pay for
-            the first.
+            parameters. `same` uses one multiplier for all rounds (as in the papers): later rounds pay for the first.
         reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
             parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
             overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
-            `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost (at
-            epsilon 5, 6,600 records and 200 rounds the noise is 1.76 times as large as half of the choices would
-            require). Set a number in that case.
+            `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost:
+            set a number in that case.
         selection: how clients choose after `switch_round`: `exponential_frozen` (the exponential mechanism in the first
             `selection_rounds` rounds, then the last choice is kept), `exponential` (in every round), `paper_argmin`
             (without noise) or `server_similarity` (clients are not asked; each keeps its most likely group).
@@ -93,8 +91,7 @@ class Clustered(GroupingStrategy):
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
     Federated Learning through Robust Clustering", and its revision with an unknown M. The papers' form is `mixture:
-    paper, first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`. Draws and choices
-    take place in the same rounds as in the revision; the first version draws in one round more.
+    paper, first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`.
     """
 
     role = "mask"
@@ -182,9 +179,19 @@ class Clustered(GroupingStrategy):
             one = len(view.state.models) == 1
             require(one, _KEY, "be the only strategy that creates models", len(view.state.models))
             return view.plan(first_round.PURPOSE, plan.clients)
-        if self.responsibilities is None or len(view.state.models) == 1:
+        models, memberships = view.state.models, self.responsibilities
+        if memberships is None or len(models) == 1:
             return plan
-        return dataclasses.replace(plan, model_of=self._models_of(plan, self.responsibilities, view))
+        if view.round <= self.last_drawn_round:
+            model_of = drawn_groups(memberships, plan.clients, view.round, view.seed)
+        elif self._by_similarity:
+            model_of = tuple(memberships[list(plan.clients)].argmax(dim=1).tolist())
+        elif not bool((models[1:] != models[:1]).any()):  # choices would assign all clients to one model for good
+            even = memberships if self.confident else torch.ones_like(memberships)
+            model_of = drawn_groups(even, plan.clients, view.round, view.seed)
+        else:
+            model_of = self._choice.models_of(plan, view, models)
+        return dataclasses.replace(plan, model_of=model_of)
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return not self._alone and view.round == 1
@@ -262,20 +269,18 @@ class Clustered(GroupingStrategy):
 
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """Return the state with M models instead of one, by the mixture of the first updates."""
-        mixture = self._fitted(updates, view)
+        if self._mixture == "paper":
+            mixture = paper_mixture(updates.released, self._options.num_groups, view.seed)
+        else:
+            rows = zip(updates.clients, updates.steps, strict=True)
+            sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
+            mixture = robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
         memberships = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
             records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
             models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
         return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
-
-    def _fitted(self, updates: ClientUpdates, view: View) -> Mixture:
-        if self._mixture == "paper":
-            return paper_mixture(updates.released, self._options.num_groups, view.seed)
-        rows = zip(updates.clients, updates.steps, strict=True)
-        sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
-        return robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
         """Store the fitted mixture, and return the memberships of all clients, `[N, M]`."""
@@ -298,18 +303,6 @@ class Clustered(GroupingStrategy):
                 stacklevel=2,
             )
         return self.responsibilities
-
-    def _models_of(self, plan: RoundPlan, memberships: Tensor, view: View) -> tuple[int, ...]:
-        """Return the model of each client of the plan."""
-        models = view.state.models
-        if view.round <= self.last_drawn_round:
-            return drawn_groups(memberships, plan.clients, view.round, view.seed)
-        if self._by_similarity:
-            return tuple(memberships[list(plan.clients)].argmax(dim=1).tolist())
-        if not bool((models[1:] != models[:1]).any()):  # choices would assign all clients to one model for good
-            even = memberships if self.confident else torch.ones_like(memberships)
-            return drawn_groups(even, plan.clients, view.round, view.seed)
-        return self._choice.models_of(plan, view, models)
 
 
 def _count(value: int | str, key: str) -> int | None:

@@ -82,10 +82,8 @@ class Distillation(Strategy, Callback):
             and is applied to records and images.
         net_update: how the net changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
             the released gradients).
-        reinit_every: number of rounds between two initialisations of the net; 0 is never; null is the condensation
-            paper's number for this number of images.
-        net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number for this number of
-            images.
+        reinit_every: rounds between two initialisations of the net; 0 is never; null is the condensation paper's.
+        net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number.
         net_learning_rate: learning rate of the net's SGD, > 0.
         aggregation: `sampled` (the sum over clients: each drawn record has the same weight), `uniform` (each client's
             mean has the same weight), `class_count` (each client's mean is weighted by its number of records; only
@@ -96,27 +94,25 @@ class Distillation(Strategy, Callback):
         sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
             without replacement, accounted without amplification); null is `full` with noise, and `fixed` without.
         records_per_class: number of records drawn from each class with `sampling: fixed`, >= 1.
-        noise_scale: `sum`, or `paper_mean`, with which given noise multipliers refer to the mean of a class, as in the
-            paper's appendix; the ledger holds the corresponding multipliers of the sum.
-        min_participants: minimum number of clients in a round, >= 1. The run is refused at the start if cohorts are
-            smaller. A round in which fewer clients are present or have budget left is skipped, and the run ends if that
-            holds for all later rounds.
+        noise_scale: `sum`, or `paper_mean`: given noise multipliers refer to the mean of a class, as in the paper's
+            appendix; the ledger holds those of the sum.
+        min_participants: minimum number of clients in a round, >= 1. The run is refused if cohorts are smaller. A round
+            in which fewer clients are present or have budget left is skipped; the run ends if all later rounds are.
         min_records_per_target: without noise, a class with fewer drawn records in a round is left out of it, >= 1.
         evaluation_epochs: epochs on the set with which the final net is trained, >= 1.
 
     **Guarantees** A client makes one release in a round, with one block for each class, including classes that it does
-    not have: the stack of all blocks has the sensitivity of one gradient. The divisor of the release is the public
-    expected batch size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn
-    before the first one, so a client's budget is divided among the rounds in which it takes part.
+    not have: the stack of all blocks has the sensitivity of one gradient. The divisor is the public expected batch
+    size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn before the first
+    one, so a client's budget is divided among the rounds in which it takes part.
 
     **Privacy** Each round of a client is one step of the mechanism. Images, nets and everything derived from them are
     post-processing; images are initialised as noise. A run without noise also sends exact counts, and gradients of few
     records, from which these can be reconstructed.
 
-    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
-    place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
-    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps for
-    each release are additions of this package.
+    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 in place of the last line of its
+    Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching, loops and augmentation. Clipping,
+    Poisson draws, accounting over all rounds, row weights and several image steps are additions of this package.
     """
 
     trains_on_server = True
@@ -150,9 +146,8 @@ class Distillation(Strategy, Callback):
         every, epochs = loops(images_per_class)
         self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
         augmentations = AUGMENTATIONS[augmentation]
-        self._between = Training(
-            epochs if net_epochs is None else net_epochs, learning_rate=net_learning_rate, augmentations=augmentations
-        )
+        epochs = epochs if net_epochs is None else net_epochs
+        self._between = Training(epochs, net_learning_rate, augmentations=augmentations)
         self._evaluation = Training(
             epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
         )
@@ -183,6 +178,8 @@ class Distillation(Strategy, Callback):
                 UserNotice,
                 stacklevel=2,
             )
+        must_be_sum = "be sum without privacy.noise_multiplier"
+        advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
         must = "not be class_count if clients add noise, because their numbers of records of a class are private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
@@ -195,7 +192,10 @@ class Distillation(Strategy, Callback):
             for line in client_schedule.planned:
                 if line.purpose == "train" and isinstance(line.event, NoisedEvent):
                     rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
-                    noise = self._on_the_sum(line.event.noise_multiplier, self._records_of_a_class(client, rate, view))
+                    noise = line.event.noise_multiplier
+                    if self._switches["noise_scale"] == "paper_mean":
+                        require(noise is not None, f"{KEY}.noise_scale", must_be_sum, "paper_mean", advice)
+                        noise = (noise or 0.0) * self._records_of_a_class(client, rate, view)
                     count = min(line.count, rounds_of[client] + max(0, line.count - schedule.rounds))
                     laplace = isinstance(line.event, LaplaceEvent)
                     event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
@@ -209,15 +209,6 @@ class Distillation(Strategy, Callback):
         """Return the public number of records of a class that the client is expected to draw in a round."""
         expected = rate * view.facts.num_records[client] / view.facts.num_classes
         return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
-
-    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
-        """Convert the noise multiplier of a class's mean over the expected records into that of their sum."""
-        if self._switches["noise_scale"] == "sum":
-            return noise_multiplier
-        must = "be sum without privacy.noise_multiplier"
-        advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
-        require(noise_multiplier is not None, f"{KEY}.noise_scale", must, "paper_mean", advice)
-        return noise_multiplier * expected_records  # type: ignore[operator]
 
     def describe(self, view: View) -> tuple[str, ...]:
         options, rounds = self._switches, range(1, view.run.rounds + 1)

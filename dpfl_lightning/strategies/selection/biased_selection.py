@@ -108,9 +108,9 @@ def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
 class BiasedSelection(QuotaSelection):
     """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
 
-    A client that takes part often must divide its budget among more releases, each of which has more noise. A client
-    that rarely takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ
-    much and noise limits the accuracy; if the noise is small, the quotas become equal.
+    A client that takes part often divides its budget among more releases, each of which has more noise; one that rarely
+    takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ much and
+    noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
         clients_per_round, sampler, top_fraction: see `QuotaSelection`.

@@ -55,9 +55,9 @@ class TwoStageSelection(QuotaSelection):
     """DPFL-BCS in two stages: clients report losses in the first rounds, from which the later quotas are computed.
 
     The first stage uses the quotas of least noise. The second stage minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
-    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. The
-    strategy serves for comparison with `biased_selection`. The bias term has brought no gain, even with true values,
-    because where noise is small it leads to the few most similar clients instead of equal quotas.
+    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. It
+    has brought no gain over `biased_selection`, even with true values, because where noise is small it leads to the few
+    most similar clients instead of equal quotas.
 
     Args:
         clients_per_round, sampler, top_fraction: see `QuotaSelection`.
@@ -69,7 +69,7 @@ class TwoStageSelection(QuotaSelection):
         loss_bound: losses are clipped to [0, loss_bound], > 0; null is log(classes).
         estimates: `shrunken` uses the mean noised loss, shrunk towards the mean of all clients as far as noise explains
             the differences. `least_difference` (the paper's) uses the smallest difference between a client's losses
-            before and after its update; the second loss is asked at the noised update and costs a second report.
+            before and after its noised update, which costs a second report.
         allow_unsound: with `least_difference`, losses as the paper's clients report them: not clipped, and at the
             client's own model before noise. Noise is added, but no bound on one record's influence is known, and every
             epsilon is infinite. For comparison only.
