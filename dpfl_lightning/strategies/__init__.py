@@ -36,7 +36,7 @@ STRATEGIES = {
     "size_weighted": ("aggregation.weights", "SizeWeighted"),
     "trimmed_mean": ("aggregation.trimmed_mean", "TrimmedMean"),
     "two_stage_selection": ("selection.two_stage_selection", "TwoStageSelection"),
-    "uniform": ("aggregation.weights", "Uniform"),
+    "uniform": ("aggregation.uniform", "Uniform"),
     "uniform_selection": ("selection.quotas", "UniformSelection"),
 }
 

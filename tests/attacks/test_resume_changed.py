@@ -25,7 +25,7 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.fit import fit, main
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
-from dpfl_lightning.strategies.aggregation.weights import Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.selection.quotas import UniformSelection
 
 ROUNDS, DONE = 4, 2

@@ -12,7 +12,7 @@ from torch import nn
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.strategies.aggregation.weights import Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 
 @pytest.mark.parametrize("role", ["base", "route"])

@@ -23,7 +23,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy, strategy_digests
 from dpfl_lightning.runtime.digests import object_digest
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
-from dpfl_lightning.strategies.aggregation.weights import Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 PRIVACY = PrivacyOptions(epsilon=8.0, delta=1e-3, reserve_rounds=1)
 CLIENTS = ClientOptions(count=4, batch_size=16, learning_rate=0.3)

@@ -39,7 +39,7 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.augmentation import ClassAugmentation
-from dpfl_lightning.strategies.aggregation.weights import Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.distillation.distillation import Distillation, mean_of_holders
 from dpfl_lightning.strategies.distillation.options import loops
 

@@ -24,7 +24,8 @@ from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.models import PersonalInput
 from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
-from dpfl_lightning.strategies.aggregation.weights import InverseNoise, SizeWeighted, Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
+from dpfl_lightning.strategies.aggregation.weights import InverseNoise, SizeWeighted
 from dpfl_lightning.strategies.selection.biased_selection import (
     BiasedSelection,
     ReweightedSelection,

@@ -15,18 +15,6 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 
 
-class Uniform(Strategy):
-    """Gives every participant the same weight, `w_i = 1 / C`; no information about the clients is needed.
-
-    **Privacy** Post-processing.
-    """
-
-    role = "base"
-
-    def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
-        return torch.ones(len(updates.clients), dtype=torch.float64)
-
-
 class SizeWeighted(Strategy):
     """DPFedAvg: weights are proportional to data size, `w_i = N_i / sum_j N_j`.
 

@@ -26,7 +26,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
-from dpfl_lightning.strategies.aggregation.weights import Uniform
+from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 Counts = NDArray[np.int64]
 
