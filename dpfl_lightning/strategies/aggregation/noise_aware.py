@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import Estimate, EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import PRESETS
-from dpfl_lightning.errors import UserError, UserNotice, require, require_one_of
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -158,11 +157,9 @@ class NoiseAware(Strategy):
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         partition = view.run.options.get("data", {}).get("partition", {}).get("name")
         if partition in ("dirichlet", "shards") and len(set(view.facts.batch_size)) > 1:
-            warnings.warn(
+            warn_user(
                 f"strategy noise_aware: data differ between clients (partition {partition}) and so do batch sizes, so "
-                "the few clients with the largest batches will decide what is learned. Use equal batch sizes here.",
-                UserNotice,
-                stacklevel=2,
+                "the few clients with the largest batches will decide what is learned. Use equal batch sizes here."
             )
         return schedule
 
@@ -232,11 +229,9 @@ class NoiseAware(Strategy):
             return
         self._warned = True
         heaviest = int(share.argmax())
-        warnings.warn(
+        warn_user(
             f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {clients[heaviest]} has "
-            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it.",
-            UserNotice,
-            stacklevel=2,
+            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it."
         )
 
 

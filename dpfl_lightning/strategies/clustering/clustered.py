@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.update_groups import GroupOptions
 from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
-from dpfl_lightning.errors import UserError, UserNotice, require, require_one_of
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -155,8 +154,6 @@ class Clustered(GroupingStrategy):
     def _alone(self) -> bool:
         return self._options.num_groups == 1
 
-    # -- hooks
-
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if self._alone:
             return schedule
@@ -245,8 +242,6 @@ class Clustered(GroupingStrategy):
             value = state[name]
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
 
-    # -- round 1
-
     def _check(self, schedule: RunSchedule, view: View) -> None:
         """Check the number of groups, and that no quotas were planned before this strategy.
 
@@ -295,12 +290,10 @@ class Clustered(GroupingStrategy):
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
             threshold, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
             alone = f" of a split with a group of fewer than {size}" if mixture.separation > threshold else ""
-            warnings.warn(
+            warn_user(
                 f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups "
                 f"of {size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold "
-                f"{threshold:.3g}): {then}.",
-                UserNotice,
-                stacklevel=2,
+                f"{threshold:.3g}): {then}."
             )
         return self.responsibilities
 

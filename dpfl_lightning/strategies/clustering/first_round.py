@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 
 from dpfl_lightning.algorithms.update_geometry import expected_separation
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
@@ -67,10 +66,8 @@ def warn_if_blind(schedule: RunSchedule, view: View) -> None:
         if isinstance(event, GaussianEvent) and event.noise_multiplier
     ]
     if separations and (needed := _BAR * view.run.num_params**0.25 / min(separations)) > _FAR:
-        warnings.warn(
+        warn_user(
             "strategy clustered: the first round separates groups only if their mean clipped gradients differ by "
             f"{needed:.2g} of the clip norm (0.11 for rotated Fashion-MNIST images). Use more records per client, more "
-            "local epochs, or a smaller first_round_noise_multiplier.",
-            UserNotice,
-            stacklevel=2,
+            "local epochs, or a smaller first_round_noise_multiplier."
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from dpfl_lightning.algorithms.gradient_matching import (
     num_rows,
 )
 from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.jobs import ClassGradients
 from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -34,15 +33,8 @@ from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
+from dpfl_lightning.strategies.distillation import costs
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from dpfl_lightning.strategies.distillation.costs import (
-    card,
-    paper_epsilon,
-    paper_epsilon_words,
-    participations,
-    traffic,
-    traffic_words,
-)
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, loops, participants, switches
 
 PURPOSE = "class_gradients"
@@ -171,12 +163,10 @@ class Distillation(Strategy, Callback):
         self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
         if bare:
             whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
-            warnings.warn(
+            warn_user(
                 f"strategy distillation: gradients of single classes are sent without noise{whose}. Records can be "
                 "reconstructed from them more easily than from a usual update. Set privacy.epsilon unless this is a "
-                "study.",
-                UserNotice,
-                stacklevel=2,
+                "study."
             )
         must_be_sum = "be sum without privacy.noise_multiplier"
         advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
@@ -211,13 +201,14 @@ class Distillation(Strategy, Callback):
         return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
 
     def describe(self, view: View) -> tuple[str, ...]:
-        options, rounds = self._switches, range(1, view.run.rounds + 1)
+        options = self._switches
+        cohorts = (self._cohort(view, round) for round in range(1, view.run.rounds + 1))
         releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
-        taken = participations((self._cohort(view, round) for round in rounds), releases, options["min_participants"])
+        taken = costs.participations(cohorts, releases, options["min_participants"])
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         model, size = sum(sizes.values()), participants(view.facts.num_clients, options["participation_fraction"])
-        sent = traffic(taken, model, self._job(view).size(sizes))
-        return (traffic_words(sent, traffic(size, model, model), size), *self._papers_words(view))
+        sent = costs.traffic(taken, model, self._job(view).size(sizes))
+        return (costs.traffic_words(sent, costs.traffic(size, model, model), size), *self._papers_words(view))
 
     def _papers_words(self, view: View) -> tuple[str, ...]:
         """Describe the largest epsilon of the paper's formula, if the mode is the paper's."""
@@ -232,7 +223,8 @@ class Distillation(Strategy, Callback):
                 if self._switches["noise_scale"] == "paper_mean":
                     noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
                 settings.append((noise, schedule.delta, clip_norm))
-        return (paper_epsilon_words(*max(settings, key=lambda one: paper_epsilon(*one))),) if settings else ()
+        worst = max(settings, key=lambda one: costs.paper_epsilon(*one), default=None)
+        return () if worst is None else (costs.paper_epsilon_words(*worst),)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         self._metrics = {}
@@ -404,11 +396,9 @@ class Distillation(Strategy, Callback):
             moved, before = matching.step(self._synthetic(view), params, target, present, rows)
             distances.append(before)
             if not moved.is_finite:
-                warnings.warn(
+                warn_user(
                     f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
-                    f"skipped. Set a smaller {KEY}.image_learning_rate.",
-                    UserNotice,
-                    stacklevel=2,
+                    f"skipped. Set a smaller {KEY}.image_learning_rate."
                 )
                 break
             self._set = moved
@@ -428,7 +418,7 @@ class Distillation(Strategy, Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             x, y = self._synthetic(view).records
-            DistilledSet(x, y, card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
+            DistilledSet(x, y, costs.card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         return self._metrics

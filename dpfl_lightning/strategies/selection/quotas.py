@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.cohorts import draw_cohort
 from dpfl_lightning.algorithms.selection_noise import jain_index
-from dpfl_lightning.errors import UserNotice, require, require_one_of
+from dpfl_lightning.errors import require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -169,12 +168,10 @@ class QuotaSelection(Strategy, Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         unused = int((self._quota - self._taken).sum())
         if result.finished and unused:
-            warnings.warn(
+            warn_user(
                 f"{self.key.rpartition('.')[2]}: {unused} of {int(self._quota.sum())} planned participations were not "
                 "used, because clients were away or the run ended early. The noise of these clients was solved "
-                "for them, so it was larger than necessary.",
-                UserNotice,
-                stacklevel=2,
+                "for them, so it was larger than necessary."
             )
 
     def state_dict(self) -> dict[str, Any]:

@@ -29,12 +29,7 @@ from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
-from dpfl_lightning.strategies.selection.biased_selection import (
-    check_free_noise,
-    exact_exponent,
-    participation_noise,
-    update_noise,
-)
+from dpfl_lightning.strategies.selection import biased_selection
 from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, with_quotas
 
 FILTER = (
@@ -123,11 +118,11 @@ class TwoStageSelection(QuotaSelection):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         name = self.key.rpartition(".")[2]
-        check_free_noise(schedule, name)
+        biased_selection.check_free_noise(schedule, name)
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
-        plain = exact_exponent(schedule) is not None
+        plain = biased_selection.exact_exponent(schedule) is not None
         require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
         must = "be gdp or rdp where later noise depends on released losses"
         require(view.run.accountant in ("gdp", "rdp"), "privacy.accountant", must, view.run.accountant)
@@ -158,7 +153,7 @@ class TwoStageSelection(QuotaSelection):
         return planned.replan(with_reports)
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        self._noise = participation_noise(schedule, view, total / len(upper))
+        self._noise = biased_selection.participation_noise(schedule, view, total / len(upper))
         return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
@@ -232,8 +227,8 @@ class TwoStageSelection(QuotaSelection):
         counts = zip(planned.clients, paid.clients, strict=True)
         pairs = [(before.count_of(PURPOSE), after.count_of(PURPOSE)) for before, after in counts]
         able = np.array([plan == 0 or paid < plan for plan, paid in pairs])  # with quota 0 the whole budget is left
-        factor = update_noise(view.solve(_with_later(paid, able.astype(int).tolist(), 0)), _LATER, view)
-        factor = np.where(able, factor, np.inf)
+        once = view.solve(_with_later(paid, able.astype(int).tolist(), 0))
+        factor = np.where(able, biased_selection.update_noise(once, _LATER, view), np.inf)
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self._warmup
         cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
@@ -275,8 +270,6 @@ class TwoStageSelection(QuotaSelection):
             "fitted_convexity": constants.strong_convexity,
         }
         return bias_noise_ratio(rounds, self._cohort_size, 1.0, curvature, PAPER_BIAS)
-
-    # -- metrics and state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         metrics = dict(super().metrics(view))
