@@ -59,10 +59,7 @@ def _projected(x: Tensor, rows: Tensor, components: int, rounding: float) -> Ten
 def larger_budgets(epsilon: np.ndarray, grouping: str, top_fraction: float, seed: int) -> np.ndarray:
     """Return which clients are "public" `[N]` bool: the group with the larger mean budget, or all if budgets are equal.
 
-    Args:
-        epsilon: claimed budget of each client, `[N]`.
-        grouping: `top`, `mixture`, `kmeans` or `hierarchical`.
-        top_fraction: share of the clients that is public under `top`, in (0, 1).
+    The options are those of `Pfa`; `epsilon` `[N]` holds the claimed budgets.
     """
     if epsilon.max() == epsilon.min():
         return np.ones(len(epsilon), dtype=bool)

@@ -28,14 +28,8 @@ _SHARE = 0.03  # default bounded range of one selection, as a share of the clien
 class ModelSelection:
     """Selects which of M models each client uses, by the client's loss on its training records.
 
-    Args:
-        selection: `exponential_frozen` (the exponential mechanism in the first `rounds` rounds, then the last answer is
-            kept), `exponential` (in every round), or `paper_argmin` (the argmin in every round, without noise, so that
-            epsilon is infinite; training gets the noise that its budget requires, as in the papers).
-        epsilon: bounded range of one selection by the exponential mechanism, > 0; None is 0.03 of each client's budget.
-        rounds: number of rounds with selections for exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
-        loss_bound: losses are clipped to [0, loss_bound] for the exponential mechanism, > 0; None is 2 log(classes).
-        key: key of the strategy, whose options are `selection`, `selection_epsilon`, `selection_rounds`, `loss_bound`.
+    The arguments are the options `selection`, `selection_epsilon`, `selection_rounds` and `loss_bound` of the strategy
+    with this key: see `Ifca`. With `paper_argmin` training gets the noise that its budget requires, as in the papers.
 
     **Guarantees** Every selection is in the schedule before noise is solved, so training and selections together fit
     one budget. A client is asked only if the models differ, and only such a question counts as a selection. A client
@@ -148,12 +142,6 @@ class ModelSelection:
 
 
 def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
-    """Raise UserError if an option is set although it has no effect.
-
-    Args:
-        key: key of the strategy.
-        beside: the option that makes them ineffective, with the reason.
-        options: name -> (value, default).
-    """
+    """Raise UserError if one of the options (value, default) is set although `beside` makes it ineffective."""
     for name, (got, default) in options.items():
         require(got == default, f"{key}.{name}", f"not be set with {beside}", got)

@@ -28,24 +28,15 @@ class Sent(NamedTuple):
 def traffic(participations: int, num_params: int, release: int) -> Sent:
     """Return what is sent in all rounds: in each participation one model down and one release up.
 
-    Args:
-        participations: clients of a round, summed over the rounds.
-        num_params: number P of all parameters.
-        release: numbers that a client sends back: P with training, `ClassGradients.size` with distillation.
+    `release` is the number of parameters with training, and `ClassGradients.size` with distillation.
     """
     return Sent(participations * num_params, participations * release)
 
 
 def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
-    """Return the number of clients of a round, summed over the rounds of a plan.
+    """Return the number of clients of a round, summed over the rounds, whose clients are the `cohorts`.
 
-    Args:
-        cohorts: clients that are drawn in each round.
-        releases: number of releases that each of the N clients can pay for.
-        fewest: minimum number of clients with budget left; a round with fewer is left out.
-
-    >>> participations([{0, 1}, {0, 2}, {0, 1}], releases=[1, 2, 2], fewest=1)
-    4
+    Each of the N clients can pay for its number of `releases`. A round with fewer than `fewest` such clients is skipped.
     """
     taken = [0] * len(releases)
     for cohort in cohorts:
@@ -58,12 +49,8 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
 def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
     """Describe what a run sends in total, in rounds of federated training, and from how many trainings it sends less.
 
-    n trainings send n times as much as one; a search on a distilled set sends the set and one training.
-
-    Args:
-        distillation: sent in the whole run.
-        training_round: sent in one round of federated training of the same net.
-        clients: number of clients in such a round.
+    `training_round` is sent in one round of federated training of the same net with this number of clients. n trainings
+    send n times as much as one; a search on a distilled set sends the set and one training.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
     down, up = (data_size(BYTES * floats) for floats in distillation)

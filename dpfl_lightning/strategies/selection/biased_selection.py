@@ -183,10 +183,10 @@ class BiasedSelection(QuotaSelection):
 class ReweightedSelection(BiasedSelection):
     """Ablation of biased_selection: weights that remove its bias, `sum_n delta_n H / (N T_n)` over a round's clients.
 
-    Client n trains in T_n of H rounds, so the expectation is the mean over all clients. With several models N is the
-    number of clients of each model, by the model that they train now or trained last. With Gaussian noise the result
-    has as much noise as with any other quotas: `biased_selection` has less noise because of its bias. Clients with
-    quota 0 are missing in the mean; `min_participation: 1` includes all of them.
+    The expectation is the mean over all clients. With several models N is the number of clients of each model, by the
+    model that they train now or trained last. With Gaussian noise the result has as much noise as with any other
+    quotas: `biased_selection` has less noise because of its bias. Client n trains in T_n of H rounds; clients with
+    quota 0 are missing in the mean, and `min_participation: 1` includes all of them.
 
     Args:
         clients_per_round, sampler, top_fraction, dissimilarity, min_participation, max_effective_epsilon: as in
