@@ -35,7 +35,7 @@ class FusedPlanes(nn.Module):
 def norm_relu_pool(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return the mean over 2x2 of `max(scale * x + shift, 0)`, with x the normalised plane: `[*, H // 2, W // 2]`.
 
-    `y` is `[*, H, W]` on a CPU, float32 or float64; `scale` and `shift` are `[*]`; `eps` is added to a plane's variance.
+    `y` is `[*, H, W]` on a CPU, float32 or float64; `scale` and `shift` are `[*]`; `eps` is added to the variance.
     """
     return _Forward.apply(y, scale, shift, eps)
 

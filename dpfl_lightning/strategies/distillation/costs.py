@@ -36,7 +36,7 @@ def traffic(participations: int, num_params: int, release: int) -> Sent:
 def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
     """Return the number of clients of a round, summed over the rounds, whose clients are the `cohorts`.
 
-    Each of the N clients can pay for its number of `releases`. A round with fewer than `fewest` such clients is skipped.
+    Each of the N clients can pay for its number of `releases`. A round with fewer than `fewest` of them is skipped.
     """
     taken = [0] * len(releases)
     for cohort in cohorts:
