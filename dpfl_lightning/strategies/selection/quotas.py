@@ -79,10 +79,7 @@ class QuotaSelection(Strategy, Callback):
             cls.__doc__ = cls.__doc__.replace("clients_per_round, sampler, top_fraction: see `QuotaSelection`.", text)
 
     def __init__(
-        self,
-        clients_per_round: int | None = None,
-        sampler: str = "quota_systematic",
-        top_fraction: float | None = None,
+        self, clients_per_round: int | None = None, sampler: str = "quota_systematic", top_fraction: float | None = None
     ) -> None:
         size = clients_per_round
         require(size is None or size >= 1, f"{self.key}.clients_per_round", "be >= 1", size)
