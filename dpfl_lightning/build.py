@@ -37,7 +37,7 @@ from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 ENGINES: dict[str, type[SerialEngine]] = {
     "fast": FastEngine,

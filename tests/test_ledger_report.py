@@ -22,7 +22,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEv
 from dpfl_lightning.privacy.ledger.file import Header, head_file
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 TRAIN = GaussianEvent(0.1, 1.5, 10)
 

@@ -16,7 +16,7 @@ from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.mechanism import Gaussian
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 NAMES = sorted(strategies.STRATEGIES)
 #: what a strategy needs of four clients: its options, and the loop's

@@ -15,8 +15,8 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
 
 
 def test_a_run_learns_and_leaves_its_record(make_loop):

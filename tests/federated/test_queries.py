@@ -44,7 +44,7 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.reporting.mlflow.run import _round_values
 from dpfl_lightning.reporting.progress import Progress
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.selection.two_stage_selection import UNSOUND
 

@@ -24,13 +24,14 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.fedprox import FedProx
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.clustered import Clustered, drawn_groups
 from dpfl_lightning.strategies.clustering.ifca import Ifca
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES
 from dpfl_lightning.strategies.clustering.oracle_clusters import OracleClusters
-from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection, ReweightedSelection
-from dpfl_lightning.strategies.selection.quotas import UniformSelection
+from dpfl_lightning.strategies.selection.biased_selection import BiasedSelection
+from dpfl_lightning.strategies.selection.reweighted_selection import ReweightedSelection
+from dpfl_lightning.strategies.selection.uniform_selection import UniformSelection
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy clustered")
 TRUE = (0, 0, 1, 1, 1, 2, 2, 2, 2)

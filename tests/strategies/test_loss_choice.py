@@ -30,7 +30,7 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.selection import ExponentialMechanism
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, ModelSelection
 
 BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`

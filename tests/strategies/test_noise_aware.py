@@ -25,9 +25,9 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
 from dpfl_lightning.strategies.aggregation.learning_rate_decay import LearningRateDecay
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware, estimate_by_group, judged_groups, step_scale
-from dpfl_lightning.strategies.aggregation.weights import EpsilonWeighted
 
 pytestmark = pytest.mark.filterwarnings("ignore:strategy noise_aware.*clients count:UserWarning")
 

@@ -10,10 +10,13 @@ from dpfl_lightning import strategies
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState
+from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
+from dpfl_lightning.strategies.aggregation.fedyogi import FedYogi
+from dpfl_lightning.strategies.aggregation.median import Median
 from dpfl_lightning.strategies.aggregation.noise_aware import NoiseAware
-from dpfl_lightning.strategies.aggregation.server_optimizers import FedAdam, FedYogi, ServerMomentum
-from dpfl_lightning.strategies.aggregation.trimmed_mean import Median, TrimmedMean
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.server_momentum import ServerMomentum
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
+from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
 
 OPTIMIZERS = ("fedadam", "fedyogi", "server_momentum")
 

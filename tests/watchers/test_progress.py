@@ -12,7 +12,7 @@ from rich.console import Console
 
 from dpfl_lightning.federated.server.strategy import register
 from dpfl_lightning.reporting.progress import Progress, shown_epsilon
-from dpfl_lightning.strategies.aggregation.weights import SizeWeighted
+from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
-from dpfl_lightning.strategies.aggregation.weights import EpsilonWeighted
+from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
 
 
 def projected_mean(deltas: Tensor, weights: Tensor, public: Tensor, variant: str, components: int = 1) -> Tensor:

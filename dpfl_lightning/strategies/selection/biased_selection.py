@@ -10,15 +10,11 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength, noise_gain
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.mechanism import mechanism_of
@@ -178,34 +174,3 @@ class BiasedSelection(QuotaSelection):
             f"The noise in a round's mean update has {1 / gain:.3g} times the variance that equal quotas would "
             f"give (a gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
         )
-
-
-class ReweightedSelection(BiasedSelection):
-    """Ablation of biased_selection: weights that remove its bias, `sum_n delta_n H / (N T_n)` over a round's clients.
-
-    The expectation is the mean over all clients. With several models N is the number of clients of each model, by the
-    model that they train now or trained last. With Gaussian noise the result has as much noise as with any other
-    quotas: `biased_selection` has less noise because of its bias. Client n trains in T_n of H rounds; clients with
-    quota 0 are missing in the mean, and `min_participation: 1` includes all of them.
-
-    Args:
-        clients_per_round, sampler, top_fraction, dissimilarity, min_participation, max_effective_epsilon: as in
-            `biased_selection`.
-
-    **Privacy** As `biased_selection`: post-processing of public facts and released updates.
-    """
-
-    key = "strategies.reweighted_selection"
-
-    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        return True
-
-    def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        deltas, clients = updates.released, list(updates.clients)
-        weight, row = weights.cpu().max(dim=0)
-        model_of = torch.tensor(view.state.model_of)
-        model_of[clients] = torch.where(weight > 0, row, model_of[clients])
-        clients_of_model = model_of.bincount(minlength=len(weights)).clamp_min(1)[:, None]
-        share = torch.from_numpy(self._quota[clients] / self._horizon)
-        factor = ((weights > 0) / (share * clients_of_model)).to(deltas.device)
-        return (factor @ deltas.double()).to(deltas.dtype)

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.cohorts import draw_cohort
 from dpfl_lightning.algorithms.selection_noise import jain_index
 from dpfl_lightning.errors import require, require_one_of, warn_user
@@ -176,24 +175,3 @@ class QuotaSelection(Strategy, Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._taken = np.array(state["taken"], dtype=np.int64)
-
-
-class UniformSelection(QuotaSelection):
-    """Selects K of N clients in each round, so that each client trains in K T / N of the T rounds.
-
-    If K T / N is not a whole number, the first clients train in one round more. With independent draws, about half of
-    the clients would be drawn in more rounds than their noise was solved for. As a baseline of `biased_selection` it
-    is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without noise); with `epsilon_weighted`, WeiAvg; and
-    with `inverse_noise`, the least noise that weights can give.
-
-    Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
-
-    **Privacy** Post-processing of public facts. Claimed budgets are trusted only with `top_fraction`. The server knows
-    which clients take part, so there is no amplification by selection.
-    """
-
-    key = "strategies.uniform_selection"
-
-    def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        return allocate_int(np.ones(len(upper)), total, upper=upper)

@@ -1,0 +1,26 @@
+"""The coordinate-wise median of the clients' updates."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
+
+
+class Median(TrimmedMean):
+    """Replaces the weighted mean by the coordinate-wise median over the clients that train a model.
+
+    Fewer than half of a model's clients cannot move it arbitrarily far. All clients with a positive weight count
+    equally. Privacy noise makes a median less accurate than a mean, by up to a factor of pi / 2 in variance.
+
+    **Privacy** Post-processing.
+
+    Reference: Yin et al. (2018), Algorithm 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(share=0.0)
+
+    def _centre(self, deltas: Tensor) -> Tensor:
+        ordered = deltas.sort(dim=0).values
+        return (ordered[(len(deltas) - 1) // 2] + ordered[len(deltas) // 2]) / 2
