@@ -48,14 +48,10 @@ class Mechanism:
     4. The integers are added without rounding, as int64.
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
-
-    Attributes:
-        clip_order: order of the norm that bounds a record, 1 or 2.
-        unit_std: standard deviation of noise of scale 1.
     """
 
-    clip_order: ClassVar[int]
-    unit_std: ClassVar[float]
+    clip_order: ClassVar[int]  # order of the norm that bounds a record, 1 or 2
+    unit_std: ClassVar[float]  # standard deviation of noise of scale 1
 
     clip_norm: float
     noise_multiplier: float
@@ -75,8 +71,7 @@ class Mechanism:
         """Return the grid step g for a sum of P numbers: a power of two, at most 2^-18 of the noise's scale.
 
         It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of P ones is above
-        2.7 * 10^9. Then the grid is coarser, so that 64 bits hold the noise, and the noise covers the added
-        sensitivity.
+        2.7 * 10^9: then the grid is coarser, so that 64 bits hold the noise, which covers the added sensitivity.
         """
         scale = self.noise_multiplier * self.clip_norm
         finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))
@@ -93,11 +88,7 @@ class Mechanism:
         return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
 
     def noised_integers(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
-        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum.
-
-        Args:
-            clipped_sum: any shape, float64 (float32 on devices without float64).
-        """
+        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum."""
         numbers = clipped_sum.numel()
         step = self.grid(numbers)
         integers = on_grid(clipped_sum, step)
@@ -135,9 +126,7 @@ def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussian(Mechanism):
-    """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2.
-
-    Args: those of `Mechanism`; `noise_multiplier` is the noise's standard deviation / sensitivity.
+    """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2; the noise's scale is its std.
 
     **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has
     standard deviation `noise_scale` in every coordinate and is added once per logical batch.
@@ -157,17 +146,11 @@ class Laplace(Mechanism):
     """The Laplace mechanism on a sum of gradients clipped in L1: pure differential privacy, delta 0.
 
     Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
-    with the square of the number of releases that share a budget.
-
-    Args: those of `Mechanism`; `noise_multiplier` is the scale b / sensitivity of noise with the
-        density exp(-|x| / b) / (2 b); `sample_rate` is usually 1, because the event ignores sampling.
+    with the square of the number of releases that share a budget. The scale is b of the density exp(-|x| / b) / (2 b).
 
     **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L1.
 
-    **Privacy** One call of `privatise` is (1 / noise_multiplier)-private, one step of `event(steps)`.
-
-    >>> Laplace(clip_norm=1.0, noise_multiplier=2.0, sample_rate=1.0, expected_batch_size=10.0).event(steps=3)
-    LaplaceEvent(noise_multiplier=2.0, steps=3)
+    **Privacy** One call of `privatise` is (1 / noise_multiplier)-private; the event ignores sampling.
     """
 
     clip_order: ClassVar[int] = 1
@@ -178,11 +161,7 @@ class Laplace(Mechanism):
 
 
 def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mechanism:
-    """Return the mechanism of a planned event with solved noise, for a client with this number of records.
-
-    >>> mechanism_of(GaussianEvent(0.5, 2.0, steps=4), clip_norm=1.0, num_records=10)
-    Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=5.0)
-    """
+    """Return the mechanism of a planned event with solved noise, for a client with this number of records."""
     if event.noise_multiplier is None:
         raise KeyError("its noise is not solved yet")
     kind = Laplace if isinstance(event, LaplaceEvent) else Gaussian
@@ -199,12 +178,6 @@ class MechanismRows:
         numbers: number of values in the sum of one client.
 
     **Privacy** One call of `privatise` is one step of each client whose row it is given.
-
-    >>> row = Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=4.0)
-    >>> alone = row.privatise(torch.ones(1, 3).double(), RandomGenerator(bytes(32)))
-    >>> rows = MechanismRows([row], [RandomGenerator(bytes(32))], like=torch.empty(0), numbers=3)
-    >>> bool((rows.privatise(torch.ones(1, 1, 3).double())[0] == alone).all())
-    True
     """
 
     def __init__(

@@ -17,17 +17,11 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 class ExponentialMechanism:
     """Chooses one of M candidates by the sums of the scores that the records give them.
 
-    Args:
-        epsilon: bounded range of one choice, > 0 and finite.
-
-    **Guarantees** A record gives each candidate a score in [0, 1], so adding a record moves all sums in the same
-    direction by at most 1, and the range of the choice is bounded by `epsilon`. Replacing a record moves the sums in
-    both directions, and the accountant charges twice the range.
+    `epsilon`, > 0 and finite, is the bounded range of one choice: a record gives each candidate a score in [0, 1], so
+    adding a record moves all sums in the same direction by at most 1. Replacing a record moves the sums in both
+    directions, and the accountant charges twice the range.
 
     **Privacy** One call of `choose` is `event(1)`.
-
-    Raises:
-        UserError: `epsilon` is out of range.
     """
 
     epsilon: float

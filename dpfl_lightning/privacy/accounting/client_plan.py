@@ -29,14 +29,12 @@ from dpfl_lightning.runtime.notice import slow_notice
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """All releases of one client, and their guarantee.
+    """All releases of one client with solved noise, and the guarantee of the whole schedule.
 
-    schedule: all releases, with solved noise.
-    guarantee: guarantee of the whole schedule.
-    accountant: name of the accountant.
-    num_records: number of training records.
-    batch_size: expected number of records in a step.
-    epsilon_alone: epsilon of each line of the schedule without the others.
+    Args:
+        accountant: name of the accountant.
+        batch_size: expected number of records in a step.
+        epsilon_alone: epsilon of each line of the schedule without the others.
     """
 
     schedule: ClientSchedule
@@ -64,7 +62,6 @@ class ClientPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON; an infinite epsilon is None."""
         statement = self.guarantee.as_dict()
-        lines = zip(self.schedule.planned, self.epsilon_alone, strict=True)
         return {
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": self.sample_rate,
@@ -80,7 +77,7 @@ class ClientPlan:
                     "event": asdict(line.event),
                     "epsilon_alone": finite_or_none(alone),
                 }
-                for line, alone in lines
+                for line, alone in zip(self.schedule.planned, self.epsilon_alone, strict=True)
             ],
         }
 
@@ -93,11 +90,9 @@ def client_plans(
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
 ) -> list[ClientPlan]:
-    """Return the plans of solved schedules.
+    """Return the plans of solved schedules, one for each client.
 
     Args:
-        schedules: one for each client, with all noise set.
-        accountant: accountant that solved them.
         sizes: (num_records, batch_size) of each client.
         sampling: description of the sampling, if it does not follow from the sample rates.
         caveats: descriptions of what no guarantee covers.

@@ -22,11 +22,8 @@ from dpfl_lightning.privacy.accounting.events import (
 class Composed:
     """Merged events, without those that cost nothing.
 
-    Args:
-        gaussian: (sample_rate, noise_multiplier, steps) of each distinct Gaussian event.
-        laplace: (noise_multiplier, steps) of each distinct Laplace event.
-        selection: (epsilon, count) of each distinct selection.
-        unprotected: whether something is released without noise.
+    Each tuple holds distinct events: (sample_rate, noise_multiplier, steps), (noise_multiplier, steps) and
+    (epsilon, count); `unprotected` means that something is released without noise.
     """
 
     gaussian: tuple[tuple[float, float, int], ...] = ()
@@ -48,8 +45,7 @@ class Composed:
     def pure(self, sensitivity: int) -> float:
         """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise.
 
-        Args:
-            sensitivity: 1 for add_remove, 2 for replace_one.
+        `sensitivity` is 1 for add_remove, 2 for replace_one.
         """
         if self.gaussian or self.noiseless:
             return math.inf
@@ -63,9 +59,6 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
     Raises:
         UserError: a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta is
             outside (0, 1) (or negative, if no release has Gaussian noise).
-
-    >>> composed([GaussianEvent(0.1, 1.0, 3), GaussianEvent(0.1, 1.0, 4)], 1e-5).gaussian
-    ((0.1, 1.0, 7),)
     """
     gaussian: Counter[tuple[float, float]] = Counter()
     laplace: Counter[float] = Counter()

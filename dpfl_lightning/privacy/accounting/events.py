@@ -1,7 +1,6 @@
-"""Accounting events: immutable descriptions of what a client releases.
+"""Accounting events: immutable descriptions of what a client releases, without anything about data.
 
-An event holds what an accountant needs and nothing about data. The accountant defines which data sets are neighbours; a
-noise multiplier never includes that relation.
+The accountant defines which data sets are neighbours; a noise multiplier never includes that relation.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ class GaussianEvent:
         sample_rate: Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
         noise_multiplier: noise standard deviation / clip norm, on the sum, >= 0; 0.0 means no privacy; None means that
             `calibrate` has to solve it.
-        steps: number of releases, >= 0.
     """
 
     sample_rate: float
@@ -31,10 +29,7 @@ class GaussianEvent:
 class LaplaceEvent:
     """`steps` adaptive releases of full-batch sums clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
 
-    Args:
-        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 means no privacy; None means
-            that `calibrate` has to solve it.
-        steps: number of releases, >= 0.
+    `noise_multiplier` is the scale of the noise / L1 clip norm, on the sum; otherwise as in `GaussianEvent`.
     """
 
     sample_rate: ClassVar[float] = 1.0
@@ -48,9 +43,8 @@ class SelectionEvent:
     """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
 
     Adding or removing one record moves all utilities in the same direction by at most 1. The range is then bounded by
-    `epsilon`, and the RDP of each choice is alpha * epsilon^2 / 8. Replacing one record moves utilities in both
-    directions, and the range is bounded by 2 * epsilon.
-    Reference: Cesar and Rogers (2021), bounded range.
+    `epsilon`, and the RDP of each choice is alpha * epsilon^2 / 8 (Cesar and Rogers, 2021). Replacing one record moves
+    utilities in both directions, and the range is bounded by 2 * epsilon.
     """
 
     epsilon: float
@@ -78,11 +72,7 @@ Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | NonPrivateEvent
 
 
 def repeated(event: Event, times: int) -> Event:
-    """Return the event of `times` such releases, one after the other.
-
-    >>> repeated(GaussianEvent(0.1, 1.0, steps=3), 4).steps
-    12
-    """
+    """Return the event of `times` such releases, one after the other."""
     if isinstance(event, NoisedEvent):
         return dataclasses.replace(event, steps=event.steps * times)
     if isinstance(event, SelectionEvent):

@@ -9,13 +9,12 @@ from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent,
 
 @dataclass(frozen=True)
 class Planned:
-    """`count` releases of one purpose.
+    """`count` >= 0 releases of one purpose.
 
     Args:
         purpose: name of the releases in the ledger ("train", "first_round", ...); unique in a schedule.
         event: ONE release, for example a round of 38 steps. Its noise_multiplier is None if it has to be solved. A
             release without protection is a `NonPrivateEvent`.
-        count: number of releases, >= 0.
 
     Raises:
         TypeError: the event is a `Caveat`, which is not a release.
@@ -52,9 +51,7 @@ class ClientSchedule:
     Args:
         target_epsilon: privacy budget, > 0; inf means no budget: epsilon is only reported.
         delta: in (0, 1); 0 where no release is Gaussian.
-        planned: every release of the run.
 
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
     >>> run.with_noise(1.5).events()
@@ -81,33 +78,27 @@ class ClientSchedule:
         return replace(self, planned=lines)
 
     @property
-    def main(self) -> NoisedEvent:
+    def main_line(self) -> Planned:
         """One of the most frequent noised sums. It defines the noise and the sample rate of the client.
 
         Raises:
             KeyError: no noised sum is planned.
         """
+        noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
+        if not noised:
+            raise KeyError("no noised sum is planned")
+        return max(noised, key=lambda line: line.count)
+
+    @property
+    def main(self) -> NoisedEvent:
+        """The event of `main_line`."""
         event = self.main_line.event
         assert isinstance(event, NoisedEvent)  # for mypy
         return event
 
     def batch_size(self, num_records: int) -> int:
-        """Return the expected batch size of a step of `main` for this number of records.
-
-        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-        >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
-        48
-        """
+        """Return the expected batch size of a step of `main` for this number of records."""
         return round(self.main.sample_rate * num_records)
-
-    @property
-    def main_line(self) -> Planned:
-        """The line of `main`."""
-        noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
-        if not noised:
-            raise KeyError("no noised sum is planned")
-        return max(noised, key=lambda line: line.count)
 
     def count_of(self, purpose: str) -> int:
         """Return the number of planned releases of a purpose; 0 if the purpose is not planned."""

@@ -33,12 +33,11 @@ def prv_epsilon(releases: Composed, delta: float, adjacency: str, time_limit_s: 
 
     For add_remove both directions are composed, and the larger epsilon is returned. A selection is composed as the
     randomised response of an epsilon-private choice, which is valid but costs up to four times its RDP.
+    `releases` is neither free nor noiseless. The time is checked after each distinct event.
 
-    Args:
-        releases: composition that is neither free nor noiseless.
-        time_limit_s: limit in seconds, checked after each distinct event; the grid's size bounds the time of an event.
     Raises:
         NoPrv: there is no value; the message says why.
+
     Reference: Gopi, Lee, Wutschitz (2021).
     """
     # The tail of the composed loss is a sum of rounding errors of 1e-16. Compared with exact values, Opacus' result is
@@ -183,6 +182,8 @@ def _laplace(epsilon: float) -> Loss:
 def _randomised_response(epsilon: float) -> Loss:
     """The worst pair of any epsilon-private choice: the loss is epsilon or -epsilon."""
     low = 1 / (1 + math.exp(epsilon))
-    return Loss(
-        lambda t: np.where(t < -epsilon, 0.0, np.where(t < epsilon, low, 1.0)), lambda: epsilon * math.tanh(epsilon / 2)
-    )
+
+    def cdf(t: np.ndarray) -> np.ndarray:
+        return np.where(t < -epsilon, 0.0, np.where(t < epsilon, low, 1.0))
+
+    return Loss(cdf, lambda: epsilon * math.tanh(epsilon / 2))

@@ -13,10 +13,10 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 
 class SpentEpsilon:
-    """Computes what a client has spent after a number of releases of each purpose.
+    """Computes what a client has spent after a number of releases of each purpose, for progress and curves.
 
-    The values are for progress and curves. They never exceed the epsilon of the whole schedule and are infinite from
-    the first `NonPrivateEvent` release on. The final values come from composing the ledger again.
+    The values never exceed the epsilon of the whole schedule and are infinite from the first `NonPrivateEvent` release
+    on. The final values come from composing the ledger again.
     """
 
     def __init__(self, accountant: Accountant) -> None:

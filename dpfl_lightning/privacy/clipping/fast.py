@@ -1,9 +1,7 @@
 """Exact clipped sums of per-record gradients, without computing summed weight gradients.
 
 One forward pass runs with weights that require no gradient, and one backward pass to the outputs of the layers with
-parameters. Each record's gradients then follow layer by layer (`layer_rules.py`). A convolution on a CPU has a special
-backward pass that skips the zeros of max-pooling (`sparse_conv.py`). `clipped_sum_for` compares the result with
-`VmapClippedSum` on random data before it is used.
+parameters. Each record's gradients then follow layer by layer (`layer_rules.py`, `sparse_conv.py`).
 """
 
 from __future__ import annotations
@@ -111,36 +109,26 @@ class _Seam(torch.autograd.Function):
 class FastClippedSum:
     """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
 
-    Use it through `clipped_sum_for`, which checks that it is correct for the model.
+    Use it through `clipped_sum_for`, which checks that it is correct for the model. It equals the reference up to
+    rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
+    module once in a forward pass.
 
     Args:
         net: the module that `sample_loss` runs with `params` in place of its parameters; hooked during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; None is cross entropy.
-        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum only by
-            rounding.
+        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It only affects rounding.
         channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU.
             Pooling is then ten times faster, but a net that calls `.view` on a feature map does not support it.
         sparse: names of convolutions whose output gradients are mostly zeros, as `sparse_layers` finds them on random
             data. Private records never influence how a pass is computed.
 
-    Guarantees:
-        Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in the module
-        that holds it, and each such module once in a forward pass.
-
     Raises:
         Unsupported: the rules do not support the model's structure.
-        UserError: `chunk` or `clip_norm` is not positive.
 
     Reference:
         Goodfellow (2015), https://arxiv.org/abs/1510.01799: norms of a product.
         Li et al. (2022), https://arxiv.org/abs/2110.05679: ghost norms.
         Rochette et al. (2019), https://arxiv.org/abs/1912.06015: records as groups of a convolution.
-
-    >>> net = nn.Linear(2, 2, bias=False)
-    >>> clipped_sum = FastClippedSum(net)
-    >>> params = {"weight": torch.zeros(2, 2)}
-    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(math.inf))[0]
-    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
     """
 
     def __init__(
@@ -169,13 +157,7 @@ class FastClippedSum:
         return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
-    def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        request: ClipRequest,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
@@ -233,8 +215,7 @@ class FastClippedSum:
     ) -> Calls:
         """Run one forward and backward pass, and return the units' inputs.
 
-        Output gradients are stored in `dys`, or the gradients computed from them in `grads`. Without wanted parameters,
-        all output gradients are stored in `dys`.
+        Output gradients are stored in `dys`, or the gradients computed from them in `grads` if any are `wanted`.
         """
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
@@ -252,8 +233,8 @@ class FastClippedSum:
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
 
-        A convolution on a CPU gets a special backward pass instead of an edge. It fills `grads`, or `dys` if no
-        gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads` or `dys` as in
+        `_pass`. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -314,7 +295,7 @@ def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
 def clipped_sum_for(
     net: nn.Module, sample_loss: SampleLoss | None, example_x: Tensor, example_y: Tensor, chunk: int | None = None
 ) -> tuple[ClippedSum, str]:
-    """Return the fastest clipped sum that is correct for this model, and a description with the reason.
+    """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
 
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
     in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
@@ -324,15 +305,9 @@ def clipped_sum_for(
     Args:
         net: the model; `params` will hold its trainable parameters.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
-        example_x: records `[B, *X]`, B >= 0; only shape and dtype are read.
+        example_x: records `[B, *X]`, B >= 0; only shape and dtype are read, so no record is.
         example_y: labels `[B, ...]`; only shape and dtype are read. Integer labels are drawn from 0 and 1.
         chunk: number of records in a pass, >= 1; None chooses it for model and device, from shapes alone.
-
-    Returns:
-        The clipped sum, and the reason: "fast: ..." or "vmap: ...".
-
-    Privacy:
-        No record is read: the check runs on random data.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -462,14 +437,10 @@ def _reached_in_company(
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed tensors' memory for the next ones instead of returning it many times in a step.
+    """Let this process keep freed tensors' memory for the next ones. Return whether it does: only glibc has the switch.
 
     Per-record gradients are large and short-lived. By default glibc returns them to the system at once, and each chunk
-    pays for fresh pages (1,500 page faults in a pass). Call it once in a process that trains on a CPU; the process then
-    keeps at most 512 MiB more.
-
-    Returns:
-        Whether it was done: only glibc has the switch; elsewhere nothing happens.
+    pays for fresh pages (1,500 page faults in a pass). The process then keeps at most 512 MiB more.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

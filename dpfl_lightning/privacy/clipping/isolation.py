@@ -27,8 +27,7 @@ def in_companies(
 
     Args:
         look: called with records `[N, *X]`, labels `[N]` and the positions of the watched records in them `[W]`.
-        x: the watched records, `[W, *X]`.
-        y: their labels, `[W]`.
+        x: the watched records, `[W, *X]`, with labels y `[W]`.
         most: number of records in the large batch.
     """
     answers = []
@@ -42,16 +41,10 @@ def in_companies(
 
 
 def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Build a batch with the watched records `x` at the first position, the last and positions between.
+    """Build a batch of N `records` with the W >= 1 watched records `x` at the first position, the last and between.
 
-    The other records are multiples of the watched records, and constants. Integer records, which may be rows of a
+    The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
     table, are rolled within the record. Labels are permuted.
-
-    Args:
-        x: `[W, *X]`, W >= 1.
-        y: `[W]`.
-        multiples: multiples for the other records.
-        records: N, at least W.
 
     Returns:
         All records `[N, *X]`, all labels `[N]`, the positions of the watched records `[W]`.

@@ -13,22 +13,16 @@ from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss, clip_f
 
 
 class StackedSums(Protocol):
-    """`ClippedSum` of S clients, each with its parameters, records and clip norm.
+    """`ClippedSum` of S clients, each with its parameters, records and clip norm, with its guarantees in each row.
 
     Args (of a call):
         params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
-        x: records `[S, B, *X]`; padding rows may hold anything, also NaN.
-        y: labels `[S, B]`.
+        x, y: records `[S, B, *X]` and labels `[S, B]`; padding may be NaN and contributes exactly zero.
         mask: `[S, B]` bool, False for padding.
-        clip_norm: `[S]` in float64, > 0, may be infinite.
-        order: order of the norm, 2 or 1.
+        clip_norm: `[S]` in float64, > 0, may be infinite; `order` of the norm is 2 or 1.
 
     Returns:
-        `[S, P]` in float64, where row s equals the result of `VmapClippedSum` for client s up to rounding; and the
-        norms of the gradients before clipping, `[S, B]`, -1 for padding.
-
-    Guarantees:
-        Those of `ClippedSum`, for the row of each client. Padding contributes exactly zero.
+        `[S, P]` in float64, and the norms of the gradients before clipping, `[S, B]`, -1 for padding.
 
     Privacy:
         Sums and norms are private: they must pass a mechanism before the client releases them.
@@ -42,16 +36,13 @@ class StackedSums(Protocol):
 def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     """Return `StackedSums` by `vmap` over clients and records: a pure function of its arguments that can be compiled.
 
-    Args:
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; it is called with B = 1.
+    `sample_loss` is called with one record, `(params, x [1, *X], y [1]) -> [1]`.
 
     >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
-    >>> clipped[:, 0], norms
-    (tensor([3.4641, 6.0000], dtype=torch.float64), tensor([[10.3923, 10.3923],
-            [10.3923, -1.0000]], dtype=torch.float64))
+    >>> sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))[0][:, 0]
+    tensor([3.4641, 6.0000], dtype=torch.float64)
     """
     gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
 

@@ -23,17 +23,14 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    Each line is chained to the one before, and `ledger.head` beside the file stores the position of its end;
-    `ledger_file.verify` describes what this detects.
-
     Args:
-        path: path of a new ledger, or of one to continue, which is verified.
+        path: path of a new ledger, or of one to resume, which is verified.
         header: meaning of its charges.
-        checkpoint: an earlier head of the ledger, whose lines it must still hold.
+        checkpoint: an earlier head of the ledger, whose lines must still be there.
 
-    **Guarantees** A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one
-    whose charge never completed, so nothing was released for it, and it is cut off; a complete line that the head does
-    not count yet is kept and counts as paid.
+    **Guarantees** Those of `ledger_file.verify`. A completed charge is on disk: a crash afterwards never under-reports.
+    An incomplete last line is one whose charge never completed, so nothing was released for it, and it is cut off; a
+    complete line that the head does not count yet is kept and counts as paid.
 
     **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
     others.
@@ -53,7 +50,7 @@ class Ledger:
             if checkpoint is None and not ledger_file.is_begun(path):
                 self._begin(header)
             else:
-                self._go_on(header, checkpoint)
+                self._resume(header, checkpoint)
         except BaseException:
             self.close()
             raise
@@ -100,9 +97,10 @@ class Ledger:
         self._append([ledger_file.header_line(header)])
         sync_folder(self.path.parent)
 
-    def _go_on(self, header: Header, checkpoint: Head | None) -> None:
+    def _resume(self, header: Header, checkpoint: Head | None) -> None:
         verified = ledger_file.verify(self.path, self._remember, checkpoint)
-        _check_same(self.path, verified.header, header)
+        identities = [{**h.identity, **vars(h), "run": None, "identity": None} for h in (verified.header, header)]
+        check_same(self.path.parent, *identities)
         if verified.head is None and verified.end.lines > 1:
             raise UserError(
                 f"`{ledger_file.head_file(self.path)}` must exist beside the ledger, got no such file: lines cut off "
@@ -138,11 +136,7 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Charge]:
-    """Return the verified charges of a ledger file.
-
-    Raises:
-        UserError: the file was changed, see `ledger_file.verify`.
-    """
+    """Return the verified charges of a ledger file. Raises UserError if the file was changed."""
     charges: list[Charge] = []
     ledger_file.verify(path, charges.append)
     return charges
@@ -160,18 +154,8 @@ def _locked(path: Path) -> FileIO:
     return file
 
 
-def _check_same(path: Path, begun: Header, now: Header) -> None:
-    """Raise UserError if the headers have different identities."""
-    fields = [{**header.identity, **vars(header), "run": None, "identity": None} for header in (begun, now)]
-    check_same(path.parent, *fields)
-
-
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the run in `folder`, which began with the settings `begun`, is continued with the same ones.
-
-    Raises:
-        UserError: a setting differs; the message names it.
-    """
+    """Raise UserError, which names the setting, unless the run in `folder` is resumed with its settings `begun`."""
     if (difference := first_difference(begun, now)) is not None:
         key, before, after = difference
         raise UserError(

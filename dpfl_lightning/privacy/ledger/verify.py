@@ -52,11 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ledger_of(folder: str | Path) -> Path:
-    """Return the ledger in a run's folder, or the file itself.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the ledger in a run's folder, or the file itself. Raises UserError if there is no such file."""
     path = Path(folder)
     path = path / "ledger.jsonl" if path.is_dir() else path
     require(path.is_file(), "--ledger", "be a ledger, or the folder of a run", str(path), "For example runs/digits.")
@@ -71,24 +67,14 @@ class Account:
         releases: purpose -> number of releases.
         steps: noised steps of all releases.
         epsilon: epsilon of all releases, composed again; inf means no guarantee.
-        budget: budget of the run; inf means none. Several runs together have none.
+        epsilon_budget: budget of the run; inf means none. Several runs together have none.
     """
 
     releases: dict[str, int]
     steps: int
     epsilon: float
+    epsilon_budget: float
     delta: float
-    budget: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON; an infinite epsilon or budget is None."""
-        return {
-            "releases": self.releases,
-            "steps": self.steps,
-            "epsilon": finite_or_none(self.epsilon),
-            "epsilon_budget": finite_or_none(self.budget),
-            "delta": self.delta,
-        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +96,16 @@ class LedgerReport:
     weakest: Guarantee
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
-        rows = [{"client": client, **account.as_dict()} for client, account in enumerate(self.accounts)]
+        """Return a dictionary for JSON; an infinite epsilon or budget is None."""
+        rows = [
+            {
+                "client": client,
+                **vars(account),
+                "epsilon": finite_or_none(account.epsilon),
+                "epsilon_budget": finite_or_none(account.epsilon_budget),
+            }
+            for client, account in enumerate(self.accounts)
+        ]
         return {
             "verified": True,
             "ledgers": [_as_dict(path, verified) for path, verified in self.ledgers],
@@ -130,12 +124,12 @@ class LedgerReport:
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
                 epsilon(account.epsilon),
-                "none" if math.isinf(account.budget) else f"{account.budget:g}",
+                "none" if math.isinf(account.epsilon_budget) else f"{account.epsilon_budget:g}",
                 f"{account.delta:g}",
             ]
             for client, account in enumerate(self.accounts)
         ]
-        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.budget]
+        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
         return "\n".join(
             [
                 *(line for ledger in self.ledgers for line in _what_was_verified(*ledger)),
@@ -157,8 +151,6 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
         accountant: accountant to use instead of the headers'.
         delta: delta of every client instead of the headers' (the largest of a client's), in (0, 1).
 
-    **Privacy** Arithmetic on public facts.
-
     Raises:
         UserError: a ledger was changed, the accountant cannot compose the events, or the runs do not fit together.
     """
@@ -178,14 +170,14 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
     queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
     epsilons = dict(zip(queries, _epsilons(list(queries.values()), chosen), strict=True))
-    steps = {key: sum(_steps(event) for event in queries[key][0]) for key in queries}
+    steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}
     weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
         ledgers,
         chosen.name,
         {name: value for name, value in (("accountant", accountant), ("delta", delta)) if value is not None},
         tuple(
-            Account(dict(releases[client]), steps[key], epsilons[key], key[1], header.epsilon[client])
+            Account(dict(releases[client]), steps[key], epsilons[key], header.epsilon[client], key[1])
             for client, key in enumerate(keys)
         ),
         _promise(*queries[weakest], epsilons[weakest], chosen, header),
@@ -202,11 +194,11 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     accountants = list(dict.fromkeys(header.accountant for header in headers))
     must = "be given for runs with several accountants"
     require(accountant is not None or len(accountants) == 1, "--accountant", must, ", ".join(accountants))
+    first = dataclasses.replace(first, accountant=accountant or first.accountant)
     if len(headers) == 1:
-        return dataclasses.replace(first, accountant=accountant or first.accountant)
+        return first
     return dataclasses.replace(
         first,
-        accountant=accountant or first.accountant,
         # Poisson samples and shuffled batches together are proven no better than shuffled batches
         sampling=next((header.sampling for header in headers if header.sampling != "poisson"), first.sampling),
         delta=tuple(map(max, *(header.delta for header in headers))),
@@ -244,10 +236,6 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
         method = accountant.bound(events, delta)[1]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
     return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, found=(epsilon, method))
-
-
-def _steps(event: Event) -> int:
-    return event.steps if isinstance(event, NoisedEvent) else 0
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:
