@@ -128,10 +128,9 @@ def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
 class Gaussian(Mechanism):
     """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2; the noise's scale is its std.
 
-    **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has
-    standard deviation `noise_scale` in every coordinate and is added once per logical batch.
-
-    **Privacy** One call of `privatise` is one step of `event(steps)`.
+    Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has standard deviation
+    `noise_scale` in every coordinate and is added once per logical batch. One call of `privatise` is one step of
+    `event`.
     """
 
     clip_order: ClassVar[int] = 2
@@ -147,10 +146,8 @@ class Laplace(Mechanism):
 
     Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
     with the square of the number of releases that share a budget. The scale is b of the density exp(-|x| / b) / (2 b).
-
-    **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L1.
-
-    **Privacy** One call of `privatise` is (1 / noise_multiplier)-private; the event ignores sampling.
+    Adding or removing one record moves the clipped sum by at most `clip_norm` in L1. One call of `privatise` is
+    (1 / noise_multiplier)-private; the event ignores sampling.
     """
 
     clip_order: ClassVar[int] = 1
@@ -169,15 +166,12 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
 
 
 class MechanismRows:
-    """`Mechanism.privatise` of many clients in a few operations, row by row.
+    """`Mechanism.privatise` of S >= 1 clients of one class in a few operations, row by row.
 
     Args:
-        mechanisms: length S >= 1, one for each client, all of one class.
-        generators: length S, one for each client; on a GPU the first one seeds the device's generator for all rows.
+        generators: one for each client; on a GPU the first one seeds the device's generator for all rows.
         like: any tensor with the dtype and device of the releases.
         numbers: number of values in the sum of one client.
-
-    **Privacy** One call of `privatise` is one step of each client whose row it is given.
     """
 
     def __init__(

@@ -97,10 +97,9 @@ class RandomGenerator:
 class Streams:
     """Creates the random generators of a run.
 
-    Args:
-        simulation: None draws a fresh key from the operating system for every generator, so no noise is ever drawn
-            twice: not after a crash, from a copied or restored folder, with edited code, in another run or by another
-            process. A secret of 32 bytes makes a reproducible simulation, which protects nobody.
+    Without `simulation`, every generator has a fresh key from the operating system, so no noise is ever drawn twice:
+    not after a crash, from a copied or restored folder, with edited code, in another run or by another process. A
+    secret of 32 bytes makes a reproducible simulation, which protects nobody.
     """
 
     def __init__(self, simulation: bytes | None = None) -> None:
@@ -112,10 +111,7 @@ class Streams:
         return cls(_digest(b"dpfl simulation", noise_key, seed, run))
 
     def generator(self, purpose: str, round: int, client: int, number: int = 0) -> RandomGenerator:
-        """Return the generator of one purpose of a client's release.
-
-        `number` counts the charges of the client in this round; each charge has separate noise.
-        """
+        """Return the generator of one charge: `number` counts those of the client in this round."""
         if self.simulation is None:
             return RandomGenerator(os.urandom(32))
         return RandomGenerator(_digest(self.simulation, purpose, round, client, number))

@@ -22,8 +22,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, SpentEpsilon
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 

@@ -40,9 +40,6 @@ class Accountant(ABC):
 
     Under replace_one a record's contribution moves by up to twice its bound. Without sampling, a release therefore
     costs as much as a release with half of its noise under add_remove.
-
-    Raises:
-        UserError: the adjacency is unknown.
     """
 
     name: str
@@ -163,9 +160,8 @@ class Rdp(Accountant):
         count = np.asarray(counts, dtype=float)[:, None]
         with np.errstate(invalid="ignore"):  # zero repeats of a noiseless release cost nothing: 0 * inf
             rdp = paid + np.where(count > 0, count * per_event, 0.0)
-            pure = (
-                earlier.pure(self.sensitivity) + np.where(count > 0, count * single.pure(self.sensitivity), 0.0)[:, 0]
-            )
+            per_event_pure = single.pure(self.sensitivity)
+            pure = earlier.pure(self.sensitivity) + np.where(count > 0, count * per_event_pure, 0.0)[:, 0]
         best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
@@ -227,8 +223,8 @@ class Prv(Accountant):
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
     Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is, or why PRV has no value: below
-    delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if `time_limit_s` seconds for one
-    epsilon are exceeded, or predicted to be; the time is checked between distinct events.
+    delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if one epsilon would take more than
+    `time_limit_s` seconds, which is checked between distinct events.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -308,9 +304,7 @@ class Gdp(Accountant):
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, by bisection, rounded up, [n].
 
-    Args:
-        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf means no noise.
-        delta: in (0, 1), [n].
+    `mu` [n] >= 0 is sensitivity / noise std of each Gaussian mechanism, inf without noise; `delta` [n] is in (0, 1).
     """
     finite = np.isfinite(mu) & (mu > 0)
     safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
@@ -333,12 +327,7 @@ def gaussian_delta(epsilon: np.ndarray, mu: np.ndarray) -> np.ndarray:
 def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
     """Return the largest mu with gaussian_delta(epsilon, mu) <= delta, by bisection, never rounded up, [n].
 
-    Args:
-        epsilon: >= 0, [n]; inf allows any mu.
-        delta: in (0, 1), [n].
-
-    >>> gaussian_mu(np.array([4.377179, 1e4, np.inf]), np.array([1e-5, 1e-5, 1e-5])).round(4).tolist()
-    [1.0, 137.2277, inf]
+    `epsilon` [n] is >= 0 and allows any mu if it is infinite; `delta` [n] is in (0, 1).
     """
     bounded = np.isfinite(epsilon)
     epsilon, low = np.where(bounded, epsilon, 1.0), np.full(np.shape(epsilon), 1e-6)
@@ -359,13 +348,9 @@ _ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {kind.name: kind for kind in (R
 
 @functools.cache
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
-    """Return an accountant: "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
+    """Return "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
 
-    Args:
-        adjacency: relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
-
-    Raises:
-        UserError: the name or the adjacency is unknown.
+    `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
     names = ", ".join(_ACCOUNTANTS)
     require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))

@@ -19,12 +19,10 @@ _MOST_BYTES = 8 << 20  # about 100,000 noises; a larger file is emptied
 
 
 class CalibrationCache:
-    """Noise multipliers by schedule, accountant, and the versions of the code and the libraries that solved them.
+    """Noise multipliers by schedule (public facts), accountant, and versions of code and libraries that solved them.
 
     A text file in `folder` holds one noise in a line. Several processes may append at once; damaged lines are ignored.
     If the folder is missing, unreadable or read-only, the cache is empty, which only costs time.
-
-    **Privacy** Holds digests of schedules (public facts) and noise multipliers.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -31,10 +31,8 @@ from dpfl_lightning.runtime.notice import slow_notice
 class ClientPlan:
     """All releases of one client with solved noise, and the guarantee of the whole schedule.
 
-    Args:
-        accountant: name of the accountant.
-        batch_size: expected number of records in a step.
-        epsilon_alone: epsilon of each line of the schedule without the others.
+    `accountant` is its name, `batch_size` the expected number of records in a step, and `epsilon_alone` the epsilon of
+    each line of the schedule without the others.
     """
 
     schedule: ClientSchedule
@@ -162,9 +160,6 @@ def plan(
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
     (1140, 1.887, True)
-    >>> full = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0, first_round="full")
-    >>> round(full.noise_multiplier, 3), [f"{line:.2f}" for line in full.epsilon_alone]  # the first round, the others
-    (2.589, ['1.41', '1.31'])
     """
     _check_sizes(num_records, batch_size, rounds, local_epochs, steps, participations)
     _check_privacy(epsilon, noise_multiplier, delta, num_records, mechanism)
@@ -201,12 +196,8 @@ def _event(mechanism: str, sample_rate: float, noise_multiplier: float | None, s
 def _check_sizes(
     num_records: int, batch_size: int, rounds: int, local_epochs: int, steps: int | None, participations: int | None
 ) -> None:
-    for key, value in (
-        ("num_records", num_records),
-        ("rounds", rounds),
-        ("local_epochs", local_epochs),
-        ("steps", 1 if steps is None else steps),
-    ):
+    sizes = {"num_records": num_records, "rounds": rounds, "local_epochs": local_epochs}
+    for key, value in (sizes if steps is None else {**sizes, "steps": steps}).items():
         require(value >= 1, key, "be at least 1", value)
     way_out = f"A batch of {num_records} is the full batch."
     fits = 1 <= batch_size <= num_records

@@ -43,10 +43,7 @@ class Composed:
         return not (self.gaussian or self.laplace or self.selection or self.unprotected)
 
     def pure(self, sensitivity: int) -> float:
-        """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise.
-
-        `sensitivity` is 1 for add_remove, 2 for replace_one.
-        """
+        """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise."""
         if self.gaussian or self.noiseless:
             return math.inf
         epsilons = [count * epsilon for epsilon, count in self.selection]
@@ -56,14 +53,12 @@ class Composed:
 def composed(events: Sequence[Event], delta: float) -> Composed:
     """Check events and delta, and merge equal events.
 
-    Raises:
-        UserError: a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta is
-            outside (0, 1) (or negative, if no release has Gaussian noise).
+    Raises UserError if a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta
+    is outside (0, 1) (or negative, if no release has Gaussian noise).
     """
     gaussian: Counter[tuple[float, float]] = Counter()
     laplace: Counter[float] = Counter()
     selection: Counter[float] = Counter()
-    unprotected = False
     for event in events:
         if isinstance(event, GaussianEvent):
             gaussian[_rate(event), _noise(event)] += _count("steps", event.steps)
@@ -72,15 +67,13 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
         elif isinstance(event, SelectionEvent):
             require(event.epsilon >= 0, "selection epsilon", "be at least 0", event.epsilon)
             selection[float(event.epsilon)] += _count("count", event.count)
-        elif isinstance(event, NonPrivateEvent):
-            unprotected = True
-        elif not isinstance(event, Caveat):
+        elif not isinstance(event, Caveat | NonPrivateEvent):
             raise TypeError(f"not an event: {event!r}")
     releases = Composed(
         tuple((*key, steps) for key, steps in gaussian.items() if steps and math.isfinite(key[1])),
         tuple((noise, steps) for noise, steps in laplace.items() if steps and math.isfinite(noise)),
         tuple((epsilon, count) for epsilon, count in selection.items() if count and epsilon > 0),
-        unprotected,
+        any(isinstance(event, NonPrivateEvent) for event in events),
     )
     if not (releases.free or releases.noiseless):  # epsilon 0 and infinity hold at any delta
         in_range = delta > 0 if releases.gaussian else delta >= 0

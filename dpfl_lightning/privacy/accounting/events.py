@@ -16,8 +16,7 @@ class GaussianEvent:
 
     Args:
         sample_rate: Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
-        noise_multiplier: noise standard deviation / clip norm, on the sum, >= 0; 0.0 means no privacy; None means that
-            `calibrate` has to solve it.
+        noise_multiplier: noise std / clip norm, on the sum, >= 0 (0.0: no privacy); None: `calibrate` has to solve it.
     """
 
     sample_rate: float
@@ -42,9 +41,9 @@ class LaplaceEvent:
 class SelectionEvent:
     """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
 
-    Adding or removing one record moves all utilities in the same direction by at most 1. The range is then bounded by
-    `epsilon`, and the RDP of each choice is alpha * epsilon^2 / 8 (Cesar and Rogers, 2021). Replacing one record moves
-    utilities in both directions, and the range is bounded by 2 * epsilon.
+    Adding or removing one record moves all utilities in the same direction by at most 1, which bounds the range by
+    `epsilon`: the RDP of each choice is alpha * epsilon^2 / 8 (Cesar and Rogers, 2021). Replacing one record moves
+    utilities in both directions, which bounds the range by 2 * epsilon.
     """
 
     epsilon: float

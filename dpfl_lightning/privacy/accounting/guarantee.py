@@ -46,7 +46,6 @@ class Guarantee:
 
     Args:
         epsilon: upper bound, >= 0, rounded up to 1e-6; inf means no guarantee.
-        delta: in (0, 1).
         sampling: how batches are drawn.
         accountant: how epsilon was computed.
         covers: releases that epsilon covers; empty if epsilon is infinite.
@@ -108,8 +107,6 @@ def guarantee(
         sampling: how batches are drawn (add a `Caveat` for shuffled batches), if they are not all full.
         releases: number of releases of each of the first events; 1 for the others, as in a ledger.
         found: the result of `accountant.bound`, if it is already known.
-
-    **Privacy** Arithmetic on public facts.
     """
     epsilon, method = accountant.bound(events, delta) if found is None else found
     caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)

@@ -139,9 +139,8 @@ def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple
 def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
     """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
 
-    log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1). A shift spread over several coordinates costs less than
-    a shift in one coordinate, because the divergence is convex in the shift.
-    Reference: Mironov (2017), table II.
+    log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1) (Mironov, 2017, table II). A shift spread over several
+    coordinates costs less than a shift in one coordinate, because the divergence is convex in the shift.
     """
     a, b = np.asarray(orders, dtype=float), noise_multiplier
     left, right = np.log(a / (2 * a - 1)) + (a - 1) / b, np.log((a - 1) / (2 * a - 1)) - a / b
@@ -161,10 +160,7 @@ def converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndar
 
 
 def classically_converted(rdp: np.ndarray, orders: tuple[float, ...], delta: float | np.ndarray) -> np.ndarray:
-    """Return epsilon at each order by the older rule: rdp + log(1/delta) / (alpha-1); otherwise like `converted`.
-
-    Reference: Mironov (2017), proposition 3, like the noise-aware paper's code.
-    """
+    """Like `converted`, by the older rule rdp + log(1/delta) / (alpha-1) (Mironov, 2017, proposition 3)."""
     with np.errstate(divide="ignore"):
         log_delta = np.log(np.asarray(delta, dtype=float))[..., None]
     return rdp - log_delta / (np.asarray(orders, dtype=float) - 1)

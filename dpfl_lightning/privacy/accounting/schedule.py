@@ -36,24 +36,16 @@ def calibrate(
         on_progress: called with (solved, all) distinct schedules, also while one is solved; equal ones are solved once.
         cache: noises solved earlier; new ones are added to it.
 
-    **Guarantees** The noise is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is
-    the epsilon of `accountant`, with which it is composed again. Cached noise is composed again, too, and solved again
-    if it does not fit; that it is the smallest rests on the cache entry.
+    The noise is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is the epsilon of
+    `accountant`, with which it is composed again. Cached noise is composed again, too, and solved again if it does not
+    fit; that it is the smallest rests on the cache entry.
 
     `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others get the noise with
     which they alone fit the target, but the whole schedule still costs an infinite epsilon.
 
-    **Privacy** Arithmetic on public facts.
-
     Raises:
         UserError: epsilon <= 0, delta is outside (0, 1), or the target is at or below what the accountant can certify
             together with the releases whose noise is given; the message names that floor.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> from dpfl_lightning.privacy.accounting.planned import Planned
-    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
-    >>> round(calibrate([run], get_accountant("gdp"))[0].noise_multiplier("train"), 3)
-    7.461
     """
     for schedule in schedules:
         _check(schedule)
@@ -88,18 +80,8 @@ def cut_to_budgets(
     """Reduce the count of the most frequent noised sum to what the budget allows together with all other releases.
 
     This applies to schedules whose noise is given. Those with free noise or an infinite target are returned unchanged.
-    `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`.
-
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: the other releases alone exceed the budget.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> from dpfl_lightning.privacy.accounting.planned import Planned
-    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
-    >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
-    4
+    `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the
+    other releases alone exceed the budget.
     """
     fixed = [
         i
@@ -130,9 +112,7 @@ def affordable_counts(
 ) -> list[int]:
     """Return how many releases with fixed noise fit: the largest n <= most with epsilon(before + n * event) <= target.
 
-    Args:
-        offers: (event, target epsilon, delta, before) of each client; a target of inf means no budget.
-        on_progress: called with (counted, all) clients.
+    `offers` are (event, target epsilon, delta, before) of each client; a target of inf means no budget.
     """
     counts: list[int] = []
     for start in range(0, len(offers), accountant.together):

@@ -23,12 +23,9 @@ def in_companies(
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
-    If a net or a loss raises an error for the other records, copies of the watched records replace them.
-
-    Args:
-        look: called with records `[N, *X]`, labels `[N]` and the positions of the watched records in them `[W]`.
-        x: the watched records, `[W, *X]`, with labels y `[W]`.
-        most: number of records in the large batch.
+    `look` gets records `[N, *X]`, labels `[N]` and the positions `[W]` of the watched records `x` `[W, *X]` in them;
+    the large batch has at most `most` records. If a net or a loss raises an error for the other records, copies of the
+    watched records replace them.
     """
     answers = []
     for multiples, records in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
@@ -44,10 +41,8 @@ def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int)
     """Build a batch of N `records` with the W >= 1 watched records `x` at the first position, the last and between.
 
     The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
-    table, are rolled within the record. Labels are permuted.
-
-    Returns:
-        All records `[N, *X]`, all labels `[N]`, the positions of the watched records `[W]`.
+    table, are rolled within the record. Labels are permuted. Returns records, labels, and positions of the watched
+    ones.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,7 +50,6 @@ class ClipRequest:
         clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
         order: order of the norm, 2 or 1.
         group: group of each record, `[B]` int64 in [0, num_groups); None puts all records into group 0.
-        num_groups: number of rows G of the sums, >= 1.
         only: names of the parameters to which the norm, clipping and sum are restricted; None means all.
     """
 
@@ -125,11 +125,8 @@ def cross_entropy_of(net: nn.Module) -> SampleLoss:
 def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
     """Return `min(1, (1 - 2^-26) clip_norm / norm)`, and 0 for a norm that is not finite, in the dtype of the norms.
 
-    The distance to 1 exceeds the rounding error of a norm of 2^27 numbers in float64.
-
-    Args:
-        norms: norms of gradients, `[B]` or `[S, B]`, >= 0, infinite or NaN.
-        clip_norm: > 0, may be infinite; one value, or one for each client `[S, 1]`.
+    The distance to 1 exceeds the rounding error of a norm of 2^27 numbers in float64. `norms` are `[B]` or `[S, B]`;
+    `clip_norm` > 0 may be infinite, and one for each client `[S, 1]`.
 
     >>> clip_factors(torch.tensor([0.0, 1.0, 4.0, float("nan"), float("inf")]), clip_norm=2.0)
     tensor([1.0000, 1.0000, 0.5000, 0.0000, 0.0000])
@@ -141,10 +138,7 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 def require_proved(records: int, chunk: int, terms: int = 1) -> None:
     """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING`; the proof is in `ClippedSum`.
 
-    Args:
-        records: number of records in the batch, B.
-        chunk: number of records that are summed at once.
-        terms: number of terms of one record's gradient that are summed with those of other records, T.
+    `chunk` records are summed at once, and of each record's gradient T `terms` with those of other records.
     """
     depth = terms * min(chunk, records) + math.ceil(records / chunk) + 8
     rounding = 1.01 * depth * 2**-53 * records * (1 if terms == 1 else CANCELLING)
@@ -152,19 +146,16 @@ def require_proved(records: int, chunk: int, terms: int = 1) -> None:
     require(rounding <= SUM_ROUNDING, "batch", must, records)
 
 
-def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
-    """Yield the fewest slices of at most `chunk` records that cover `num_records`, as even as possible.
+def chunks_of(num_records: int, chunk: int) -> list[slice]:
+    """Return the fewest slices of at most `chunk` records that cover `num_records`, as even as possible.
 
-    >>> [(piece.start, piece.stop) for piece in chunks_of(33, 32)]
-    [(0, 17), (17, 33)]
+    >>> chunks_of(33, 32)
+    [slice(0, 17, None), slice(17, 33, None)]
     """
     pieces = math.ceil(num_records / chunk)
     size, longer = divmod(num_records, max(pieces, 1))
-    start = 0
-    for i in range(pieces):
-        stop = start + size + (i < longer)
-        yield slice(start, stop)
-        start = stop
+    ends = [i * size + min(i, longer) for i in range(pieces + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
@@ -179,14 +170,10 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tenso
 
 
 class VmapClippedSum:
-    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time.
+    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time, at most `chunk` in memory at once.
 
     It is the ground truth in tests, and serves models that no fast rule covers. Under `vmap` the net sees batches of
     one record, so no record can influence another record's gradient, whatever the net computes.
-
-    Args:
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; it is called with B = 1.
-        chunk: number of records whose gradients are in memory at once, >= 1.
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])

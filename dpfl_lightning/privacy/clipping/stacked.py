@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,32 +11,13 @@ from torch.func import vmap
 from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss, clip_factors, record_gradients
 
-
-class StackedSums(Protocol):
-    """`ClippedSum` of S clients, each with its parameters, records and clip norm, with its guarantees in each row.
-
-    Args (of a call):
-        params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
-        x, y: records `[S, B, *X]` and labels `[S, B]`; padding may be NaN and contributes exactly zero.
-        mask: `[S, B]` bool, False for padding.
-        clip_norm: `[S]` in float64, > 0, may be infinite; `order` of the norm is 2 or 1.
-
-    Returns:
-        `[S, P]` in float64, and the norms of the gradients before clipping, `[S, B]`, -1 for padding.
-
-    Privacy:
-        Sums and norms are private: they must pass a mechanism before the client releases them.
-    """
-
-    def __call__(
-        self, params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
-    ) -> tuple[Tensor, Tensor]: ...
+StackedSums = Callable[..., tuple[Tensor, Tensor]]  # the function `sums` of `stacked_clipped_sums`
 
 
 def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
-    """Return `StackedSums` by `vmap` over clients and records: a pure function of its arguments that can be compiled.
+    """Return a function for `ClippedSum` of S clients, by `vmap` over clients and records; it can be compiled.
 
-    `sample_loss` is called with one record, `(params, x [1, *X], y [1]) -> [1]`.
+    Every row has the guarantees of `ClippedSum`, and is as private. `sample_loss` is called with one record.
 
     >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
@@ -49,6 +30,14 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     def sums(
         params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
     ) -> tuple[Tensor, Tensor]:
+        """Return `[S, P]` in float64, and the norms of the gradients before clipping, `[S, B]`, -1 for padding.
+
+        Args:
+            params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
+            x, y: records `[S, B, *X]` and labels `[S, B]`; padding may be NaN and contributes exactly zero.
+            mask: `[S, B]` bool, False for padding.
+            clip_norm: `[S]` in float64, > 0, may be infinite; `order` of the norm is 2 or 1.
+        """
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, size of the parameter]
         dtype = summing_dtype(grads[0])

@@ -34,9 +34,8 @@ _CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps
 class Charge:
     """One release of one client, recorded before it happens.
 
-    Args:
-        purpose: purpose in the client's schedule ("train", ...).
-        number: number of this charge among those of the client in this round, from 0; each has separate noise.
+    `purpose` is that of the client's schedule. `number` counts the client's charges in this round from 0; each has
+    separate noise.
     """
 
     client: int
@@ -51,12 +50,11 @@ class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
     Args:
-        accountant, adjacency, sampling: keys of what the run uses.
         delta: delta of each client.
         epsilon: budget of each client; inf means none.
         caveats: additional caveats of every guarantee of the run.
         identity: everything that determines the run's releases, ready for JSON, see `federated.identity`; a run can be
-            continued only with the same identity.
+            resumed only with the same identity.
         run: random name of the run, hexadecimal; distinguishes two ledgers of the same configuration.
     """
 
@@ -72,7 +70,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Head:
-    """Position of a ledger's end: its run, the number of complete lines with the header, and the chain of the last.
+    """Position of a ledger's end: run, number of complete lines with the header, and chain of the last line.
 
     A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot.
     """
@@ -87,13 +85,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Verified:
-    """Result of `verify`.
+    """Result of `verify`: header, end of the file, and content of the head file, which is at most one charge earlier.
 
-    Args:
-        end: end of the file.
-        head: content of the head file, at most one charge earlier; None if there is no such file.
-        size: number of bytes of all complete lines.
-        torn: number of bytes after them, of a line that is being written or that a crash interrupted.
+    `size` is the number of bytes of all complete lines; `torn` bytes follow, of a line that is being written or that a
+    crash interrupted.
     """
 
     header: Header
@@ -109,13 +104,10 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
     Every line's `chain` is a digest of the line before's `chain` and of its content (blake2b, 16 bytes), and
     `ledger.head` beside the file repeats the last one. `checkpoint` is an earlier head, whose lines must be there.
 
-    **Guarantees** It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut
-    off the end; with a checkpoint, that both were cut or belong to another run. It does not detect a forger who
-    rewrites the whole file and its head, because the chain has no key (so that anybody can verify a copy): compare
-    `end` with the head in `result.json`, or in MLflow.
-
-    Raises:
-        UserError: the file was changed; the message names the line and the problem.
+    It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut off the end; with
+    a checkpoint, that both were cut or belong to another run. It does not detect a forger who rewrites the whole file
+    and its head, because the chain has no key (so that anybody can verify a copy): compare `end` with the head in
+    `result.json`, or in MLflow. Raises UserError, which names the line and the problem, if the file was changed.
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
     heads = [(f"`{head_file(path).name}`", head), ("the checkpoint", checkpoint)]

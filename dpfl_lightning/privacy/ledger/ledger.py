@@ -23,17 +23,12 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    Args:
-        path: path of a new ledger, or of one to resume, which is verified.
-        header: meaning of its charges.
-        checkpoint: an earlier head of the ledger, whose lines must still be there.
+    A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one whose charge
+    never completed, so nothing was released for it, and it is cut off; a complete line that the head does not count yet
+    is kept and counts as paid. `ledger_file.verify`, which also verifies a ledger to resume, describes further
+    guarantees.
 
-    **Guarantees** Those of `ledger_file.verify`. A completed charge is on disk: a crash afterwards never under-reports.
-    An incomplete last line is one whose charge never completed, so nothing was released for it, and it is cut off; a
-    complete line that the head does not count yet is kept and counts as paid.
-
-    **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
-    others.
+    The file holds public facts, and digests of private records that are keyed by the client: it may be shown to others.
 
     Raises:
         UserError: another process writes the same ledger, the ledger was changed, or it belongs to another run.
@@ -56,10 +51,7 @@ class Ledger:
             raise
 
     def charge(self, charges: Sequence[Charge]) -> None:
-        """Write the charges and sync.
-
-        A failed write closes the ledger, because the state on disk is unknown until it is verified.
-        """
+        """Write the charges and sync. A failed write closes the ledger, whose state on disk is unknown until verified."""
         if not charges:
             return
         try:
@@ -165,11 +157,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first (dotted) key at which two nested mappings differ, and both values; None if they are equal.
-
-    >>> first_difference({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1, 3]}})
-    ('a.c of client 1', 2, 3)
-    """
+    """Return the first (dotted) key at which two nested mappings differ, and both values; None if they are equal."""
     for key in dict.fromkeys([*begun, *now]):
         before, after = begun.get(key), now.get(key)
         if before == after:

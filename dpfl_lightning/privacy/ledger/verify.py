@@ -61,13 +61,9 @@ def ledger_of(folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Releases of one client.
+    """Releases of one client by purpose, and their noised steps.
 
-    Args:
-        releases: purpose -> number of releases.
-        steps: noised steps of all releases.
-        epsilon: epsilon of all releases, composed again; inf means no guarantee.
-        epsilon_budget: budget of the run; inf means none. Several runs together have none.
+    `epsilon` is composed again; inf means no guarantee. Several runs together have no budget (inf).
     """
 
     releases: dict[str, int]
@@ -79,14 +75,9 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """Verified and composed ledgers.
+    """Verified and composed ledgers: an account for each client, and the guarantee with the largest epsilon.
 
-    Args:
-        ledgers: the files, and the result of verifying each.
-        accountant: name of the accountant that composed them.
-        overrides: options that replace those of the headers.
-        accounts: account of each client.
-        weakest: the guarantee with the largest epsilon.
+    `overrides` are options that replace those of the headers.
     """
 
     ledgers: tuple[tuple[Path, Verified], ...]
@@ -150,9 +141,6 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
             same records, which a ledger cannot show.
         accountant: accountant to use instead of the headers'.
         delta: delta of every client instead of the headers' (the largest of a client's), in (0, 1).
-
-    Raises:
-        UserError: a ledger was changed, the accountant cannot compose the events, or the runs do not fit together.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
