@@ -64,8 +64,8 @@ class RandomGenerator:
     def exponential(self, count: int) -> np.ndarray:
         """Return exponential numbers of mean 1, `[count]` float64, as fine in their unbounded tail as near 0.
 
-        The number of leading zero bits of a uniform number counts its halvings, each worth log 2. Fresh bits determine
-        the position within the last halving.
+        The leading zero bits of a uniform number count its halvings, each worth log 2; fresh bits say where in the last
+        it is.
         """
         halvings, unfinished = np.zeros(count), np.arange(count)
         while len(unfinished):

@@ -72,11 +72,7 @@ class Accountant(ABC):
 
 
 def rounded_up(value: float, decimals: int) -> float:
-    """Round up to this number of decimals, as every epsilon is.
-
-    >>> rounded_up(1.00000001, 6), rounded_up(2.0, 6), rounded_up(math.inf, 6)
-    (1.000001, 2.0, inf)
-    """
+    """Round up to this number of decimals, as every epsilon is."""
     if not math.isfinite(value):
         return value
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)

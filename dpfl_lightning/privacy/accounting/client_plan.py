@@ -31,8 +31,7 @@ from dpfl_lightning.runtime.notice import slow_notice
 class ClientPlan:
     """All releases of one client with solved noise, and the guarantee of the whole schedule.
 
-    `accountant` is its name, `batch_size` the expected number of records in a step, and `epsilon_alone` the epsilon of
-    each line of the schedule without the others.
+    `batch_size` is the expected number of records in a step, `epsilon_alone` the epsilon of each line of the schedule.
     """
 
     schedule: ClientSchedule
@@ -88,13 +87,10 @@ def client_plans(
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
 ) -> list[ClientPlan]:
-    """Return the plans of solved schedules, one for each client.
+    """Return the plans of solved schedules, one for each client, with its (num_records, batch_size) in `sizes`.
 
-    Args:
-        sizes: (num_records, batch_size) of each client.
-        sampling: description of the sampling, if it does not follow from the sample rates.
-        caveats: descriptions of what no guarantee covers.
-        unprotected: descriptions of what the run releases without noise.
+    `sampling` describes it if it does not follow from the sample rates. `caveats` describe what no guarantee covers,
+    `unprotected` what the run releases without noise.
     """
     extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
     promises = [guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases) for s in schedules]
@@ -148,14 +144,8 @@ def plan(
         first_round_noise_multiplier: noise of a full first round, >= 0; null means the noise of the other rounds.
         selections: number of choices by the exponential mechanism in addition to training, >= 0.
         selection_epsilon: bounded range of one selection, in (0, 1e6].
-    Returns:
-        The plan with its noise, and its epsilon rounded up.
 
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: a value is out of range, values contradict each other, or epsilon is below what the accountant can
-            certify.
+    Raises UserError if a value is out of range, values contradict each other, or epsilon cannot be certified.
 
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0

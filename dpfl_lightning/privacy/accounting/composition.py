@@ -61,7 +61,9 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
     selection: Counter[float] = Counter()
     for event in events:
         if isinstance(event, GaussianEvent):
-            gaussian[_rate(event), _noise(event)] += _count("steps", event.steps)
+            rate, way_out = event.sample_rate, "Divide a batch size by the number of records."
+            require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, way_out)
+            gaussian[float(rate), _noise(event)] += _count("steps", event.steps)
         elif isinstance(event, LaplaceEvent):
             laplace[_noise(event)] += _count("steps", event.steps)
         elif isinstance(event, SelectionEvent):
@@ -79,12 +81,6 @@ def composed(events: Sequence[Event], delta: float) -> Composed:
         in_range = delta > 0 if releases.gaussian else delta >= 0
         require(in_range and delta < 1, "delta", "be in (0, 1)", delta, "It is usually at most 1 / number of records.")
     return releases
-
-
-def _rate(event: GaussianEvent) -> float:
-    rate = event.sample_rate
-    require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, "Divide a batch size by the number of records.")
-    return float(rate)
 
 
 def _noise(event: GaussianEvent | LaplaceEvent) -> float:

@@ -111,7 +111,7 @@ class FastClippedSum:
 
     Use it through `clipped_sum_for`, which checks that it is correct for the model. It equals the reference up to
     rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
-    module once in a forward pass.
+    module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
     Args:
         net: the module that `sample_loss` runs with `params` in place of its parameters; hooked during a call only.
@@ -122,13 +122,8 @@ class FastClippedSum:
         sparse: names of convolutions whose output gradients are mostly zeros, as `sparse_layers` finds them on random
             data. Private records never influence how a pass is computed.
 
-    Raises:
-        Unsupported: the rules do not support the model's structure.
-
-    Reference:
-        Goodfellow (2015), https://arxiv.org/abs/1510.01799: norms of a product.
-        Li et al. (2022), https://arxiv.org/abs/2110.05679: ghost norms.
-        Rochette et al. (2019), https://arxiv.org/abs/1912.06015: records as groups of a convolution.
+    Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
+    https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
     """
 
     def __init__(
@@ -178,13 +173,17 @@ class FastClippedSum:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return `x` in the memory format that suits every forward pass of the net."""
-        return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
+        if x.device.type != "cpu" or not self.channels_last or x.dim() != 4:
+            return x
+        if x.shape[1] > 1:
+            return x.contiguous(memory_format=torch.channels_last)
+        height, width = x.shape[2:]  # a tensor with one channel needs the strides set explicitly
+        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
 
     def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
-        dys: dict[str, Tensor] = {}
         with torch.no_grad():
-            calls = self._pass(params, x, y, {}, {}, dys)
+            calls, dys, _ = self._pass(params, x, y, {})
         return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
 
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
@@ -201,22 +200,20 @@ class FastClippedSum:
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
-        grads: ByName = {}
-        dys: dict[str, Tensor] = {}
-        calls = self._pass(params, x, y, wanted, grads, dys)
+        calls, dys, grads = self._pass(params, x, y, wanted)
         for name, dy in dys.items():
             grads |= self._units[name].gradients(wanted, calls[name], dy)
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
 
-    def _pass(
-        self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
-    ) -> Calls:
-        """Run one forward and backward pass, and return the units' inputs.
+    def _pass(self, params: Params, x: Tensor, y: Tensor, wanted: Params) -> tuple[Calls, dict[str, Tensor], ByName]:
+        """Run one forward and backward pass, and return the units' inputs and output gradients.
 
-        Output gradients are stored in `dys`, or the gradients computed from them in `grads` if any are `wanted`.
+        Where a convolution on a CPU computes the gradients of `wanted` parameters itself, these are returned instead.
         """
+        dys: dict[str, Tensor] = {}
+        grads: ByName = {}
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
@@ -227,14 +224,14 @@ class FastClippedSum:
         for name, inputs in calls.items():
             if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
                 raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
-        return calls
+        return calls, dys, grads
 
     @contextmanager
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
 
-        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads` or `dys` as in
-        `_pass`. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads`, or `dys` without
+        wanted parameters. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -274,14 +271,6 @@ class FastClippedSum:
                 handle.remove()
 
 
-def _channels_last(x: Tensor) -> Tensor:
-    """Return `x` `[B, C, H, W]` in channels-last strides; a tensor with one channel needs them set explicitly."""
-    if x.shape[1] > 1:
-        return x.contiguous(memory_format=torch.channels_last)
-    height, width = x.shape[2:]
-    return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
-
-
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
     """Give max-pool's backward pass its gradient in channels-last, like its input: 5 times faster than mixed."""
     form = torch.channels_last
@@ -300,14 +289,8 @@ def clipped_sum_for(
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
     in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
     (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
-    another. Dropout layers are off in the check.
-
-    Args:
-        net: the model; `params` will hold its trainable parameters.
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
-        example_x: records `[B, *X]`, B >= 0; only shape and dtype are read, so no record is.
-        example_y: labels `[B, ...]`; only shape and dtype are read. Integer labels are drawn from 0 and 1.
-        chunk: number of records in a pass, >= 1; None chooses it for model and device, from shapes alone.
+    another. Dropout layers are off in the check. `chunk` None chooses the number of records in a pass from shapes
+    alone. Only shape and dtype of the examples `[B, ...]`, B >= 0, are read. Integer labels are drawn from 0 and 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -315,9 +298,13 @@ def clipped_sum_for(
     """
     sample_loss = sample_loss or cross_entropy_of(net)
     device = next(net.parameters()).device
-    cause = ""
+    cause, tolerance = "", 1e-8
     with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
+        try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float64)
+        except Exception:  # a device or loss without float64; any other error is raised again
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float32)
+            tolerance = 1e-4
         for channels_last in (True, False):
             try:
                 fast = FastClippedSum(net, loss, channels_last=channels_last)
@@ -352,28 +339,17 @@ Example = tuple[Params, Tensor, Tensor]
 
 
 def _reference_answers(
-    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
-) -> tuple[SampleLoss, Example, list[Tensor], float]:
-    """Return the loss, a random example, the reference's answers to it, and the tolerance.
-
-    In float64, rounding cannot be mistaken for an error or push an activation across a kink.
-    """
-
-    def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
-        loss, example = _in(dtype, net, sample_loss), random_example(net, x, y, dtype)
-        return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
-
-    try:
-        return answered(torch.float64, 1e-8)
-    except Exception:  # a device or loss without float64; any other error is raised again
-        return answered(torch.float32, 1e-4)
-
-
-def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:
-    """Return the loss with frozen parameters and buffers in `dtype`, too."""
+    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor, dtype: torch.dtype
+) -> tuple[SampleLoss, Example, list[Tensor]]:
+    """Return the loss with all parameters and buffers in `dtype`, a random example, and the reference's answers."""
     fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
-    return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
+
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        return sample_loss({**fixed, **params}, x, y)
+
+    example = random_example(net, x, y, dtype)
+    return loss, example, _answers(VmapClippedSum(loss), *example)
 
 
 def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
@@ -404,12 +380,11 @@ def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> l
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
     """Return the first parameter in which some record's gradients differ by more than rounding, or None."""
+    sizes = [p.numel() for p in params.values()]
     for actual, exact in zip(answers, expected, strict=True):
-        sizes = [p.numel() for p in params.values()]
-        total_norm = exact.norm(dim=1)
         for name, a, b in zip(params, actual.split(sizes, dim=1), exact.split(sizes, dim=1), strict=True):
             # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
-            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * total_norm)).all():
+            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * exact.norm(dim=1))).all():
                 return name
     return None
 
@@ -417,10 +392,7 @@ def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolera
 def _reached_in_company(
     fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
 ) -> str | None:
-    """Return the first unit whose inputs or output gradient for a record of `x` change with other records, or None.
-
-    The rules read only these, record by record.
-    """
+    """Return the first unit of which what the rules read for a record of `x` changes with other records, or None."""
     alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
 
     def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
@@ -439,8 +411,8 @@ def _reached_in_company(
 def keep_freed_memory() -> bool:
     """Let this process keep freed tensors' memory for the next ones. Return whether it does: only glibc has the switch.
 
-    Per-record gradients are large and short-lived. By default glibc returns them to the system at once, and each chunk
-    pays for fresh pages (1,500 page faults in a pass). The process then keeps at most 512 MiB more.
+    By default glibc returns large, short-lived gradients to the system at once, and each chunk pays for fresh pages
+    (1,500 page faults in a pass). The process then keeps at most 512 MiB more.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -62,10 +62,7 @@ class Totals:
             chunk.products.add(places, factors, group)
 
     def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
-        """Return the tensor `[G, n]` that accumulates a parameter's sum: part of the result if it is in order.
-
-        `strided` means that rows may be apart in memory, as in the result.
-        """
+        """Return the tensor `[G, n]` that accumulates a parameter's sum; its rows may be apart if it is `strided`."""
         part, key = self._parts[name], (name, grads.order)
         if not grads.order and (strided or part.is_contiguous()):
             return part

@@ -51,7 +51,7 @@ class Ledger:
             raise
 
     def charge(self, charges: Sequence[Charge]) -> None:
-        """Write the charges and sync. A failed write closes the ledger, whose state on disk is unknown until verified."""
+        """Write the charges and sync. A failed write closes the ledger, whose state on disk is then unknown."""
         if not charges:
             return
         try:

@@ -99,7 +99,18 @@ class LedgerReport:
         ]
         return {
             "verified": True,
-            "ledgers": [_as_dict(path, verified) for path, verified in self.ledgers],
+            "ledgers": [
+                {
+                    "ledger": str(path),
+                    **verified.end.as_dict(),
+                    "head_lines": None if verified.head is None else verified.head.lines,
+                    "torn_bytes": verified.torn,
+                    "adjacency": verified.header.adjacency,
+                    "sampling": verified.header.sampling,
+                    "caveats": list(verified.header.caveats),
+                }
+                for path, verified in self.ledgers
+            ],
             "accountant": self.accountant,
             "overrides": self.overrides,
             "guarantee": self.weakest.as_dict(),
@@ -157,7 +168,9 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
     queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
-    epsilons = dict(zip(queries, _epsilons(list(queries.values()), chosen), strict=True))
+    values, size = list(queries.values()), chosen.together
+    found = [chosen.search(values[start : start + size]) for start in range(0, len(values), size)]
+    epsilons = dict(zip(queries, np.concatenate(found).tolist(), strict=True))
     steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}
     weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
@@ -193,26 +206,6 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
         epsilon=(math.inf,) * len(first.epsilon),
         caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
-
-
-def _as_dict(path: Path, verified: Verified) -> dict[str, Any]:
-    header, head = verified.header, verified.head
-    return {
-        "ledger": str(path),
-        **verified.end.as_dict(),
-        "head_lines": None if head is None else head.lines,
-        "torn_bytes": verified.torn,
-        "adjacency": header.adjacency,
-        "sampling": header.sampling,
-        "caveats": list(header.caveats),
-    }
-
-
-def _epsilons(queries: Sequence[tuple[list[Event], float]], accountant: Accountant) -> list[float]:
-    """Return the epsilon of each query; an accountant computes many at once."""
-    size = accountant.together
-    many = [accountant.search(queries[start : start + size]) for start in range(0, len(queries), size)]
-    return [float(epsilon) for epsilon in np.concatenate(many)]
 
 
 def _promise(events: list[Event], delta: float, epsilon: float, accountant: Accountant, header: Header) -> Guarantee:
