@@ -1,4 +1,4 @@
-"""The mechanism of one client's step: the bound on a record's contribution, the noise, and the divisor."""
+"""The mechanisms of one client: noise on a clipped sum, with its bound and divisor, and a private choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
 from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
 
@@ -206,3 +206,27 @@ class MechanismRows:
         else:
             integers.add_(device_noise(self._on_device, self._laplace, self._scale[:active], integers))
         return integers.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)
+
+
+@dataclass(frozen=True)
+class ExponentialMechanism:
+    """A private choice of one of M candidates by the sums of the scores that the records give them.
+
+    `epsilon`, > 0 and finite, is the bounded range of one choice: a record gives each candidate a score in [0, 1], so
+    adding a record moves all sums in the same direction by at most 1. Replacing a record moves the sums in both
+    directions, and the accountant charges twice the range. One call of `choose` is `event(1)`.
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.epsilon < math.inf, "epsilon", "be above 0 and finite for a selection", self.epsilon)
+
+    def choose(self, scores: Tensor, generator: RandomGenerator) -> int:
+        """Return the index of the largest score of `[M]` (sums over records) plus Gumbel noise of scale 1 / epsilon."""
+        noise = generator.gumbel(0.0, 1.0 / self.epsilon, len(scores))
+        return int((scores.cpu().double() + torch.from_numpy(noise)).argmax())
+
+    def event(self, count: int) -> SelectionEvent:
+        """Return the accounting event of `count` calls of `choose`."""
+        return SelectionEvent(self.epsilon, count)

@@ -155,9 +155,6 @@ def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tenso
     return noise.mul_(scale).round_().long()
 
 
-# ---- the ziggurat
-
-
 def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
     """Return 256 layers of equal area under exp(-x^2 / 2).
 

@@ -15,8 +15,7 @@ import numpy as np
 from scipy.special import log_ndtr
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.privacy.accounting.composition import Composed, composed
-from dpfl_lightning.privacy.accounting.events import Event
+from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
 from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
     ORDERS,

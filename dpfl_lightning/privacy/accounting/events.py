@@ -6,8 +6,13 @@ The accountant defines which data sets are neighbours; a noise multiplier never 
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from dpfl_lightning.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,83 @@ def repeated(event: Event, times: int) -> Event:
     if isinstance(event, SelectionEvent):
         return dataclasses.replace(event, count=event.count * times)
     return event
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Merged events, without those that cost nothing.
+
+    Each tuple holds distinct events: (sample_rate, noise_multiplier, steps), (noise_multiplier, steps) and
+    (epsilon, count); `unprotected` means that something is released without noise.
+    """
+
+    gaussian: tuple[tuple[float, float, int], ...] = ()
+    laplace: tuple[tuple[float, int], ...] = ()
+    selection: tuple[tuple[float, int], ...] = ()
+    unprotected: bool = False
+
+    @property
+    def noiseless(self) -> bool:
+        """Whether epsilon is infinite."""
+        without_noise = any(noise == 0 for _, noise, _ in self.gaussian) or any(noise == 0 for noise, _ in self.laplace)
+        return self.unprotected or without_noise or any(math.isinf(epsilon) for epsilon, _ in self.selection)
+
+    @property
+    def free(self) -> bool:
+        """Whether epsilon is 0."""
+        return not (self.gaussian or self.laplace or self.selection or self.unprotected)
+
+    def pure(self, sensitivity: int) -> float:
+        """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise."""
+        if self.gaussian or self.noiseless:
+            return math.inf
+        epsilons = [count * epsilon for epsilon, count in self.selection]
+        return sensitivity * sum(epsilons + [steps / noise for noise, steps in self.laplace])
+
+
+def composed(events: Sequence[Event], delta: float) -> Composed:
+    """Check events and delta, and merge equal events.
+
+    Raises UserError if a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta
+    is outside (0, 1) (or negative, if no release has Gaussian noise).
+    """
+    gaussian: Counter[tuple[float, float]] = Counter()
+    laplace: Counter[float] = Counter()
+    selection: Counter[float] = Counter()
+    for event in events:
+        if isinstance(event, GaussianEvent):
+            rate, way_out = event.sample_rate, "Divide a batch size by the number of records."
+            require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, way_out)
+            gaussian[float(rate), _noise(event)] += _count("steps", event.steps)
+        elif isinstance(event, LaplaceEvent):
+            laplace[_noise(event)] += _count("steps", event.steps)
+        elif isinstance(event, SelectionEvent):
+            require(event.epsilon >= 0, "selection epsilon", "be at least 0", event.epsilon)
+            selection[float(event.epsilon)] += _count("count", event.count)
+        elif not isinstance(event, Caveat | NonPrivateEvent):
+            raise TypeError(f"not an event: {event!r}")
+    releases = Composed(
+        tuple((*key, steps) for key, steps in gaussian.items() if steps and math.isfinite(key[1])),
+        tuple((noise, steps) for noise, steps in laplace.items() if steps and math.isfinite(noise)),
+        tuple((epsilon, count) for epsilon, count in selection.items() if count and epsilon > 0),
+        any(isinstance(event, NonPrivateEvent) for event in events),
+    )
+    if not (releases.free or releases.noiseless):  # epsilon 0 and infinity hold at any delta
+        in_range = delta > 0 if releases.gaussian else delta >= 0
+        require(in_range and delta < 1, "delta", "be in (0, 1)", delta, "It is usually at most 1 / number of records.")
+    return releases
+
+
+def _noise(event: GaussianEvent | LaplaceEvent) -> float:
+    noise = event.noise_multiplier
+    if noise is None:
+        raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
+    require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 means no privacy.")
+    if 1e100 < noise < math.inf:  # its square would overflow; less noise gives a valid upper bound
+        noise = 1e100
+    return float(noise) if noise >= 1e-6 else 0.0  # the rounding of float32 sums would hide smaller noise
+
+
+def _count(key: str, value: int) -> int:
+    require(value >= 0, key, "be at least 0", value)
+    return value

@@ -15,7 +15,7 @@ from scipy.fft import next_fast_len
 from scipy.integrate import IntegrationWarning
 from scipy.special import ndtr
 
-from dpfl_lightning.privacy.accounting.composition import Composed
+from dpfl_lightning.privacy.accounting.events import Composed
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, converted, laplace_rdp, sampled_gaussian_rdp
 
 EPS_ERROR, _MAX_EPS_ERROR = 0.01, 0.1
@@ -111,9 +111,6 @@ def _grid(releases: Composed, steps: list[int], adjacency: str, delta_error: flo
     if eps_error > _MAX_EPS_ERROR:
         raise NoPrv("PRV's grid would not fit its memory")
     return eps_error, reach, eps_error * relative_mesh
-
-
-# ---- the privacy losses: log(P/Q) at a draw from P
 
 
 @dataclass(frozen=True)

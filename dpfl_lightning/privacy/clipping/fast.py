@@ -278,9 +278,6 @@ def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
         output.register_hook(lambda grad: grad.contiguous(memory_format=form))
 
 
-# --- choice of the implementation
-
-
 def clipped_sum_for(
     net: nn.Module, sample_loss: SampleLoss | None, example_x: Tensor, example_y: Tensor, chunk: int | None = None
 ) -> tuple[ClippedSum, str]:

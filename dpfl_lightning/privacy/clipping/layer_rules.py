@@ -28,9 +28,6 @@ class Unsupported(Exception):
     """The fast pass does not support the model; the message says why."""
 
 
-# --- forms of gradients
-
-
 class Grads(ABC):
     """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
 
@@ -188,8 +185,6 @@ class Lookup(Grads):
         places = self.ids if group is None else self.ids + self.rows * group[:, None]
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 
-
-# --- rules
 
 Params = Mapping[str, Tensor]
 Inputs = tuple[Tensor, ...]

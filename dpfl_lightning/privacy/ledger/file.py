@@ -142,9 +142,6 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
     return Verified(header, Head(header.run, lines, chain), head, size, torn)
 
 
-# ---- writing
-
-
 def header_line(header: Header) -> bytes:
     fields = {
         "ledger": VERSION,
@@ -239,9 +236,6 @@ def _one_or_all(values: Sequence[float | None]) -> object:
     return values[0] if len(set(values)) == 1 else values
 
 
-# ---- reading
-
-
 def _first(path: Path, line: bytes) -> Header:
     try:
         fields = json.loads(line)
@@ -299,9 +293,6 @@ def _check_run(path: Path, header: Header, heads: Sequence[tuple[str, Head]]) ->
                 f"`{path}` must be the ledger of run {head.run}, to which {source} belongs, got that of run "
                 f"{header.run} in line 1. Restore the ledger and the head of this run, or start a new run."
             )
-
-
-# ---- messages about changed lines
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

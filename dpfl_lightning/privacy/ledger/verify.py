@@ -23,8 +23,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     rounded_up,
 )
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
-from dpfl_lightning.privacy.accounting.composition import composed
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLINGS
