@@ -60,11 +60,11 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be above 0", self.clip_norm)
-        require(0 <= self.noise_multiplier < float("inf"), "noise_multiplier", "be >= 0", self.noise_multiplier)
+        require(0 <= self.noise_multiplier < math.inf, "noise_multiplier", "be >= 0", self.noise_multiplier)
         advice = "Divide a batch size by the number of records."
         require(0 < self.sample_rate <= 1, "sample_rate", "be in (0, 1]", self.sample_rate, advice)
         require(self.expected_batch_size > 0, "expected_batch_size", "be above 0", self.expected_batch_size)
-        bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
+        bounded = self.noise_multiplier == 0 or self.clip_norm < math.inf
         require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
 
     def grid(self, numbers: int) -> float:
@@ -147,7 +147,7 @@ class Laplace(Mechanism):
     Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
     with the square of the number of releases that share a budget. The scale is b of the density exp(-|x| / b) / (2 b).
     Adding or removing one record moves the clipped sum by at most `clip_norm` in L1. One call of `privatise` is
-    (1 / noise_multiplier)-private; the event ignores sampling.
+    (1 / noise_multiplier)-private; the event ignores sampling, so `sample_rate` is usually 1.
     """
 
     clip_order: ClassVar[int] = 1
@@ -168,10 +168,9 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
 class MechanismRows:
     """`Mechanism.privatise` of S >= 1 clients of one class in a few operations, row by row.
 
-    Args:
-        generators: one for each client; on a GPU the first one seeds the device's generator for all rows.
-        like: any tensor with the dtype and device of the releases.
-        numbers: number of values in the sum of one client.
+    One call of `privatise` is one step of each client whose row it is given. `generators` has one for each client; on a
+    GPU the first one seeds the device's generator for all rows. `like` has the dtype and the device of the releases,
+    and `numbers` is the number of values in the sum of one client.
     """
 
     def __init__(

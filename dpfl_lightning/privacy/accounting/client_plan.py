@@ -1,4 +1,4 @@
-"""Plans of one client, computed before training: its releases, the noise they need, and the guarantee."""
+"""Plans of one client before training: its releases, their noise, and the guarantee; arithmetic on public facts."""
 
 from __future__ import annotations
 

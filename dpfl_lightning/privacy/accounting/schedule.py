@@ -1,4 +1,7 @@
-"""Calibration: the noise, or the number of releases, that a client's budget allows for a whole run."""
+"""Calibration: the noise, or the number of releases, that a client's budget allows for a whole run.
+
+All of it is arithmetic on public facts.
+"""
 
 from __future__ import annotations
 

@@ -68,11 +68,6 @@ class Unit:
     def rule(self) -> Rule:
         return RULES.get(type(self.module), any_module_rule)
 
-    def gradients(self, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-        """Return each record's gradients by the rule, under the parameters' names in the net."""
-        unit_params = {local: params[full] for local, full in self.names.items() if full in params}
-        return self.in_net(self.rule(self.module, unit_params, inputs, dy), params) if unit_params else {}
-
     def in_net(self, by_name: ByName, params: Params) -> ByName:
         """Select the gradients of `params` by local name, and return them under their names in the net."""
         return {full: by_name[local] for local, full in self.names.items() if full in params}
@@ -157,9 +152,8 @@ class FastClippedSum:
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
-        x, wanted = self.enter(x), request.chosen(params)
-        totals, group = Totals(wanted, request.num_groups), request.group
-        norms = [torch.empty(0, device=x.device)]
+        x, wanted, group = self.enter(x), request.chosen(params), request.group
+        totals, norms = Totals(wanted, request.num_groups), [torch.empty(0, device=x.device)]
         for rows in chunks_of(len(x), chunk):
             grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), request.order)
             require_proved(len(x), chunk, grads.terms)
@@ -202,7 +196,9 @@ class FastClippedSum:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
         calls, dys, grads = self._pass(params, x, y, wanted)
         for name, dy in dys.items():
-            grads |= self._units[name].gradients(wanted, calls[name], dy)
+            unit = self._units[name]
+            if unit_params := {local: wanted[full] for local, full in unit.names.items() if full in wanted}:
+                grads |= unit.in_net(unit.rule(unit.module, unit_params, calls[name], dy), wanted)
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
@@ -286,8 +282,8 @@ def clipped_sum_for(
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
     in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
     (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
-    another. Dropout layers are off in the check. `chunk` None chooses the number of records in a pass from shapes
-    alone. Only shape and dtype of the examples `[B, ...]`, B >= 0, are read. Integer labels are drawn from 0 and 1.
+    another. Dropout layers are off in the check. Without `chunk`, shapes alone decide the number of records in a pass.
+    No record is read, only shape and dtype of the examples `[B, ...]`, B >= 0. Integer labels are drawn from 0 and 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
-from dpfl_lightning.privacy.clipping.reference import CANCELLING
+from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 
@@ -186,7 +186,6 @@ class Lookup(Grads):
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 
 
-Params = Mapping[str, Tensor]
 Inputs = tuple[Tensor, ...]
 ByName = dict[str, Grads]
 # (layer, its parameters by local name, its inputs, gradient of its output) -> gradients by local name
@@ -281,13 +280,13 @@ def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)
-    out, *kernel = layer.weight.shape
-    weight = x.new_empty(len(x) * out, *kernel)  # only its shape matters
-    form = (layer.stride, padding, layer.dilation, False, [0, 0], len(x) * layer.groups)
+    records, out, *kernel = len(x), *layer.weight.shape
+    weight = x.new_empty(records * out, *kernel)  # only its shape matters
+    form = (layer.stride, padding, layer.dilation, False, [0, 0], records * layer.groups)
     wanted = [False, True, False]  # gradients of input, weight and bias
     dy, x = (a.reshape(1, -1, *a.shape[2:]) for a in (dy, x))
     grads = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[1]
-    return grads.view(-1, out, *kernel)
+    return grads.view(records, out, *kernel)
 
 
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
