@@ -156,13 +156,10 @@ def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tenso
 
 
 def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return 256 layers of equal area under exp(-x^2 / 2).
+    """Return 256 layers of equal area under exp(-x^2 / 2): right ends `[257]`, heights at the ends `[257]`, inside, begin.
 
-    Returns:
-        ends: right ends of the layers, widest first, `[257]`, from the base (whose area includes the tail) to 0.
-        heights: heights at the ends, `[257]`.
-        inside: how many of 2^53 steps of each layer lie under the next layer, where the curve need not be evaluated.
-        begin: begin of the tail.
+    The ends are widest first, from the base (whose area includes the tail, which begins at `begin`) to 0. `inside`
+    `[256]` is how many of 2^53 steps of a layer lie under the next layer, where the curve need not be evaluated.
     """
     from scipy.special import erfc
 

@@ -255,9 +255,8 @@ class Prv(Accountant):
 class Gdp(Accountant):
     """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
 
-    Under replace_one mu is twice that. Epsilon is tight. Opacus' accountant of the same name is not
-    offered: for sampled batches its central-limit approximation lies below the true value.
-    Reference: Balle and Wang (2018), theorem 8; Dong, Roth, Su (2022).
+    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022).
+    Opacus' accountant of the same name is not offered: for sampled batches its approximation lies below the true value.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)

@@ -44,13 +44,9 @@ NOT_COVERED = (
 class Guarantee:
     """The guarantee of a client. An epsilon is always shown together with it.
 
-    Args:
-        epsilon: upper bound, >= 0, rounded up to 1e-6; inf means no guarantee.
-        sampling: how batches are drawn.
-        accountant: how epsilon was computed.
-        covers: releases that epsilon covers; empty if epsilon is infinite.
-        not_covered: what epsilon does not cover; includes `unprotected` and the caveats.
-        unprotected: what is released without noise, so that epsilon is infinite.
+    `epsilon` is an upper bound, rounded up to 1e-6; inf means no guarantee. `sampling` says how batches are drawn,
+    `accountant` how epsilon was computed. `covers` names the releases that epsilon covers, none if it is infinite;
+    `not_covered` includes the caveats and `unprotected`, what is released without noise, so that epsilon is infinite.
     """
 
     epsilon: float
@@ -103,10 +99,9 @@ def guarantee(
 ) -> Guarantee:
     """Return the guarantee of everything that one client releases; each `Caveat` and `NonPrivateEvent` is listed once.
 
-    Args:
-        sampling: how batches are drawn (add a `Caveat` for shuffled batches), if they are not all full.
-        releases: number of releases of each of the first events; 1 for the others, as in a ledger.
-        found: the result of `accountant.bound`, if it is already known.
+    `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
+    are the numbers of releases of the first events; 1 for the others, as in a ledger. `found` is `accountant.bound`, if
+    known.
     """
     epsilon, method = accountant.bound(events, delta) if found is None else found
     caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-
-import numpy as np
 
 from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
@@ -116,9 +115,8 @@ class SpentEpsilon:
     """
 
     def __init__(self, accountant: Accountant) -> None:
-        self.accountant = accountant
-        self._curves: dict[tuple, np.ndarray] = {}
-        self._whole: dict[ClientSchedule, float] = {}
+        self._curve = functools.cache(accountant.curve)
+        self._search = functools.cache(lambda events, delta: float(accountant.search([(events, delta)])[0]))
 
     def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
         """Return epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
@@ -130,9 +128,6 @@ class SpentEpsilon:
             return 0.0
         main = max(schedule.planned, key=lambda line: line.count)
         before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)
-        key = (main, schedule.delta, before)
-        if key not in self._curves:
-            self._curves[key] = self.accountant.curve(main.event, range(main.count + 1), schedule.delta, before)
-        if schedule not in self._whole:
-            self._whole[schedule] = float(self.accountant.search([(schedule.events(), schedule.delta)])[0])
-        return min(float(self._curves[key][counts[main.purpose]]), self._whole[schedule])
+        curve = self._curve(main.event, range(main.count + 1), schedule.delta, before)
+        whole = self._search(tuple(schedule.events()), schedule.delta)
+        return min(float(curve[counts[main.purpose]]), whole)

@@ -44,13 +44,10 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ClipRequest:
-    """How gradients are clipped and which sums are computed.
+    """How gradients are clipped in the norm of `order` 2 or 1 (`clip_norm` inf: not at all), and which sums are computed.
 
-    Args:
-        clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
-        order: order of the norm, 2 or 1.
-        group: group of each record, `[B]` int64 in [0, num_groups); None puts all records into group 0.
-        only: names of the parameters to which the norm, clipping and sum are restricted; None means all.
+    `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
+    restricts norm, clipping and sum to the parameters with these names.
     """
 
     clip_norm: float

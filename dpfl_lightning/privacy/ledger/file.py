@@ -49,13 +49,10 @@ class Charge:
 class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
-    Args:
-        delta: delta of each client.
-        epsilon: budget of each client; inf means none.
-        caveats: additional caveats of every guarantee of the run.
-        identity: everything that determines the run's releases, ready for JSON, see `federated.identity`; a run can be
-            resumed only with the same identity.
-        run: random name of the run, hexadecimal; distinguishes two ledgers of the same configuration.
+    `delta` and `epsilon`, the budget (inf means none), are those of each client. `caveats` are those of every guarantee
+    of the run. `identity` is everything that determines the run's releases, ready for JSON, see `federated.identity`; a
+    run can be resumed only with the same one. `run` is a random name, which tells apart two ledgers of one
+    configuration.
     """
 
     accountant: str

@@ -146,11 +146,9 @@ class LedgerReport:
 def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
     """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
-    Args:
-        paths: ledgers of different runs of the same clients: client 3 of one must be client 3 of the others, with the
-            same records, which a ledger cannot show.
-        accountant: accountant to use instead of the headers'.
-        delta: delta of every client instead of the headers' (the largest of a client's), in (0, 1).
+    `paths` are those of different runs of the same clients: client 3 of one must be client 3 of the others, with the
+    same records, which a ledger cannot show. `accountant` and `delta` (of every client, in (0, 1)) replace those of the
+    headers, otherwise the largest delta of a client counts.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
