@@ -156,7 +156,7 @@ def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tenso
 
 
 def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return 256 layers of equal area under exp(-x^2 / 2): right ends `[257]`, heights at the ends `[257]`, inside, begin.
+    """Return 256 layers of equal area under exp(-x^2 / 2): right ends `[257]`, heights there `[257]`, inside, begin.
 
     The ends are widest first, from the base (whose area includes the tail, which begins at `begin`) to 0. `inside`
     `[256]` is how many of 2^53 steps of a layer lie under the next layer, where the curve need not be evaluated.

@@ -172,7 +172,7 @@ class Budgets:
         found = map(self._holds, schedules, self.accountant.bounds(queries))
         planned = [[line.event for line in own.planned] for own in schedules]  # before the first release, too
         return tuple(
-            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=own)
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), bound=own)
             for (events, delta), lines, own in zip(queries, planned, found, strict=True)
         )
 

@@ -25,7 +25,7 @@ from dpfl_lightning.privacy.accounting.rdp import (
     sampled_gaussian_rdp,
 )
 
-#: description of an epsilon that was found without a delta
+#: description of an epsilon that needs no delta
 PURE = "addition of pure epsilons"
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta

@@ -95,15 +95,15 @@ def guarantee(
     accountant: Accountant,
     sampling: str | None = None,
     releases: Sequence[int] = (),
-    found: tuple[float, str] | None = None,
+    bound: tuple[float, str] | None = None,
 ) -> Guarantee:
     """Return the guarantee of everything that one client releases; each `Caveat` and `NonPrivateEvent` is listed once.
 
     `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
-    are the numbers of releases of the first events; 1 for the others, as in a ledger. `found` is `accountant.bound`, if
-    known.
+    are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
+    returned, if known.
     """
-    epsilon, method = accountant.bound(events, delta) if found is None else found
+    epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)
     releases_text = _released(events, releases)
     bounded = math.isfinite(epsilon)

@@ -30,7 +30,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     any_module_rule,
     conv2d_backward,
     conv2d_dx,
-    has_own_backward,
+    has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_CHUNK,
@@ -183,7 +183,9 @@ class FastClippedSum:
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         signals = self.signals(params, x, y)
-        convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
+        convolutions = [
+            name for name, unit in self._units.items() if has_special_backward(unit.module) and name in signals
+        ]
         return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
@@ -240,10 +242,10 @@ class FastClippedSum:
                 if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
                     raise Unsupported(f"`{name}` does not map tensors to one tensor")
                 calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
-                if output.device.type == "cpu" and has_own_backward(module):
+                if output.device.type == "cpu" and has_special_backward(module):
                     weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
-                    def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                    def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
                         if not wanted:
                             dys[name] = dy
                             return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
@@ -251,7 +253,7 @@ class FastClippedSum:
                         grads.update(unit.in_net(by_name, wanted))
                         return (dx,)
 
-                    return _Seam.apply(output.detach(), anchor, own_backward, *inputs)
+                    return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
                 entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
                 edges[name] = get_gradient_edge(entered)
                 return entered

@@ -227,7 +227,7 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     return {"weight": weight, "bias": Dense(dy.sum(dim=(2, 3)))}
 
 
-def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Return whether `conv2d_backward` supports the layer."""
     return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 

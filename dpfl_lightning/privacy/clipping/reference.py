@@ -44,7 +44,7 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ClipRequest:
-    """How gradients are clipped in the norm of `order` 2 or 1 (`clip_norm` inf: not at all), and which sums are computed.
+    """How gradients are clipped in the norm of `order` 2 or 1 (not at all if `clip_norm` is inf), and what is summed.
 
     `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
     restricts norm, clipping and sum to the parameters with these names.

@@ -117,7 +117,7 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
                 break
             lines += 1
             if not _follows(line, chain):
-                raise _changed(path, lines, _found(path, lines, head))
+                raise _changed(path, lines, _what_happened(path, lines, head))
             size, chain = size + len(line), chain_of(line)
             if header is None:
                 header = _first(path, line)
@@ -204,7 +204,7 @@ def read_header(path: Path) -> Header | None:
     if not line.endswith(b"\n"):
         return None
     if not _follows(line, _NO_CHAIN):
-        raise _changed(path, 1, _found(path, 1, None))
+        raise _changed(path, 1, _what_happened(path, 1, None))
     return _first(path, line)
 
 
@@ -296,7 +296,7 @@ def _changed(path: Path, number: int, reason: str) -> UserError:
     return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {_CHANGED}")
 
 
-def _found(path: Path, number: int, head: Head | None) -> str:
+def _what_happened(path: Path, number: int, head: Head | None) -> str:
     """Describe what happened to the first line whose chain does not fit."""
     with open(path, "rb") as file:
         lines = list(file)

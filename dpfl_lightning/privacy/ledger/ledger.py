@@ -135,7 +135,7 @@ def read_ledger(path: Path) -> list[Charge]:
 
 
 def _locked(path: Path) -> FileIO:
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held, and locked, as long as the ledger)
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (open, and locked, as long as the ledger)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -166,8 +166,8 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
     queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
     values, size = list(queries.values()), chosen.together
-    found = [chosen.search(values[start : start + size]) for start in range(0, len(values), size)]
-    epsilons = dict(zip(queries, np.concatenate(found).tolist(), strict=True))
+    chunks = [chosen.search(values[start : start + size]) for start in range(0, len(values), size)]
+    epsilons = dict(zip(queries, np.concatenate(chunks).tolist(), strict=True))
     steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}
     weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
@@ -213,7 +213,7 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
     else:
         method = accountant.bound(events, delta)[1]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, found=(epsilon, method))
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=(epsilon, method))
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:
