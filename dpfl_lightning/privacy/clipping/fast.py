@@ -7,6 +7,7 @@ parameters. Each record's gradients then follow layer by layer (`layer_rules.py`
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -235,32 +236,29 @@ class FastClippedSum:
         edges: Edges = {}
         anchor = torch.zeros((), requires_grad=True)
 
-        def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
-            def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-                if name in calls:
-                    raise Unsupported(f"`{name}` is used twice in one forward pass")
-                if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                    raise Unsupported(f"`{name}` does not map tensors to one tensor")
-                calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
-                if output.device.type == "cpu" and has_special_backward(module):
-                    weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
+        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            if name in calls:
+                raise Unsupported(f"`{name}` is used twice in one forward pass")
+            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
+                raise Unsupported(f"`{name}` does not map tensors to one tensor")
+            calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
+            if output.device.type == "cpu" and has_special_backward(module):
+                weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
-                    def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                        if not wanted:
-                            dys[name] = dy
-                            return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
-                        by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
-                        grads.update(unit.in_net(by_name, wanted))
-                        return (dx,)
+                def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                    if not wanted:
+                        dys[name] = dy
+                        return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
+                    by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
+                    grads.update(unit.in_net(by_name, wanted))
+                    return (dx,)
 
-                    return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
-                entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
-                edges[name] = get_gradient_edge(entered)
-                return entered
+                return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+            entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
+            edges[name] = get_gradient_edge(entered)
+            return entered
 
-            return hook
-
-        handles = [unit.module.register_forward_hook(watch(name, unit)) for name, unit in self._units.items()]
+        handles = [u.module.register_forward_hook(functools.partial(hook, name, u)) for name, u in self._units.items()]
         handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
         try:
             yield calls, edges, anchor
