@@ -109,9 +109,10 @@ def finite_or_none(value: float) -> float | None:
 class Rdp(Accountant):
     """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
-    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports: it supports neither
-    replace_one with sampled batches nor Laplace noise. It is a few per cent above the tight value. A target at or below
-    the floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at any delta.
+    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports: it supports
+    neither replace_one with sampled batches nor Laplace noise. It is a few per cent above the tight value. A target at
+    or below the floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at
+    any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> [Rdp(relation).epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) for relation in ADJACENCIES]
