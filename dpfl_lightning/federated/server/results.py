@@ -18,7 +18,6 @@ class ClientEmbedding:
     """The clients as points of a plane, and the cluster of each, for a figure.
 
     Args:
-        title: of the figure, such as "Updates of round 1, two principal components".
         clients: the n clients that are drawn.
         points: n pairs (x, y).
         cluster: number of each client's cluster, from 0.
@@ -26,8 +25,6 @@ class ClientEmbedding:
         num_clusters: number of clusters; some may be empty.
         separation: distance of the two nearest clusters in units of the noise; None if it is not known.
         confident: whether that distance is larger than noise alone would explain.
-
-    **Privacy** Post-processing of released updates.
     """
 
     title: str
@@ -86,7 +83,7 @@ class RoundReport:
         weights: `[K, C]`, of `clients`.
         epsilon_spent: epsilon of each of the N clients so far, rounded up.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
-        metrics: of the round, see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
+        metrics: see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
     """
 
     round: int
@@ -105,7 +102,7 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a finished or interrupted run; `as_dict` is the content of `result.json`.
+    """The result of a run, and the content of `result.json`. Scores are None without evaluation.
 
     Args:
         finished: False after Ctrl-C or an error.
@@ -113,23 +110,18 @@ class RunResult:
         training_seconds: part of it that was spent in rounds: plans, ledger, local training, aggregation.
         client_seconds: part of that in which clients trained or answered; the rest is the server's work.
         records_per_second: expected records / seconds until the last checkpoint.
-        reason: why the run ended, in words.
+        reason: why the run ended, in words; after an interruption also how to resume it.
         guarantee: what the run's epsilons mean and do not cover, in words.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
         noise: where noise and sampling come from, in words.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
-        clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each number in its last update; None without updates), batch_size,
-            num_records, releases, steps, accuracy in [0, 1] and mean loss on its held-out records, model (row of its
-            final model), true_group (of a simulation, else None).
-        accuracy_mean: mean over clients, each on its held-out records; None without evaluation.
-        accuracy_std: population standard deviation over clients.
-        accuracy_worst: lowest accuracy of any client.
-        accuracy_gap: highest minus lowest accuracy.
-        accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and the number of each group ->
-            mean accuracy of its clients.
-        metrics: of the last round, ready for JSON: numbers, and lists with one value for each client.
-        client_embedding: the clients as points of a plane, if a strategy provides them.
+        clients: see `summary.client_rows`.
+        accuracy_mean: mean over clients, each on its held-out records. The following fields are the population
+            standard deviation, the lowest accuracy, and the highest minus the lowest one.
+        accuracy_of_groups: `majority`, `minority` and the number of each group -> mean accuracy of its clients, in a
+            simulation with true groups.
+        metrics: of the last round: numbers, and lists with one value for each client.
+        interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which finished runs have.
     """
 
     output_dir: str
@@ -154,6 +146,9 @@ class RunResult:
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
+    interrupted: bool = False
 
     def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        del fields["interrupted"]
+        return fields

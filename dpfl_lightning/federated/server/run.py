@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import math
 import time
 import warnings
@@ -47,14 +49,10 @@ class Run:
     """One run over clients that are reached by messages alone; `ServerLoop` adds its rounds.
 
     Args:
-        clients: all clients of the run.
         model: the server's copy of the net; its parameters are the start.
-        facts: what the server knows of the clients.
-        settings: each client's settings.
         privacy: budgets and mechanism, without the key of a simulation; None is a run without privacy.
         strategies: with exactly one base rule.
-        callbacks: watch the run.
-        rounds, network, seed, output_dir, evaluate_every, options, new_net: as `FederatedLoop` has them.
+        rounds, network, seed, output_dir, evaluate_every, options, new_net: see `FederatedLoop`.
         resume_command: what a person types to resume the run.
     """
 
@@ -92,17 +90,16 @@ class Run:
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
         self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
-        # round -> what was made for it, of the latest such round only
-        self.evaluated: dict[int, Evaluation] = {}
-        self._final_models: dict[int, ClientModels] = {}
+        self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
+        self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
 
     # -- what strategies and callbacks see and ask for
 
     @property
     def watching(self) -> list[Callback]:
-        """Callbacks, after the strategies that watch, too."""
-        return [one for one in (*self.strategies, *self.callbacks) if isinstance(one, Callback)]
+        """The strategies that watch, and the callbacks."""
+        return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]
 
     def view(self, state: ServerState) -> View:
         """What strategies see before round `state.round + 1`."""
@@ -116,29 +113,29 @@ class Run:
             clip_norm=tuple(client.clip_norm for client in self.settings),
             learning_rate=tuple(client.learning_rate for client in self.settings),
             seed=self.seed,
-            guarantees=lambda: self.clients.guarantees(),
+            guarantees=self.clients.guarantees,
             ask=self._ask,
             new_model=self._new_model,
-            solve=lambda schedule: solved(schedule, self.accountant),
-            used=lambda client, purpose: self.clients.used(client, purpose),
+            solve=functools.partial(solved, accountant=self.accountant),
+            used=self.clients.used,
         )
 
     def evaluate(self, state: ServerState) -> Evaluation:
-        """Scores of the delivered models on test and held-out records."""
+        """Return the scores of the final models on test and held-out records."""
         return self.clients.evaluate(self.final_models(state))
 
     def final_models(self, state: ServerState) -> ClientModels:
-        """What `final_models` answers, asked once a round (it may train a net), or the server's models."""
+        """Return the models of the hook `final_models`, called once a round (it may train), or the server's models."""
         if state.round not in self._final_models:
             answer = sole_answer(self.strategies, "final_models", state, self.view(state))
-            self._final_models = {state.round: ClientModels(state.models, state.model_of) if answer is None else answer}
+            self._final_models = {state.round: answer or ClientModels(state.models, state.model_of)}
         return self._final_models[state.round]
 
     def _ask(self, query: Query) -> Answers:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
         self.traffic.ask(question.only(released), self.state.models)
-        return {client: question.read(client, one) for client, one in released.items()}
+        return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
         way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
@@ -153,7 +150,7 @@ class Run:
     # -- planning
 
     def plan_schedule(self) -> RunSchedule:
-        """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
+        """Return every release of the run with its noise solved. The ledger refuses any other release."""
         self.info = self._info(first_round=1)
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
         self.schedule = fold(self.strategies, "plan_run", self.schedule, self.view(self._one_model()))
@@ -162,7 +159,7 @@ class Run:
         return self.schedule
 
     def run_plan(self) -> RunPlan:
-        """The whole run as it is proposed to the clients; `plan_schedule` comes first."""
+        """Return the whole run as it is proposed to the clients; call `plan_schedule` first."""
         return RunPlan(
             rounds=self.rounds,
             seed=self.seed,
@@ -175,32 +172,32 @@ class Run:
         )
 
     def describe(self) -> list[str]:
-        """What strategies have to say of the run that `plan_schedule` has planned."""
+        """Return the strategies' sentences about the run; call `plan_schedule` first."""
         view = self.view(self._one_model())
         return [words for strategy in self.strategies for words in strategy.describe(view)]
 
     def _replan(self, state: ServerState) -> None:
-        """The schedule of what is left, where a strategy plans it anew."""
+        """Let strategies change the schedule of what is left."""
         changed = fold(self.strategies, "replan", self.schedule, self.view(state))
         if changed is not self.schedule:
             self.schedule = solved(changed, self.accountant)
             self.clients.change(self.schedule)
 
     def _one_model(self) -> ServerState:
-        """The net's parameters, for everybody."""
+        """Return the state in which all clients share the initial model."""
         return ServerState(self._initial[None], (0,) * self.facts.num_clients)
 
     def _clients_work(self, work: Callable[[], T]) -> T:
-        """What `work` answers; its time is counted as the clients'."""
+        """Return `work()`, whose time is counted as the clients'."""
         begun = time.perf_counter()
         answer = work()
         self.totals.client_seconds += time.perf_counter() - begun
         return answer
 
-    # -- beginning, remembering, ending
+    # -- beginning, checkpoints, ending
 
     def _open(self, resume: bool) -> dict[str, Any] | None:
-        """Everything that a round needs; the checkpoint to go on from, if any."""
+        """Plan the run and open its folder and ledger; return the checkpoint to resume from, if any."""
         reopened = RunFolder.reopen(self.output_dir) if resume else None
         planned = 0 if reopened is None else self.clients.planned_rounds(self.output_dir)
         self.rounds = max(self.rounds, planned)  # noise was solved for them; the run may stop earlier
@@ -224,24 +221,23 @@ class Run:
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
-        for name, one in self._named_parts():
+        for name, part in self._named_parts():
             if name in saved["callbacks"]:
-                one.load_state_dict(saved["callbacks"][name])
+                part.load_state_dict(saved["callbacks"][name])
         self.clients.load_state_dict(saved["clients"])
         self.totals = RunTotals.of(saved)
         self.snapshot = dict(saved)
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
-            lost = (
-                "" if self.schedule.reserve else ", and without privacy.reserve_rounds none is left for the last round"
-            )
-            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise{lost}"
+            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise"
+            if not self.schedule.reserve:
+                words += ", and without privacy.reserve_rounds none is left for the last round"
             warnings.warn(words, UserNotice, stacklevel=2)
         self._replan(state)
         self.info = self._info(first_round=state.round + 1, measured=True)
         return state
 
     def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
-        """Write the complete round to disk, before anything that follows from it is shown."""
+        """Write the complete round to disk, before any result of it is shown."""
         if plan is not None:
             self.totals.records += round(sum(plan.expected_records))
         self.state = state
@@ -249,7 +245,7 @@ class Run:
             "models": state.models,
             "model_of": list(state.model_of),
             "round": state.round,
-            "callbacks": {name: one.state_dict() for name, one in self._named_parts()},
+            "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
             **self.totals.saved(),
             "ended": None,
@@ -257,13 +253,12 @@ class Run:
         self.folder.save_checkpoint(self.snapshot)
 
     def _named_parts(self) -> list[tuple[str, Strategy | Callback]]:
-        """Strategies and callbacks by class, and by number among equal ones: a resumed run may have other callbacks."""
+        """Name parts by class, and by number in it, because a resumed run may have other callbacks."""
         parts: list[Strategy | Callback] = [*self.strategies, *self.callbacks]
-        kinds = [type(one).__qualname__ for one in parts]
+        kinds = [type(part).__qualname__ for part in parts]
         return [(f"{kind} {kinds[:i].count(kind)}", parts[i]) for i, kind in enumerate(kinds)]
 
-    def _end(self, reason: str, finished: bool) -> RunResult:
-        view = self.view(self.state)
+    def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         if finished:
             self.snapshot["ended"] = reason  # resumed, it changes nothing
             self.folder.save_checkpoint(self.snapshot)
@@ -271,26 +266,25 @@ class Run:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
         final_models = self.final_models(self.state) if finished else None
-        result = self._result(reason, finished, guarantees, final_models)
+        result = dataclasses.replace(self._result(reason, guarantees, final_models), interrupted=interrupted)
         if final_models is not None:
             self.folder.save_models(self.model, final_models)
-            promises = [one.as_dict() for one in guarantees]
-            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
+            rows = [guarantee.as_dict() for guarantee in guarantees]
+            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": rows})
             self.folder.save_json("result.json", result.as_dict())
         self.clients.end(finished)
-        notify(self.watching, "on_fit_end", view, result)
+        notify(self.watching, "on_fit_end", self.view(self.state), result)
         return result
 
     # -- reports
 
     def _info(self, first_round: int, measured: bool = False) -> RunInfo:
-        """The description of a run; `measured` estimates its time, unless a strategy does work of unknown length."""
+        """Describe the run; `measured` estimates its time, unless a strategy does work of unknown length."""
         clients, seconds = self.clients, math.nan
         if measured and not any(strategy.trains_on_server for strategy in self.strategies):
             batch = round(median(client.batch_size for client in self.settings))
-            rounds = self.rounds + self.schedule.reserve
-            a_round = self._planned_records() / rounds
-            seconds = clients.seconds_per_record(batch) * a_round * (self.rounds - first_round + 1)
+            records_a_round = self._planned_records() / (self.rounds + self.schedule.reserve)
+            seconds = clients.seconds_per_record(batch) * records_a_round * (self.rounds - first_round + 1)
         return RunInfo(
             output_dir=self.output_dir,
             rounds=self.rounds,
@@ -309,7 +303,7 @@ class Run:
         )
 
     def _planned_records(self) -> float:
-        """Records that all clients process in the whole run, in expectation."""
+        """Return the expected number of records that all clients process in the whole run."""
         return sum(
             line.count * line.event.steps * line.event.sample_rate * client.num_records
             for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
@@ -318,7 +312,6 @@ class Run:
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
-        """What callbacks receive after a round."""
         scores = self.evaluated.get(plan.round)
         return RoundReport(
             round=plan.round,
@@ -330,20 +323,19 @@ class Run:
             epsilon_spent=self.clients.spent(),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
-            client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
+            client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
         )
 
-    def _result(
-        self, reason: str, finished: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
-    ) -> RunResult:
-        """The result of a run that has ended; `final_models` are its models if it has finished."""
-        totals, seconds = self.totals, max(self.snapshot["seconds"], 1e-9)
+    def _result(self, reason: str, guarantees: Sequence[Guarantee], final_models: ClientModels | None) -> RunResult:
+        """Return the result of a run that has ended; `final_models` is None if it has not finished."""
+        finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
-        accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
+        accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
         model_of = self.state.model_of if final_models is None else final_models.model_of
         accounts = [self.clients.account(client) for client in range(self.facts.num_clients)]
+        view = self.view(self.state)
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -351,7 +343,7 @@ class Run:
             wall_seconds=totals.wall_seconds,
             training_seconds=totals.training_seconds,
             client_seconds=totals.client_seconds,
-            records_per_second=totals.records / seconds,
+            records_per_second=totals.records / max(self.snapshot["seconds"], 1e-9),
             reason=reason,
             guarantee=summary.in_words(guarantees),
             ledger=self.clients.ledger_head(),
@@ -363,9 +355,7 @@ class Run:
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             metrics=summary.for_json(totals.metrics),
-            client_embedding=sole_answer(self.strategies, "client_embedding", self.view(self.state))
-            if finished
-            else None,
+            client_embedding=sole_answer(self.strategies, "client_embedding", view) if finished else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
         )

@@ -27,7 +27,7 @@ _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCH
 
 
 def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
-    """Spread `values` `[C]` of a round's `clients` `[C]` over all N clients, as float64 with NaN for absent clients.
+    """Spread `values` `[C]` of a round's `clients` over all N clients: float64, NaN for absent clients.
 
     >>> of_all((2, 0), [7, 8], 3)
     tensor([8., nan, 7.], dtype=torch.float64)
@@ -44,20 +44,16 @@ def round_metrics(
     weights: Tensor,
     sent: Mapping[str, float],
 ) -> dict[str, float | Tensor]:
-    """The metrics of a round beside accuracy and epsilon.
+    """Return the metrics of a round beside accuracy and epsilon: numbers, or `[N]` with NaN for absent clients.
+
+    `weight` is a client's weight in the model that it changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If
+    a strategy reports each client's `group`, `clustering` compares them with true groups. Post-processing.
 
     Args:
         view: after the round.
         plan: of the C clients whose updates arrived.
         weights: `[K, C]`.
         sent: `Traffic.metrics`.
-
-    Returns:
-        Name -> number, or `[N]` float64 with NaN for absent clients. `weight` is a client's weight in the model that it
-        changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If a strategy reports each client's `group` in a
-        simulation with true groups, `clustering` compares them.
-
-    **Privacy** Released and public values only.
     """
     num_clients = view.facts.num_clients
     squares = weights.square().sum(dim=1)
@@ -68,19 +64,18 @@ def round_metrics(
     values |= sent
     for strategy in strategies:
         for name, value in answer_of(strategy, "metrics", view).items():
+            reported = f"{type(strategy).__name__} reports {name!r}"
             if name in values or name in _TAKEN:
-                raise RuntimeError(f"{type(strategy).__name__} reports {name!r}, which is reported already: rename it")
+                raise RuntimeError(f"{reported}, which is reported already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
-                raise RuntimeError(
-                    f"{type(strategy).__name__} reports {name!r} of shape {tuple(value.shape)}, not one for each client"
-                )
+                raise RuntimeError(f"{reported} of shape {tuple(value.shape)}, not one for each client")
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
-    groups, found = true_groups(view.facts), values.get("group")
-    return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
+    groups, clusters = true_groups(view.facts), values.get("group")
+    return values | (clustering(clusters.tolist(), groups) if groups and isinstance(clusters, Tensor) else {})
 
 
 def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
-    """Metrics as JSON has them: tensors become lists, infinity and NaN become None.
+    """Convert tensors to lists, and infinity and NaN to None.
 
     >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
     {'converged': 1.0, 'weight': [0.5, None]}
@@ -118,23 +113,21 @@ def client_rows(
     noise_std: Mapping[int, float],
     groups: Sequence[int] | None = None,
 ) -> tuple[dict[str, Any], ...]:
-    """The `clients` of `result.json`. Infinite epsilons and missing scores are None.
+    """Return the `clients` of `result.json`. Infinite epsilons (no budget) and missing scores are None.
 
-    Batch size and noise multiplier are those of the client's most frequent noised sum.
-
-    Args:
-        noise_std: client -> standard deviation of the noise in each number of its last update.
+    Batch size and noise multiplier are those of the client's most frequent noised sum, `noise_std` is that of each
+    number in its last update, accuracy in [0, 1] and mean loss are those on its held-out records with its final model.
     """
     return tuple(
         {
             "client": client,
             "epsilon_spent": finite_or_none(guarantees[client].epsilon),
-            "epsilon_budget": finite_or_none(own.epsilon),
-            "delta": own.delta,
-            "noise_multiplier": _noise_multiplier(schedules[client]),
+            "epsilon_budget": finite_or_none(options.epsilon),
+            "delta": options.delta,
+            "noise_multiplier": noise_multiplier(schedules[client]),
             "noise_std": noise_std.get(client),
-            "batch_size": schedules[client].batch_size(own.num_records),
-            "num_records": own.num_records,
+            "batch_size": schedules[client].batch_size(options.num_records),
+            "num_records": options.num_records,
             "releases": accounts[client].releases,
             "steps": accounts[client].steps,
             "accuracy": None if scores is None else scores.clients[client].accuracy,
@@ -142,23 +135,23 @@ def client_rows(
             "model": model_of[client],
             "true_group": None if groups is None else groups[client],
         }
-        for client, own in enumerate(settings)
+        for client, options in enumerate(settings)
     )
 
 
-def _noise_multiplier(schedule: ClientSchedule) -> float | None:
-    """The noise multiplier of the client's most frequent noised sum; None if no release is planned."""
+def noise_multiplier(schedule: ClientSchedule) -> float | None:
+    """Return the noise multiplier of the client's most frequent noised sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> str:
-    """The guarantee of the run in words: the weakest client's, and what holds for all."""
-    weakest = max(guarantees, key=lambda one: one.epsilon)
-    bare = sum(math.isinf(one.epsilon) for one in guarantees)
+    """Return the guarantee of the weakest client, and what holds for all clients."""
+    weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+    bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
     whose = (
-        f"So it is for {bare} of {len(guarantees)} clients."
-        if bare
-        else f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, "
-        "against everyone who sees its updates."
+        f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, against "
+        "everyone who sees its updates."
     )
+    if bare:
+        whose = f"So it is for {bare} of {len(guarantees)} clients."
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ class RunTotals:
         records: expected number of records of all releases.
         training_seconds: time in rounds, without evaluation.
         client_seconds: part of it that is the clients' work on this machine.
-        metrics: what strategies had to say of the last round.
+        metrics: metrics of the last round.
         noise_std: client -> noise in one number of its last update.
     """
 
@@ -39,16 +40,10 @@ class RunTotals:
         return time.perf_counter() - self._began
 
     def saved(self) -> dict[str, Any]:
-        """The content for a checkpoint, independent of later changes.
-
-        >>> RunTotals.of(RunTotals(records=3, noise_std={0: 0.5}).saved()).records
-        3
-        """
-        own = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}
-        return {**own, "seconds": self.wall_seconds, "metrics": dict(self.metrics), "noise_std": dict(self.noise_std)}
+        """Return the content for a checkpoint, independent of later changes."""
+        return {**dataclasses.asdict(self), "seconds": self.wall_seconds}
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
-        """The totals from a checkpoint."""
-        own = {one.name: saved[one.name] for one in dataclasses.fields(cls)}
-        return cls(**{**own, "metrics": dict(own["metrics"]), "noise_std": dict(own["noise_std"])})
+        """Return the totals of a checkpoint."""
+        return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))
