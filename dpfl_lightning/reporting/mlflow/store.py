@@ -10,7 +10,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -30,18 +30,14 @@ for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # limits of one MLflow request
-_LONGEST_TAG = 8000  # maximal number of characters of a tag
+_MOST_METRICS, _LONGEST_TAG = 1000, 8000  # in one request; in characters
 
 
 class Store:
-    """One experiment of an MLflow server, or of an SQLite file.
+    """One experiment, created if missing, of an MLflow server or of an SQLite file (see `store_uri`).
 
-    Methods that write raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into a warning.
-
-    Args:
-        experiment: name of the experiment; created if missing.
-        uri: see `store_uri`.
+    Methods, and those of `client`, raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into
+    a warning.
 
     Raises:
         UserError: the store does not answer within seconds or cannot be written, or the experiment was deleted.
@@ -49,14 +45,12 @@ class Store:
 
     def __init__(self, experiment: str, uri: str | None = None) -> None:
         self.uri, self._warned = store_uri(uri), False
-        with _patience(seconds=10), _reported(self.uri):
+        with _reported(self.uri, seconds=10):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
             self._experiment_id = _experiment(self.client, self.uri, experiment)
         self.how_to_open = how_to_open(self.uri, self._experiment_id)
-
-    # -- creating and ending runs
 
     def begin(
         self,
@@ -64,29 +58,21 @@ class Store:
         tags: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
         file: str = "options.yaml",
-        beside: Mapping[str, Any] | None = None,
+        sizes: Mapping[str, int] | None = None,
         begun: int | None = None,
     ) -> str:
         """Create a run and return its id.
 
         Args:
-            name: name of the run.
-            tags: tags of the run.
             options: stored without secrets as parameters and, if `file` is not empty, as that file.
-            file: name of the options file.
-            beside: additional parameters that are not options.
+            sizes: additional parameters that are not options.
             begun: start time in milliseconds; None is now.
         """
-        run = self.client.create_run(
-            self._experiment_id,
-            start_time=begun,
-            run_name=name,
-            tags={key: str(value)[:_LONGEST_TAG] for key, value in tags.items()},
-        )
+        texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
+        run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
         run_id, logged_options = run.info.run_id, loggable(options or {})
-        params = [Param(key, text) for key, text in {**flattened(logged_options), **flattened(beside or {})}.items()]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self.client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
+        params = [Param(key, text) for key, text in flattened({**logged_options, **(sizes or {})}).items()]
+        self.client.log_batch(run_id, params=params)
         if logged_options and file:
             self.client.log_dict(run_id, logged_options, file)
         return run_id
@@ -107,27 +93,11 @@ class Store:
         runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
         return runs[0].info.run_id if runs else None
 
-    def go_on(self, run_id: str) -> None:
-        """Set the status of the run to running again."""
-        self.client.update_run(run_id, status="RUNNING")
-
-    def end(self, run_id: str, status: str = "FINISHED", ended: int | None = None) -> None:
-        """End the run.
-
-        Args:
-            run_id: id of the run.
-            status: FINISHED, FAILED or KILLED.
-            ended: end time in milliseconds; None is now.
-        """
-        self.client.set_terminated(run_id, status, ended)
-
-    # -- content of runs
-
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
         """Send metrics, and remove those that have arrived from `pending`."""
         while pending:
             batch = pending[:_MOST_METRICS]
-            self.client.log_batch(run_id, metrics=batch, synchronous=True)
+            self.client.log_batch(run_id, metrics=batch)
             del pending[: len(batch)]
 
     def history(self, run_id: str, metric: str) -> dict[int, float]:
@@ -138,31 +108,12 @@ class Store:
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
 
-    def log_file(self, run_id: str, path: Path) -> None:
-        self.client.log_artifact(run_id, str(path))
-
-    def log_text(self, run_id: str, text: str, name: str) -> None:
-        self.client.log_text(run_id, text, name)
-
-    def log_figure(self, run_id: str, figure: Any, name: str) -> None:
-        """Log a matplotlib figure."""
-        self.client.log_figure(run_id, figure, name)
-
-    # -- failures
-
-    @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self) -> AbstractContextManager[None]:
         """Turn failures of the store inside the block into a UserError."""
-        with _patience(), _reported(self.uri):
-            yield
+        return _reported(self.uri)
 
     def tried(self, action: Callable[[], None], unharmed: str) -> bool:
-        """Return whether `action` reached the store. The first failure issues a warning.
-
-        Args:
-            action: writes to the store.
-            unharmed: what continues in spite of the failure, for the warning.
-        """
+        """Return whether `action` reached the store. The first failure warns, with the words what is `unharmed`."""
         try:
             with _patience():
                 action()
@@ -175,42 +126,46 @@ class Store:
             return False
 
 
+def log_report(
+    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
+) -> None:
+    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
+    store = Store(experiment, uri)
+    with store.reported():
+        run_id = store.begin(name, tags)
+        store.client.log_text(run_id, text, "table.md")
+        if figure is not None:
+            store.client.log_figure(run_id, figure, "figure.png")
+        store.client.set_terminated(run_id)
+
+
 def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
-    """Return the finite values as MLflow metrics, because MLflow charts neither infinite nor missing values."""
+    """Return the finite values as MLflow metrics; MLflow charts no others."""
     now = int(time.time() * 1000)
     return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
 
 
 @contextmanager
 def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
-    """Provide a temporary folder with artifacts of a run.
-
-    Args:
-        run_id: id of the run.
-        names: names of the artifacts.
-        uri: see `store_uri`.
+    """Provide a temporary folder with the artifacts `names` of a run.
 
     Raises:
         UserError: the store cannot be reached, or has no such run or artifact.
     """
     uri = store_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
-        with _patience(), _reported(uri):
+        with _reported(uri):
             client = MlflowClient(uri)
-            has = {one.path for one in client.list_artifacts(run_id)}
+            stored = sorted(artifact.path for artifact in client.list_artifacts(run_id))
             for name in names:
                 must = f"have the artifact {name}"
-                require(name in has, f"run {run_id}", must, sorted(has) or "none", "Was it finished?")
+                require(name in stored, f"run {run_id}", must, stored or "none", "Was it finished?")
                 client.download_artifacts(run_id, name, folder)
         yield Path(folder)
 
 
 def store_uri(uri: str | None = None) -> str:
-    """Return the URI of the store: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory.
-
-    >>> store_uri("http://localhost:5000")
-    'http://localhost:5000'
-    """
+    """Return `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory."""
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
 
 
@@ -240,9 +195,9 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     if known is not None:
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
+    folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
     kind = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
-    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri(), tags=kind)
+    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=kind)
 
 
 @contextmanager
@@ -263,10 +218,11 @@ def _patience(seconds: int = 30) -> Iterator[None]:
 
 
 @contextmanager
-def _reported(uri: str) -> Iterator[None]:
+def _reported(uri: str, seconds: int = 30) -> Iterator[None]:
     """Turn failures of the store inside the block into a UserError."""
     try:
-        yield
+        with _patience(seconds):
+            yield
     except UserError:
         raise
     except Exception as error:  # MLflow, its database and its HTTP layer raise different types
