@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -95,7 +96,7 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
         _quiet(axes)
-        {"bars": _bars, "points": _points}.get(panel.kind, _lines)(axes, panel)
+        _draw(axes, panel)
         for which in panel.log:
             _log_scale(axes, which)
         if len(panel.series) > 1:
@@ -103,18 +104,19 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _draw(axes: Any, panel: Panel) -> None:
+    if panel.kind == "bars":
+        _bars(axes, panel)
+        return
     for name, points in panel.series.items():
         x, y, *band = zip(*points, strict=True)
+        if panel.kind == "points":
+            axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, label=name)
+            continue
         axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
         if band:
-            low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
+            low, high = np.subtract(y, band[0]), np.add(y, band[0])
             axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
-
-
-def _points(axes: Any, panel: Panel) -> None:
-    for name, points in panel.series.items():
-        axes.scatter(*zip(*points, strict=True), s=30, alpha=0.7, linewidth=0, label=name)
 
 
 def _bars(axes: Any, panel: Panel) -> None:

@@ -6,7 +6,7 @@ import atexit
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,6 +27,7 @@ from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
+_Columns = dict[str, tuple[Sequence[float | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
@@ -77,7 +78,9 @@ class Progress(Callback):
             self._score = score or self._score  # in a round without evaluation, the last score stays
             words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
-        elif self._worth_a_line(report):
+            return
+        evaluated = report.client_accuracy is not None or report.test_loss is not None
+        if evaluated or time.monotonic() - self._printed_at >= _SILENCE_SECONDS:
             self._printed_at = time.monotonic()
             progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
@@ -106,31 +109,25 @@ class Progress(Callback):
         for line in (*_files(Path(result.output_dir)), *self.next_steps):
             self._print(f"  {line}")
 
-    # -- printing
-
-    def _worth_a_line(self, report: RoundReport) -> bool:
-        """Return whether a log gets a line: for an evaluated round, the first round, or after a minute of silence."""
-        evaluated = report.client_accuracy is not None or report.test_loss is not None
-        return evaluated or time.monotonic() - self._printed_at >= _SILENCE_SECONDS
-
     def _print(self, text: str, style: str | None = None) -> None:
         """Print one line. A log file gets it without line breaks and at once."""
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()
 
-    def _table(self, columns: Sequence[_Column]) -> None:
+    def _table(self, columns: _Columns) -> None:
         """Print one row for each client, or smallest, median and largest value of many."""
-        count = len(columns[0].values)
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column.title, justify="right")
-        if count <= _MOST_ROWS:
-            for row in zip(*(map(column.text, column.values) for column in columns), strict=True):
-                table.add_row(*row)
-        else:
-            for name, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
-                table.add_row(name, *(column.summarised(pick) for column in columns[1:]))
+        heads = [Column(title, justify="right") for title in columns]
+        table = Table(
+            *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold"
+        )
+        texts = [[_text(value, form) for value in values] for values, form in columns.values()]
+        count = len(texts[0])
+        if count > _MOST_ROWS:
+            summaries = [_summarised(values, form) for values, form in columns.values()]
+            texts = [["smallest", "median", "largest"], *summaries[1:]]
+        for row in zip(*texts, strict=True):
+            table.add_row(*row)
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:
@@ -138,17 +135,13 @@ class Progress(Callback):
         self.console.print()
 
     def _start_bar(self, view: View) -> None:
-        one_line = Column(no_wrap=True)
-        self._bar = _Line(
-            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=one_line),
+        columns = (
+            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=one_line.copy()),
-            _TimeLeft(table_column=one_line.copy()),
-            console=self.console,
-            refresh_per_second=2,
-            expand=True,
-            transient=True,
+            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=Column(no_wrap=True)),
+            _TimeLeft(table_column=Column(no_wrap=True)),
         )
+        self._bar = _Line(*columns, console=self.console, refresh_per_second=2, expand=True, transient=True)
         run, ends = view.run, self._begun + view.run.estimated_seconds
         self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
         atexit.register(self._stop_bar)  # shows the cursor again after a second Ctrl-C while the run is ending
@@ -185,58 +178,48 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
-class _Column(NamedTuple):
-    """A column of a table of clients: numbers (None if not known), and the format of one."""
-
-    title: str
-    values: Sequence[float | None]
-    format: str = ","
-
-    def text(self, value: float | None) -> str:
-        return "-" if value is None else f"{value:{self.format}}"
-
-    def summarised(self, pick: Callable[[list[float]], float]) -> str:
-        known = [value for value in self.values if value is not None]
-        return self.text(pick(known) if known else None)
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
-def _plan_columns(view: View) -> list[_Column]:
+def _summarised(values: Sequence[float | None], form: str) -> list[str]:
+    known = [value for value in values if value is not None]
+    return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
+
+
+def _plan_columns(view: View) -> _Columns:
     schedules, records = view.schedule.clients, view.facts.num_records
-    columns = [
-        _Column("client", range(len(records))),
-        _Column("records", records),
-        _Column("batch", [schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)]),
-        _Column("steps a round", [schedule.main.steps for schedule in schedules]),
-    ]
-    if not _noised(view):
-        return columns
-    planned = [schedule.target_epsilon for schedule in schedules]
-    noises = [noise_multiplier(schedule) for schedule in schedules]
-    columns.append(_Column("epsilon budget", view.run.budgets, ".6g"))
-    if planned != list(view.run.budgets):
-        columns.append(_Column("epsilon planned", planned, ".6g"))
-    deltas = [schedule.delta for schedule in schedules]
-    return [*columns, _Column("delta", deltas, ".3g"), _Column("noise multiplier", noises, ".4g")]
+    columns: _Columns = {
+        "client": (range(len(records)), ","),
+        "records": (records, ","),
+        "batch": ([schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)], ","),
+        "steps a round": ([schedule.main.steps for schedule in schedules], ","),
+    }
+    if _noised(view):
+        planned = [schedule.target_epsilon for schedule in schedules]
+        columns["epsilon budget"] = view.run.budgets, ".6g"
+        if planned != list(view.run.budgets):
+            columns["epsilon planned"] = planned, ".6g"
+        columns["delta"] = [schedule.delta for schedule in schedules], ".3g"
+        columns["noise multiplier"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
+    return columns
 
 
-def _result_columns(result: RunResult) -> list[_Column]:
+def _result_columns(result: RunResult) -> _Columns:
     def values(key: str, missing: float | None = None) -> list:
         return [missing if client[key] is None else client[key] for client in result.clients]
 
-    columns, batch = [_Column("client", values("client"))], _Column("batch", values("batch_size"))
+    columns: _Columns = {"client": (values("client"), ",")}
     if _private(result):
         budgets = values("epsilon_budget", math.inf)
         spent = list(map(shown_epsilon, values("epsilon_spent", math.inf), budgets))
-        columns += [
-            _Column("simulated epsilon" if result.simulated else "epsilon spent", spent, ".6g"),
-            _Column("of budget", budgets, ".6g"),
-            batch,
-            _Column("noise multiplier", values("noise_multiplier"), ".4g"),
-        ]
-    else:
-        columns.append(batch)
+        columns["simulated epsilon" if result.simulated else "epsilon spent"] = spent, ".6g"
+        columns["of budget"] = budgets, ".6g"
+    columns["batch"] = values("batch_size"), ","
+    if _private(result):
+        columns["noise multiplier"] = values("noise_multiplier"), ".4g"
     if any(value is not None for value in values("accuracy")):
-        columns.append(_Column("accuracy", values("accuracy"), ".1%"))
+        columns["accuracy"] = values("accuracy"), ".1%"
     return columns
 
 
@@ -274,12 +257,11 @@ def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
     return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
 
 
-def _gradients(shown: Diagnostics | None) -> str:
-    """Describe the range of the clients' clip fractions, and the number of gradients that were not finite."""
-    known = [] if shown is None else [fraction for fraction in shown.clip_fraction if fraction is not None]
-    if shown is None or not known:
+def _gradients(diagnostics: Diagnostics | None) -> str:
+    known = [] if diagnostics is None else [fraction for fraction in diagnostics.clip_fraction if fraction is not None]
+    if diagnostics is None or not known:
         return ""
-    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(shown.not_finite)} not finite"
+    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(diagnostics.not_finite)} not finite"
 
 
 def _groups(result: RunResult) -> str:

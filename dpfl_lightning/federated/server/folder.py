@@ -26,30 +26,28 @@ class RunFolder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.options = path / "options.yaml"
-        self.checkpoint = path / "checkpoint.pt"
+        self.path, self.options, self.checkpoint = path, path / "options.yaml", path / "checkpoint.pt"
 
     @classmethod
-    def claim(cls, path: str | Path, options: Mapping[str, Any]) -> RunFolder:
+    def claim(cls, path: Path, options: Mapping[str, Any]) -> RunFolder:
         """Create the folder of a new run. Raises UserError if it is not empty; nothing in it is changed then."""
-        folder = cls(Path(path))
-        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+        folder = cls(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(
                 f"`output_dir` must be new or empty, got {str(path)!r}, which holds another run or other files. "
                 f"Resume it with --resume {path}, or choose another --output_dir."
             )
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
         folder.write_options(options)
         return folder
 
     @classmethod
-    def reopen(cls, path: str | Path) -> RunFolder:
+    def reopen(cls, path: Path) -> RunFolder:
         """Open the folder of a run that was begun; raises UserError if it is none."""
-        folder = cls(Path(path))
+        folder = cls(path)
         if not folder.options.is_file():
             raise UserError(
                 f"`resume` must be the folder of a run, got {str(path)!r}, which has no options.yaml. "

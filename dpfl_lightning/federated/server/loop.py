@@ -72,7 +72,8 @@ class ServerLoop(Run):
             self.totals.training_seconds += seconds
             sent = self.traffic.metrics(plan, self.view(state), self.totals.metrics)
             self.totals.metrics = summary.round_metrics(self.strategies, self.view(state), plan, weights, sent)
-            self._remember(state, plan)
+            self.totals.records += round(sum(plan.expected_records))
+            self._remember(state)
             if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
                 self.evaluated = {plan.round: self.evaluate(state)}
             notify(self.watching, "on_round_end", self.view(state), self._report(plan, weights, seconds))

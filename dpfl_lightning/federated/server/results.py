@@ -15,13 +15,9 @@ from dpfl_lightning.federated.messages.diagnostics import Diagnostics
 
 @dataclass(frozen=True)
 class ClientEmbedding:
-    """The clients as points of a plane, and the cluster of each, for a figure.
+    """Some clients as points (x, y) of a plane for a figure, each in a cluster with a probability of `membership`.
 
     Args:
-        clients: the n clients that are drawn.
-        points: n pairs (x, y).
-        cluster: number of each client's cluster, from 0.
-        membership: probability that the client belongs to that cluster, in [0, 1].
         num_clusters: number of clusters; some may be empty.
         separation: distance of the two nearest clusters in units of the noise; None if it is not known.
         confident: whether that distance is larger than noise alone would explain.
@@ -37,11 +33,9 @@ class ClientEmbedding:
     confident: bool
 
     def __post_init__(self) -> None:
-        columns = (self.points, self.cluster, self.membership)
-        if any(len(column) != len(self.clients) for column in columns) or any(len(one) != 2 for one in self.points):
-            raise ValueError(
-                f"an embedding needs one point (x, y), one cluster and one membership for each client: {self}"
-            )
+        sizes = {len(column) for column in (self.clients, self.points, self.cluster, self.membership)}
+        if len(sizes) > 1 or any(len(point) != 2 for point in self.points):
+            raise ValueError(f"an embedding needs one point (x, y), cluster and membership for each client: {self}")
 
 
 @dataclass(frozen=True)
@@ -106,22 +100,18 @@ class RunResult:
 
     Args:
         finished: False after Ctrl-C or an error.
-        wall_seconds: time since the first round, including evaluation and reports, without interruptions.
-        training_seconds: part of it that was spent in rounds: plans, ledger, local training, aggregation.
-        client_seconds: part of that in which clients trained or answered; the rest is the server's work.
+        wall_seconds: time since the first round, without interruptions; `training_seconds` is the part in rounds, and
+            `client_seconds` the part of that in which clients trained or answered.
         records_per_second: expected records / seconds until the last checkpoint.
-        reason: why the run ended, in words; after an interruption also how to resume it.
-        guarantee: what the run's epsilons mean and do not cover, in words.
+        reason: why the run ended; after an interruption also how to resume it.
+        guarantee: what the run's epsilons mean and do not cover.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
-        noise: where noise and sampling come from, in words.
-        simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
+        noise, simulated: see `RunInfo`.
         clients: see `summary.client_rows`.
-        accuracy_mean: mean over clients, each on its held-out records. The following fields are the population
-            standard deviation, the lowest accuracy, and the highest minus the lowest one.
-        accuracy_of_groups: `majority`, `minority` and the number of each group -> mean accuracy of its clients, in a
-            simulation with true groups.
+        accuracy_mean: mean over clients on their held-out records; see `summary.accuracy_over_clients`.
+        accuracy_of_groups: see `group_metrics.accuracy_of_groups`.
         metrics: of the last round: numbers, and lists with one value for each client.
-        interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which finished runs have.
+        interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
     """
 
     output_dir: str
@@ -149,6 +139,4 @@ class RunResult:
     interrupted: bool = False
 
     def as_dict(self) -> dict:
-        fields = dataclasses.asdict(self)
-        del fields["interrupted"]
-        return fields
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.federated.messages.account import RunPlan
 from dpfl_lightning.federated.messages.clients import Clients
 from dpfl_lightning.federated.messages.diagnostics import SHOWN
@@ -82,8 +82,8 @@ class Run:
         self.model = copy.deepcopy(model)  # strategies may overwrite its parameters
         self._initial = model.flat
         self.rounds, self.last_round, self.seed, self.evaluate_every = rounds, rounds, seed, evaluate_every
-        self.output_dir, self.options, self.new_net = output_dir, dict(options), new_net
-        self.resume_command = resume_command
+        self.output_dir, self.options, self.resume_command = output_dir, dict(options), resume_command
+        self.new_net = new_net
         self.caveats = (*clients.caveats, *(one for strategy in self.strategies for one in strategy.caveats))
         self.unprotected = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.sampling = "poisson" if privacy is None else privacy.sampling
@@ -138,13 +138,15 @@ class Run:
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
-        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
-        require(self.new_net is not None, "new_net", "be a function", self.new_net, way_out)
-        assert self.new_net is not None  # for mypy
+        if self.new_net is None:
+            advice = (
+                "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
+            )
+            raise UserError(f"`new_net` must be a function, got None. {advice}")
         with torch.random.fork_rng(devices=[]):
             model = Model(self.new_net(seed)).flat.to(self.clients.device)
-        alike = len(model) == self.model.num_params
-        require(alike, "new_net", f"build a net of {self.model.num_params} parameters", len(model))
+        size = self.model.num_params
+        require(len(model) == size, "new_net", f"build a net of {size} parameters", len(model))
         return model
 
     # -- planning
@@ -199,25 +201,24 @@ class Run:
     def _open(self, resume: bool) -> dict[str, Any] | None:
         """Plan the run and open its folder and ledger; return the checkpoint to resume from, if any."""
         reopened = RunFolder.reopen(self.output_dir) if resume else None
-        planned = 0 if reopened is None else self.clients.planned_rounds(self.output_dir)
+        planned = self.clients.planned_rounds(self.output_dir) if resume else 0
         self.rounds = max(self.rounds, planned)  # noise was solved for them; the run may stop earlier
-        self.plan_schedule()  # may refuse: before anything is written
+        self.plan_schedule()  # may raise, before anything is written
         self.strategy_notes = tuple(self.describe())
-        self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
-        saved = None if reopened is None else reopened.load_checkpoint(self.clients.device)
-        if reopened is not None and not planned:
-            reopened.write_options(self.options)
-        ended = saved is not None and bool(saved["ended"])
-        self.clients.begin(self.output_dir, self.run_plan(), None if saved is None else saved["clients"], ended)
+        self.folder = reopened or RunFolder.claim(self.output_dir, self.options)
+        saved = self.folder.load_checkpoint(self.clients.device)  # None in a new folder
+        if resume and not planned:
+            self.folder.write_options(self.options)
+        clients, ended = (None, False) if saved is None else (saved["clients"], bool(saved["ended"]))
+        self.clients.begin(self.output_dir, self.run_plan(), clients, ended)
         return saved
 
     def _begin(self) -> ServerState:
         self.totals = RunTotals()
         self.info = self._info(first_round=1, measured=True)
         state = self._one_model()
-        state = sole_answer(self.strategies, "initialise", state, self.view(state)) or state
-        self._remember(state, None)
-        return state
+        self._remember(sole_answer(self.strategies, "initialise", state, self.view(state)) or state)
+        return self.state
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
@@ -236,10 +237,8 @@ class Run:
         self.info = self._info(first_round=state.round + 1, measured=True)
         return state
 
-    def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
+    def _remember(self, state: ServerState) -> None:
         """Write the complete round to disk, before any result of it is shown."""
-        if plan is not None:
-            self.totals.records += round(sum(plan.expected_records))
         self.state = state
         self.snapshot = {
             "models": state.models,

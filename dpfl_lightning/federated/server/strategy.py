@@ -146,10 +146,9 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
-        raise UserError(
-            f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
-            "Keep one; corrections and masks multiply onto it."
-        )
+        must = "hold exactly one base rule (size_weighted, uniform, ...)"
+        advice = "Keep one; corrections and masks multiply onto it."
+        raise UserError(f"`strategies` must {must}, got {bases or 'none'}. {advice}")
     for other in strategies:
         for strategy in strategies:
             if other.in_place_of_training and strategy.needs_training:
@@ -181,7 +180,7 @@ def overrides(strategy: Strategy, hook: str) -> bool:
 
 
 def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) -> T:
-    """Pass `value` through every strategy's `hook(value, *context)`, in order."""
+    """Pass `value` through every strategy's hook, in order."""
     for strategy in strategies:
         value = answer_of(strategy, hook, value, *context)
     return value
@@ -189,11 +188,8 @@ def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) 
 
 def sole_answer(strategies: Sequence[Strategy], hook: str, *context: object) -> Any:
     """The answer of the one strategy that overrides an exclusive hook, or None."""
-    assert hook in EXCLUSIVE
-    for strategy in strategies:
-        if overrides(strategy, hook):
-            return answer_of(strategy, hook, *context)
-    return None
+    answers = (answer_of(strategy, hook, *context) for strategy in strategies if overrides(strategy, hook))
+    return next(answers, None)
 
 
 def strategy_digests(strategies: Sequence[Strategy]) -> dict[str, str]:

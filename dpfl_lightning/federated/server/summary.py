@@ -95,12 +95,8 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     if not known:
         return {}
-    return {
-        "accuracy_mean": fmean(known),
-        "accuracy_std": pstdev(known),
-        "accuracy_worst": min(known),
-        "accuracy_gap": max(known) - min(known),
-    }
+    worst, gap = min(known), max(known) - min(known)
+    return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
 
 
 def client_rows(

@@ -70,7 +70,6 @@ class Tracking(Callback):
             earlier = self._earlier_run(view) if self._resumed else None
             self._run_id = earlier or self._begun_run(view)
             if earlier is not None:
-                self.store.client.update_run(earlier, status="RUNNING")
                 self.store.tag(earlier, {"status": "running"})
                 self._last_step = max(self._history("overall/participants"), default=0)
 
@@ -119,10 +118,11 @@ class Tracking(Callback):
         return self.store.begin(self._run_name or folder.name, tags, view.run.options, sizes=sizes)
 
     def _earlier_run(self, view: View) -> str | None:
-        """Return the MLflow run of a resumed run: by its id, or by its output folder if it was killed at once."""
-        if self._run_id and self.store.has(self._run_id):
+        """Resume the MLflow run with the same id, or with the same output folder if the run was killed at once."""
+        if self._run_id and self.store.resume(self._run_id):
             return self._run_id
-        return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+        latest = self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+        return latest if latest and self.store.resume(latest) else None
 
     def _send_pending(self) -> None:
         self.store.log_metrics(self._run_id, self._pending)

@@ -70,21 +70,24 @@ class Store:
         """
         texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
         run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
-        run_id, logged_options = run.info.run_id, loggable(options or {})
-        params = [Param(key, text) for key, text in flattened({**logged_options, **(sizes or {})}).items()]
-        self.client.log_batch(run_id, params=params)
-        if logged_options and file:
-            self.client.log_dict(run_id, logged_options, file)
+        run_id, public_options = run.info.run_id, loggable(options or {})
+        params = flattened({**public_options, **(sizes or {})})
+        self.client.log_batch(run_id, params=[Param(key, text) for key, text in params.items()])
+        if public_options and file:
+            self.client.log_dict(run_id, public_options, file)
         return run_id
 
-    def has(self, run_id: str) -> bool:
-        """Return whether the run exists and was not deleted."""
+    def resume(self, run_id: str) -> bool:
+        """Set the status of a run to running; return False if it does not exist or was deleted."""
         try:
-            return self.client.get_run(run_id).info.lifecycle_stage == "active"
+            exists = self.client.get_run(run_id).info.lifecycle_stage == "active"
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False
+        if exists:
+            self.client.update_run(run_id, status="RUNNING")
+        return exists
 
     def latest(self, tag: str, value: str) -> str | None:
         """Return the last run of the experiment with that tag, or None."""

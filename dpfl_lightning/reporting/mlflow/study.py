@@ -33,8 +33,7 @@ class StudyTracking:
     def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
         """Start or resume the run of the search, and return its id."""
         with self.store.reported():
-            if run_id is not None and self.store.has(run_id):
-                self.store.client.update_run(run_id, status="RUNNING")
+            if run_id is not None and self.store.resume(run_id):
                 return run_id
             return self.store.begin(name, {**self._tags, **_PROGRAM}, options, "sweep.yaml")
 
