@@ -1,8 +1,10 @@
-"""What a run reports: its description, its rounds and its result."""
+"""What a run reports: its description, its rounds, its result, and the sums from which this is made."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +109,9 @@ class RunResult:
         guarantee: what the run's epsilons mean and do not cover.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
         noise, simulated: see `RunInfo`.
-        clients: see `summary.client_rows`.
+        clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
+            noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
+            update, accuracy in [0, 1] and mean loss are those of its final model on its held-out records.
         accuracy_mean: mean over clients on their held-out records; see `summary.accuracy_over_clients`.
         accuracy_of_groups: see `group_metrics.accuracy_of_groups`.
         metrics: of the last round: numbers, and lists with one value for each client.
@@ -140,3 +144,39 @@ class RunResult:
 
     def as_dict(self) -> dict:
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}
+
+
+@dataclass
+class RunTotals:
+    """Sums over rounds. Checkpoints contain them, so that a resumed run continues to count.
+
+    Args:
+        seconds: time of the run before this process.
+        records: expected number of records of all releases.
+        training_seconds, client_seconds: see `RunResult`.
+        metrics: of the last round.
+        noise_std: client -> standard deviation of the noise in one number of its last update.
+    """
+
+    seconds: float = 0.0
+    records: int = 0
+    training_seconds: float = 0.0
+    client_seconds: float = 0.0
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    noise_std: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter() - self.seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def saved(self) -> dict[str, Any]:
+        """Return the content for a checkpoint, independent of later changes."""
+        return {**dataclasses.asdict(self), "seconds": self.wall_seconds}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> RunTotals:
+        """Return the totals of a checkpoint."""
+        return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))

@@ -32,13 +32,13 @@ from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, true_groups
-from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
-from dpfl_lightning.federated.server.totals import RunTotals
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 
@@ -332,8 +332,6 @@ class Run:
         finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
         accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
-        model_of = self.state.model_of if final_models is None else final_models.model_of
-        accounts = [self.clients.account(client) for client in range(self.facts.num_clients)]
         view = self.view(self.state)
         return RunResult(
             output_dir=str(self.output_dir),
@@ -348,9 +346,7 @@ class Run:
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             simulated=self.clients.simulated,
-            clients=summary.client_rows(
-                self.settings, accounts, self.schedule.clients, guarantees, scores, model_of, totals.noise_std, groups
-            ),
+            clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             metrics=summary.for_json(totals.metrics),
@@ -358,3 +354,30 @@ class Run:
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
         )
+
+    def _client_rows(
+        self, guarantees: Sequence[Guarantee], scores: Evaluation | None, models: ClientModels | ServerState
+    ) -> tuple[dict[str, Any], ...]:
+        """Return the `clients` of the result."""
+        groups, rows = true_groups(self.facts), []
+        for client, settings in enumerate(self.settings):
+            schedule, account = self.schedule.clients[client], self.clients.account(client)
+            score = None if scores is None else scores.clients[client]
+            row = {
+                "client": client,
+                "epsilon_spent": finite_or_none(guarantees[client].epsilon),
+                "epsilon_budget": finite_or_none(settings.epsilon),
+                "delta": settings.delta,
+                "noise_multiplier": summary.noise_multiplier(schedule),
+                "noise_std": self.totals.noise_std.get(client),
+                "batch_size": schedule.batch_size(settings.num_records),
+                "num_records": settings.num_records,
+                "releases": account.releases,
+                "steps": account.steps,
+                "accuracy": None if score is None else score.accuracy,
+                "loss": None if score is None else finite_or_none(score.loss),
+                "model": models.model_of[client],
+                "true_group": None if groups is None else groups[client],
+            }
+            rows.append(row)
+        return tuple(rows)

@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.account import ClientAccount
-from dpfl_lightning.federated.messages.evaluation import Evaluation
 from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.settings import ClientSettings
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.server.strategy import Strategy
@@ -97,42 +93,6 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float
         return {}
     worst, gap = min(known), max(known) - min(known)
     return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
-
-
-def client_rows(
-    settings: Sequence[ClientSettings],
-    accounts: Sequence[ClientAccount],
-    schedules: Sequence[ClientSchedule],
-    guarantees: Sequence[Guarantee],
-    scores: Evaluation | None,
-    model_of: Sequence[int],
-    noise_std: Mapping[int, float],
-    groups: Sequence[int] | None = None,
-) -> tuple[dict[str, Any], ...]:
-    """Return the `clients` of `result.json`. Infinite epsilons (no budget) and missing scores are None.
-
-    Batch size and noise multiplier are those of the client's most frequent noised sum, `noise_std` is that of each
-    number in its last update, accuracy in [0, 1] and mean loss are those on its held-out records with its final model.
-    """
-    return tuple(
-        {
-            "client": client,
-            "epsilon_spent": finite_or_none(guarantees[client].epsilon),
-            "epsilon_budget": finite_or_none(options.epsilon),
-            "delta": options.delta,
-            "noise_multiplier": noise_multiplier(schedules[client]),
-            "noise_std": noise_std.get(client),
-            "batch_size": schedules[client].batch_size(options.num_records),
-            "num_records": options.num_records,
-            "releases": accounts[client].releases,
-            "steps": accounts[client].steps,
-            "accuracy": None if scores is None else scores.clients[client].accuracy,
-            "loss": None if scores is None else finite_or_none(scores.clients[client].loss),
-            "model": model_of[client],
-            "true_group": None if groups is None else groups[client],
-        }
-        for client, options in enumerate(settings)
-    )
 
 
 def noise_multiplier(schedule: ClientSchedule) -> float | None:

@@ -19,8 +19,7 @@ from dpfl_lightning.federated.server.summary import accuracy_over_clients
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
-from dpfl_lightning.reporting.mlflow.logged import shown
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, shown
 from dpfl_lightning.runtime.text import span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 

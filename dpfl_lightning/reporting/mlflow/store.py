@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -24,13 +25,13 @@ from mlflow.entities import Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, UserNotice, require
-from dpfl_lightning.reporting.mlflow.logged import flattened, loggable, shown
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
-_MOST_METRICS, _LONGEST_TAG = 1000, 8000  # in one request; in characters
+_MOST_METRICS = 1000  # in one request
+_LONGEST_TAG, _LONGEST_PARAM = 8000, 6000  # characters
 
 
 class Store:
@@ -242,3 +243,42 @@ def _why(error: BaseException, uri: str) -> str:
         error = inner
     lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the passwords of all URIs removed, at any depth.
+
+    >>> loggable({"rounds": 3, "tracking": {"uri": "http://me:secret@host"}})
+    {'rounds': 3, 'tracking': {'uri': 'http://host'}}
+    """
+    public: dict[str, Any] = {}
+    for name, value in options.items():
+        nested = loggable(value) if isinstance(value, Mapping) else value
+        public[name] = shown(nested) if isinstance(nested, str) else nested
+    return public
+
+
+def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted name -> text, shortened to what MLflow accepts; a list is one value.
+
+    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
+    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[key] = text if len(text) <= _LONGEST_PARAM else text[: _LONGEST_PARAM - 3] + "..."
+    return flat
+
+
+def shown(uri: str) -> str:
+    """Return the URI without user name and password.
+
+    >>> shown("postgresql://me:secret@db.example.org/runs")
+    'postgresql://db.example.org/runs'
+    """
+    return re.sub(r"(?<=://)[^/@]*@", "", uri)
