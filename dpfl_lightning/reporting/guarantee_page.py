@@ -25,7 +25,6 @@ from dpfl_lightning.runtime.text import counted, span
 _MOST_ROWS = 200  # clients in the table
 _MOST_KINDS, _MOST_GAPS = 8, 30  # shown lists of releases, and shown statements about what is not covered
 _LIBRARIES = ("opacus", "numpy", "scipy", "torch", "lightning")
-_TEMPLATES = Environment(loader=PackageLoader(__name__, "."), autoescape=True)
 
 
 class GuaranteePage(Callback):
@@ -45,50 +44,36 @@ def guarantee_page(result: RunResult, guarantees: Sequence[Guarantee], run: RunI
     """
     budgets = [math.inf if row["epsilon_budget"] is None else row["epsilon_budget"] for row in result.clients]
     order = sorted(range(len(guarantees)), key=lambda client: (-guarantees[client].epsilon, client))
+    weakest = guarantees[order[0]]
     ledger = shlex.quote(f"{result.output_dir}/ledger.jsonl")
+    versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
     return _TEMPLATES.get_template("guarantee_page.html").render(
         name=Path(result.output_dir).name,
-        **_headline(guarantees, budgets),
-        frame=_frame(guarantees),
+        result=result,
+        run=run,
+        guarantees=guarantees,
+        warning=_warning(guarantees, weakest),
+        weakest=weakest,
+        client=order[0],
+        spent=f"{shown_epsilon(weakest.epsilon, budgets[order[0]]):.6g}",
+        units=[f"one {guarantee.unit} of one client" for guarantee in guarantees],
         covered=_covered(guarantees),
         gaps=_gaps(guarantees),
         num_clients=f"{len(order):,}",
         summary=_summary(result, guarantees, budgets) if len(order) > _MOST_ROWS else None,
         rows=[_client_row(result.clients[i], guarantees[i], budgets[i]) for i in order[:_MOST_ROWS]],
         command=f"python -m dpfl_lightning.plan --ledger {ledger}",
-        run=_run(result, run),
+        versions=[*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)],
     )
 
 
-def _headline(guarantees: Sequence[Guarantee], budgets: Sequence[float]) -> dict[str, str]:
-    """Return a `warning` if a client has no guarantee, else the largest epsilon."""
-    client, weakest = max(enumerate(guarantees), key=lambda pair: pair[1].epsilon)
+def _warning(guarantees: Sequence[Guarantee], weakest: Guarantee) -> str:
+    """Say which clients have no guarantee; empty if all have one."""
     if math.isinf(weakest.epsilon):
         bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
         whose = "No client has" if bare == len(guarantees) else f"{bare:,} of {len(guarantees):,} clients do not have"
-        return {"warning": f"{whose} differential privacy. {weakest.words()}"}
-    if weakest.simulated:
-        return {"warning": weakest.words()}
-    several = len(guarantees) > 1
-    return {
-        "spent": f"{shown_epsilon(weakest.epsilon, budgets[client]):.6g}",
-        "delta": f"{weakest.delta:g}",
-        "largest": f" is the largest of {len(guarantees):,} clients (client {client})" if several else "",
-        "words": weakest.words(),
-    }
-
-
-def _frame(guarantees: Sequence[Guarantee]) -> dict[str, str]:
-    who = "everyone who sees what a client sends, including the server; participation is not assumed to be secret"
-    return {
-        "Unit": _all_of(f"one {guarantee.unit} of one client" for guarantee in guarantees),
-        "Neighbouring data sets": _all_of(guarantee.adjacency for guarantee in guarantees),
-        "Against": who,
-        "Sampling": _all_of(guarantee.sampling for guarantee in guarantees),
-        "Accountant": _all_of(guarantee.accountant for guarantee in guarantees),
-        "Delta": span([guarantee.delta for guarantee in guarantees]),
-        "Rounding": "every epsilon is rounded up",
-    }
+        return f"{whose} differential privacy. {weakest.words()}"
+    return weakest.words() if weakest.simulated else ""
 
 
 def _covered(guarantees: Sequence[Guarantee]) -> list[str]:
@@ -148,22 +133,7 @@ def _summary(
     return rows
 
 
-def _run(result: RunResult, run: RunInfo) -> dict[str, str]:
-    accuracy = result.test_accuracy
-    versions = [f"dpfl_lightning {dpfl_lightning.__version__}", f"Python {platform.python_version()}"]
-    return {
-        "Clients": f"{len(result.clients):,}",
-        "Rounds": f"{result.rounds:,} of {run.rounds:,}",
-        "Ended": result.reason,
-        **({} if accuracy is None else {"Test accuracy": f"{accuracy:.2%} (test records: not covered)"}),
-        "Engine": run.engine,
-        "Device": run.device,
-        "Folder": result.output_dir,
-        "Versions": ", ".join([*versions, *(f"{name} {version(name)}" for name in _LIBRARIES)]),
-    }
-
-
-def _all_of(words: Iterable[str]) -> str:
+def _listed(words: Iterable[str]) -> str:
     """Join the distinct texts; if there are many, state how many more exist."""
     different = list(dict.fromkeys(words))
     more = f"; and {len(different) - _MOST_KINDS} more" if len(different) > _MOST_KINDS else ""
@@ -172,3 +142,7 @@ def _all_of(words: Iterable[str]) -> str:
 
 def _number(value: float, infinite: str) -> str:
     return f"{value:.6g}" if math.isfinite(value) else infinite
+
+
+_TEMPLATES = Environment(loader=PackageLoader(__name__, "."), autoescape=True)
+_TEMPLATES.filters |= {"listed": _listed, "span": span}

@@ -56,9 +56,7 @@ def _code_of(kind: type) -> str | None:
 def described(value: object, seen: dict[int, int] | None = None) -> Any:
     """Return a description of a setting that is serialisable as JSON and contains no memory addresses.
 
-    Args:
-        seen: id -> number of the objects that were described already, which are not described again. Tuples are
-            excluded, because Python may or may not share equal tuples.
+    `seen` maps the id of each described object to its number; tuples are excluded, because Python may share equal ones.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor | np.ndarray | np.generic):

@@ -39,11 +39,7 @@ def smallest(groups: Sequence[int]) -> frozenset[int]:
 
 
 def accuracy_of_groups(accuracies: Sequence[float | None], groups: Sequence[int] | None) -> dict[str, float]:
-    """Mean accuracy over the clients of the majority, of the minority (see `smallest`) and of each group.
-
-    Args:
-        accuracies: `[N]`, None where not measured.
-        groups: `[N]`; None is no groups.
+    """Mean accuracy (None: not measured) over clients of the majority, of the minority (`smallest`), of each group.
 
     >>> accuracy_of_groups([0.5, 0.75, None, 1.0], [0, 1, 1, 1])
     {'majority': 0.875, 'minority': 0.5, '0': 0.5, '1': 0.875}
@@ -61,11 +57,8 @@ def clustering(clusters: Sequence[float], groups: Sequence[int]) -> dict[str, fl
     """Compare the cluster of each client `[N]` (NaN: in none, not counted) with its true group `[N]`.
 
     Each cluster is matched to at most one group, so that as many clients as possible are right (the Hungarian method).
-
-    Returns:
-        `clustering_accuracy`, the share of clients that are right; `adjusted_rand_index`, at most 1, and about 0 for
-        clusters by chance; `minority_recall`, the share of the minority's clients that are right, where there is a
-        minority. Nothing if no client counts.
+    `clustering_accuracy` and `minority_recall` are the shares of all clients and of the minority's that are right.
+    `adjusted_rand_index` is at most 1, and about 0 for clusters by chance.
 
     >>> clustering([7, 7, 5, 5, 5], [0, 0, 1, 1, 1])
     {'clustering_accuracy': 1.0, 'adjusted_rand_index': 1.0, 'minority_recall': 1.0}

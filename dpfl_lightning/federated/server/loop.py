@@ -29,8 +29,7 @@ class ServerLoop(Run):
     def run(self, resume: bool = False) -> RunResult:
         """Train all rounds, or (`resume`) those that are left. Under a launcher all ranks call it, and return the same.
 
-        Raises:
-            UserError: the folder is taken, or has nothing to resume; some clients were lost.
+        Raises UserError if the folder is taken, has nothing to resume, or some clients were lost.
         """
         return self.clients.run(lambda: self._run(resume))
 

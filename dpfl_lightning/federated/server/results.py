@@ -51,7 +51,6 @@ class RunInfo:
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
-        strategy_notes: what the strategies' `describe` returns.
     """
 
     output_dir: Path
@@ -112,8 +111,7 @@ class RunResult:
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
             noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1] and mean loss are those of its final model on its held-out records.
-        accuracy_mean: mean over clients on their held-out records; see `summary.accuracy_over_clients`.
-        accuracy_of_groups: see `group_metrics.accuracy_of_groups`.
+        accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
         metrics: of the last round: numbers, and lists with one value for each client.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
     """
@@ -148,14 +146,11 @@ class RunResult:
 
 @dataclass
 class RunTotals:
-    """Sums over rounds. Checkpoints contain them, so that a resumed run continues to count.
+    """Sums over rounds, and metrics and clients' `noise_std` of the last round. Checkpoints contain them.
 
     Args:
         seconds: time of the run before this process.
         records: expected number of records of all releases.
-        training_seconds, client_seconds: see `RunResult`.
-        metrics: of the last round.
-        noise_std: client -> standard deviation of the noise in one number of its last update.
     """
 
     seconds: float = 0.0

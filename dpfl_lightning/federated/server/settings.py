@@ -30,8 +30,7 @@ def client_settings(
 ) -> tuple[ClientSettings, ...]:
     """The settings of all clients; `privacy` None is a run without clipping, noise or guarantee.
 
-    Raises:
-        UserError: a value out of range, or a batch larger than the client's data.
+    Raises UserError for a value out of range, or a batch larger than the client's data.
     """
     count = len(num_records)
     if privacy is not None and privacy.noise_multiplier is None:
@@ -105,12 +104,9 @@ def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
-    """The schedule with the free noise of all clients solved, or read from the cache.
+    """The schedule with the free noise of all clients solved, or read from the cache. UserError if no noise fits.
 
     If both noise and a budget are given, the budget limits the number of rounds.
-
-    Raises:
-        UserError: a budget that no noise fits.
     """
     cache = CalibrationCache(cache_folder("calibration"))
     clients = cut_to_budgets(schedule.clients, accountant, slow_notice("counting the rounds that budgets pay"))

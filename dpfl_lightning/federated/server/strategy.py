@@ -125,9 +125,8 @@ EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding"
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
     """Check strategies and callbacks, and return them as lists.
 
-    Raises:
-        UserError: a public method that is no hook, an unknown `role`, not exactly one base rule, or strategies that
-            exclude each other.
+    Raises UserError for a public method that is no hook, an unknown `role`, not exactly one base rule, or strategies
+    that exclude each other.
     """
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:

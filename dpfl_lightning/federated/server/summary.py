@@ -34,11 +34,7 @@ def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients
 
 
 def round_metrics(
-    strategies: Sequence[Strategy],
-    view: View,
-    plan: RoundPlan,
-    weights: Tensor,
-    sent: Mapping[str, float],
+    strategies: Sequence[Strategy], view: View, plan: RoundPlan, weights: Tensor, sent: Mapping[str, float]
 ) -> dict[str, float | Tensor]:
     """Return the metrics of a round beside accuracy and epsilon: numbers, or `[N]` with NaN for absent clients.
 
@@ -47,8 +43,7 @@ def round_metrics(
 
     Args:
         view: after the round.
-        plan: of the C clients whose updates arrived.
-        weights: `[K, C]`.
+        plan: of the C clients whose updates arrived, with `weights` `[K, C]`.
         sent: `Traffic.metrics`.
     """
     num_clients = view.facts.num_clients

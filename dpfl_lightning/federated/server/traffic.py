@@ -77,11 +77,7 @@ class Traffic:
 
         A client receives its start, unless a query has sent it already, and its anchor, and sends its release. A
         network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation
-        and without the size of answers to queries.
-
-        Args:
-            plan: of the clients whose updates arrived.
-            before: the metrics of the round before.
+        and without the size of answers to queries. `before` are the metrics of the round before.
         """
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         model = sum(sizes.values())

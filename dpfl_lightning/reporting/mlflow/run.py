@@ -31,22 +31,13 @@ _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.p
 
 
 class Tracking(Callback):
-    """Tracks a run in MLflow: in an SQLite file in the working directory, or on any server (see `store_uri`).
+    """Tracks a run, also a resumed one, as one run of a `Store`, named after the output folder by default.
 
-    The store must answer when this object is created. A store that fails later never stops training: its rounds are
-    sent when it answers again, and a warning at the end lists what is missing. A resumed run continues in the same
-    MLflow run.
-
-    Args:
-        experiment: created if missing.
-        run_name: None is the name of the output folder.
-        tags: additional tags of the run. They cannot replace the tags that describe the guarantee.
+    A store that fails later never stops training: its rounds are sent when it answers again, and a warning at the end
+    lists what is missing. Additional `tags` cannot replace the tags that describe the guarantee.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
     guarantee covers. Never sends a checkpoint or the key of the record digests.
-
-    Raises:
-        UserError: the store cannot be reached or written, or the experiment was deleted.
     """
 
     def __init__(

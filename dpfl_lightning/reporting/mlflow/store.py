@@ -151,11 +151,7 @@ def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
 
 @contextmanager
 def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
-    """Provide a temporary folder with the artifacts `names` of a run.
-
-    Raises:
-        UserError: the store cannot be reached, or has no such run or artifact.
-    """
+    """Provide a temporary folder with the artifacts `names` of a run; UserError if there are none."""
     uri = store_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
         with _reported(uri):
@@ -174,12 +170,7 @@ def store_uri(uri: str | None = None) -> str:
 
 
 def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
-    """Describe in one line how to open the runs of a store in a browser.
-
-    >>> how_to_open("sqlite:///mlflow.db", "1")  # doctest: +NORMALIZE_WHITESPACE
-    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open
-     http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning'
-    """
+    """Describe in one line how to open the runs of a store in a browser."""
     uri = shown(store_uri(uri))
     # MLflow's default page is the one for language models, which does not show these runs.
     page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"

@@ -13,17 +13,9 @@ _PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
 
 
 class StudyTracking:
-    """Tracks a search as one run, and each of its trials as a run nested in it.
+    """Tracks a search as one run of a `Store`, and each of its trials as a run nested in it.
 
     A store that fails later never stops a trial; one warning states that tracking failed.
-
-    Args:
-        experiment: name of the MLflow experiment; created if missing.
-        uri: see `store_uri`.
-        tags: tags of the search's run.
-
-    Raises:
-        UserError: the store cannot be reached or written, or the experiment was deleted.
     """
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
