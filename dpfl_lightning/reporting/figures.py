@@ -274,15 +274,15 @@ def _participation_figure(result: RunResult) -> Figure | None:
     order = sorted(quota, key=lambda client: (-quota[client], -(budget[client] or 0.0), client))
     figure = Figure(figsize=(7.5, 6.0 if private else 3.5), dpi=120, layout="constrained")
     axes = figure.subplots(2 if private else 1, 1, sharex=True, squeeze=False)[:, 0]
-    axes[0].set_ylabel("rounds")
+    axes[0].set(ylabel="rounds")
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
-    _filled(axes[0], [quota[one] for one in order], [taken[one] for one in order], ("quota", "took part"))
+    _filled(axes[0], [quota[i] for i in order], [taken[i] for i in order], ("quota", "took part"))
     equal = fmean(quota.values())
     axes[0].axhline(equal, color="gray", linewidth=1, linestyle="--", label=f"equal quotas, {equal:.3g}")
     if private:
-        axes[1].set_ylabel("epsilon")
-        _filled(axes[1], [budget[one] for one in order], [spent[one] for one in order], ("budget", "spent"))
-    axes[-1].set_xlabel("client, largest quota first")
+        axes[1].set(ylabel="epsilon")
+        _filled(axes[1], [budget[i] for i in order], [spent[i] for i in order], ("budget", "spent"))
+    axes[-1].set(xlabel="client, largest quota first")
     if len(order) <= 40:
         axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
     for panel, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):

@@ -16,7 +16,7 @@ from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.runtime.files import write_atomically
 
-_WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+_ADVICE = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
 
 
 class RunFolder:
@@ -73,7 +73,7 @@ class RunFolder:
             return _Checkpoint(self.checkpoint, torch.load(self.checkpoint, map_location=device, weights_only=True))
         except (RuntimeError, EOFError, pickle.UnpicklingError):
             raise UserError(
-                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. {_WAY_OUT}"
+                f"`{self.checkpoint}` must be a checkpoint of this program, got a damaged file. {_ADVICE}"
             ) from None
 
     def save_json(self, name: str, content: object) -> None:
@@ -95,4 +95,4 @@ class _Checkpoint(dict[str, Any]):
         self._path = path
 
     def __missing__(self, name: str) -> Any:
-        raise UserError(f"`{self._path}` must hold {name!r}, got one from another version of this program. {_WAY_OUT}")
+        raise UserError(f"`{self._path}` must hold {name!r}, got one from another version of this program. {_ADVICE}")

@@ -94,8 +94,6 @@ class Run:
         self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
 
-    # -- what strategies and callbacks see and ask for
-
     @property
     def watching(self) -> list[Callback]:
         """The strategies that watch, and the callbacks."""
@@ -149,8 +147,6 @@ class Run:
         require(len(model) == size, "new_net", f"build a net of {size} parameters", len(model))
         return model
 
-    # -- planning
-
     def plan_schedule(self) -> RunSchedule:
         """Return every release of the run with its noise solved. The ledger refuses any other release."""
         self.info = self._info(first_round=1)
@@ -195,8 +191,6 @@ class Run:
         answer = work()
         self.totals.client_seconds += time.perf_counter() - begun
         return answer
-
-    # -- beginning, checkpoints, ending
 
     def _open(self, resume: bool) -> dict[str, Any] | None:
         """Plan the run and open its folder and ledger; return the checkpoint to resume from, if any."""
@@ -275,14 +269,18 @@ class Run:
         notify(self.watching, "on_fit_end", self.view(self.state), result)
         return result
 
-    # -- reports
-
     def _info(self, first_round: int, measured: bool = False) -> RunInfo:
         """Describe the run; `measured` estimates its time, unless a strategy does work of unknown length."""
         clients, seconds = self.clients, math.nan
         if measured and not any(strategy.trains_on_server for strategy in self.strategies):
             batch = round(median(client.batch_size for client in self.settings))
-            records_a_round = self._planned_records() / (self.rounds + self.schedule.reserve)
+            records = sum(
+                line.count * line.event.steps * line.event.sample_rate * client.num_records
+                for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
+                for line in schedule.planned
+                if isinstance(line.event, NoisedEvent)
+            )
+            records_a_round = records / (self.rounds + self.schedule.reserve)
             seconds = clients.seconds_per_record(batch) * records_a_round * (self.rounds - first_round + 1)
         return RunInfo(
             output_dir=self.output_dir,
@@ -299,15 +297,6 @@ class Run:
             simulated=clients.simulated,
             options=self.options,
             strategy_notes=self.strategy_notes,
-        )
-
-    def _planned_records(self) -> float:
-        """Return the expected number of records that all clients process in the whole run."""
-        return sum(
-            line.count * line.event.steps * line.event.sample_rate * client.num_records
-            for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
-            for line in schedule.planned
-            if isinstance(line.event, NoisedEvent)
         )
 
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
