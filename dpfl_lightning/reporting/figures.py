@@ -36,8 +36,8 @@ def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | N
     if len(values) <= MOST_CLIENTS:
         return {f"{name}/{client:02}": value for client, value in enumerate(values)}
     known = [value for value in values if value is not None]
-    summaries = {"min": min, "mean": fmean, "max": max}
-    return {f"{name}/{key}": summary(known) if known else None for key, summary in summaries.items()}
+    summaries = {"min": min(known), "mean": fmean(known), "max": max(known)} if known else {}
+    return {f"{name}/{key}": summaries.get(key) for key in ("min", "mean", "max")}
 
 
 def of_strategies(metrics: Mapping[str, float | Tensor]) -> dict[str, float | None]:

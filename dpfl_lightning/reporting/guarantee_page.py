@@ -111,9 +111,7 @@ def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dic
     }
 
 
-def _summary(
-    result: RunResult, guarantees: Sequence[Guarantee], budgets: Sequence[float]
-) -> list[dict[str, str | float]]:
+def _summary(result: RunResult, guarantees: Sequence[Guarantee], budgets: Sequence[float]) -> list[dict[str, str]]:
     """Return smallest, median and largest value over all clients, separately for each column."""
     noises = [row["noise_multiplier"] for row in result.clients if row["noise_multiplier"] is not None]
     columns = {

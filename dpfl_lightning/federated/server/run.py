@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import time
@@ -259,7 +258,7 @@ class Run:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
         final_models = self.final_models(self.state) if finished else None
-        result = dataclasses.replace(self._result(reason, guarantees, final_models), interrupted=interrupted)
+        result = self._result(reason, interrupted, guarantees, final_models)
         if final_models is not None:
             self.folder.save_models(self.model, final_models)
             rows = [guarantee.as_dict() for guarantee in guarantees]
@@ -316,7 +315,9 @@ class Run:
             metrics=self.totals.metrics,
         )
 
-    def _result(self, reason: str, guarantees: Sequence[Guarantee], final_models: ClientModels | None) -> RunResult:
+    def _result(
+        self, reason: str, interrupted: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
+    ) -> RunResult:
         """Return the result of a run that has ended; `final_models` is None if it has not finished."""
         finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
@@ -331,6 +332,7 @@ class Run:
             client_seconds=totals.client_seconds,
             records_per_second=totals.records / max(self.snapshot["seconds"], 1e-9),
             reason=reason,
+            interrupted=interrupted,
             guarantee=summary.in_words(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
