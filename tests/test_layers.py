@@ -30,6 +30,7 @@ SERVER_SIDE = ("strategies", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store"},
+    "jinja2": {"reporting.guarantee_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
     "numba": {"kernels.compiled", "kernels.product_loops", "kernels.windows"},
