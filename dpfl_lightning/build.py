@@ -61,7 +61,7 @@ def build_population(options: Options) -> Population:
         public_records=data_options.public_records,
         use_public=data_options.use_public,
         groups=_named(data_options.groups),
-        mislabelled=_named(data_options.mislabelled),
+        label_noise=_named(data_options.label_noise),
         seed=options.seed,
     )
 

@@ -284,7 +284,7 @@ def test_help_lists_the_names_there_are() -> None:
         "data.name": dataset_names(),
         "data.partition": partition_names(),
         "data.groups": group_names(),
-        "data.mislabelled": list(UNITS),
+        "data.label_noise": list(UNITS),
         "model": models.names(),
         "strategies": list(strategies.STRATEGIES),
     }.items():
@@ -484,7 +484,7 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.Captu
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", said, re.MULTILINE)
     assert "--data.partition.alpha" in told("--data.partition.help=dirichlet")
     assert "--model.width" in told("--model.help", "convnet") and "no options" in told("--data.partition.help", "iid")
-    assert "sizes" in told("--data.groups.help", "rotation") and "share" in told("--data.mislabelled.help", "records")
+    assert "sizes" in told("--data.groups.help", "rotation") and "share" in told("--data.label_noise.help", "records")
     assert "Did you mean `noise_aware`?" in error_of("--strategies.help", "noise_awar")
 
 

@@ -49,7 +49,7 @@ class DataOptions:
         groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; null
             simulates none. Test accuracy is then the mean over clients on their held-out or test records, which are
             shifted like their training records.
-        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
+        label_noise: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
             of each client's records, {name: clients, share: 0.2} all records of this share of the clients; null
             simulates none.
     """
@@ -64,7 +64,7 @@ class DataOptions:
     use_public: bool = False
     partition: dict = field(default_factory=lambda: {"name": "iid"})
     groups: dict | None = None
-    mislabelled: dict | None = None
+    label_noise: dict | None = None
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def check(options: Options) -> None:
             resolve(key, value, options.clients.count, options.seed, kind)
     partition, model = options.data.partition, options.model
     require("name" in partition, "data.partition", "have a `name`", partition)
-    for key in ("data.groups", "data.mislabelled"):
+    for key in ("data.groups", "data.label_noise"):
         value = _at(options, key)
         require(value is None or "name" in value, key, "have a `name` or be null", value)
     require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
@@ -374,7 +374,7 @@ REGISTRIES = {
     "model": Registry("models", "MODELS", 2),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
-    "data.mislabelled": Registry("data.label_noise", "UNITS", 2),
+    "data.label_noise": Registry("data.label_noise", "UNITS", 2),
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.given import check_alike, pair
 from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.label_noise import mislabelled as with_wrong_labels
+from dpfl_lightning.data.label_noise import with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
@@ -118,7 +118,7 @@ class Population:
         public_records: int = 0,
         use_public: bool = False,
         groups: tuple[str, Mapping[str, Any]] | None = None,
-        mislabelled: tuple[str, Mapping[str, Any]] | None = None,
+        label_noise: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
         """Divide a public data set among simulated clients.
@@ -141,7 +141,7 @@ class Population:
                 are shifted for its group. Then there is no common test set (a test record differs between groups), and
                 the mean over clients on their held-out records replaces it. Public records are not shifted.
                 Partitions and test shares use the labels before the shift.
-            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
+            label_noise: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
                 labels. Partitions and test shares use the correct labels.
             seed: seed of the division (public).
 
@@ -189,10 +189,10 @@ class Population:
             caveats=(_SHARED,) if name == "overlapping" else (),
         )
         population = population if client_groups is None else population._shifted(client_groups)
-        if mislabelled is None:
+        if label_noise is None:
             return population
         y = with_wrong_labels(
-            mislabelled[0], population.y, population.train_of, population.num_classes, rng, **mislabelled[1]
+            label_noise[0], population.y, population.train_of, population.num_classes, rng, **label_noise[1]
         )
         return dataclasses.replace(population, y=y)
 
