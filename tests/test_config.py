@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.config.load import from_mapping, load, save, to_yaml
+from dpfl_lightning.config.load import from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
     ClientOptions,
     DataOptions,
@@ -25,6 +25,7 @@ from dpfl_lightning.config.options import (
     check,
     departures,
 )
+from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError
 
@@ -221,7 +222,7 @@ def test_yaml_round_trip(options: Options) -> None:
 def test_save_and_load(tmp_path: Path) -> None:
     options = options_of("--clients.count", "3", "--privacy.epsilon", "[1,2,3]", "--privacy.noise_key", NOISE_KEY)
     assert options.privacy is not None and options.privacy.noise_key == NOISE_KEY
-    save(options, tmp_path / "options.yaml")
+    (tmp_path / "options.yaml").write_text(to_yaml(options))
     assert load(["--config", str(tmp_path / "options.yaml")])[0] == options
 
 
@@ -489,12 +490,10 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.Captu
 
 
 def test_every_option_of_a_name_has_a_type_in_words() -> None:
-    from dpfl_lightning.config import option_help
-
-    for key in option_help.FLAGS.values():
-        for line in option_help.help_text(key, None).split("\n\n")[0].splitlines():
+    for key in REGISTRIES:
+        for line in help_text(key, None, "").split("\n\n")[0].splitlines():
             name = line.split()[0]
-            said = option_help.help_text(key, name)
+            said = help_text(key, name, "")
             assert "(no docstring)" not in said and "anything" not in said.rpartition("\n--")[2], (key, name)
 
 

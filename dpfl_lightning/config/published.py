@@ -1,8 +1,7 @@
-"""Published settings of clients as data: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
+"""Published settings of clients: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
 
-Reference: Malekmohammadi, Yu and Cao (2024), "Noise-Aware Algorithm for Heterogeneous Differentially Private
-Federated Learning", Table 7 (the distributions), and the lists in the authors' code release (index 0 first,
-not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
+Reference: Malekmohammadi, Yu and Cao (2024), Table 7 (the distributions), and the lists in the authors' code release
+(index 0 first, not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
 """
 
 from __future__ import annotations
