@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
     if flags.seeds:
-        require(
-            not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead."
-        )
+        advice = "Give the same --output_dir instead."
+        require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, advice)
         fit_seeds(options, flags.seeds)
     else:
         fit(options, resume=bool(flags.resume))
@@ -54,9 +53,6 @@ def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callba
         options: options of the run.
         resume: resume the run in `options.output_dir`.
         more: strategies and callbacks in addition to those that the options name.
-
-    Returns:
-        The result of the run.
 
     Raises:
         UserError: the options cannot be run, the folder is not empty, or it contains nothing to resume.
@@ -83,20 +79,11 @@ def _callbacks(options: Options) -> list[Callback]:
 def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
 
-    Args:
-        options: options of the runs; `output_dir` is required.
-        seeds: different seeds.
-
     Returns:
-        Mean and standard deviation of the test accuracy over the seeds; also written to `output_dir/result.json`.
+        `summarise` of the runs; also written to `output_dir/result.json`.
     """
-    require(
-        options.output_dir is not None,
-        "output_dir",
-        "be given with --seeds",
-        None,
-        "For example --output_dir runs/mine.",
-    )
+    advice = "For example --output_dir runs/mine."
+    require(options.output_dir is not None, "output_dir", "be given with --seeds", None, advice)
     from dpfl_lightning.build import so_far
     from dpfl_lightning.federated.transport.ranks import Ranks
 
@@ -122,12 +109,10 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
-    epsilons = [
-        max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results
-    ]
-    deltas = [max(c["delta"] for c in r["clients"]) for r in results]
+    spent = [[client["epsilon_spent"] for client in result["clients"]] for result in results]
+    epsilons = [max(math.inf if one is None else one for one in clients) for clients in spent]
+    delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
     largest = results[epsilons.index(max(epsilons))]
-    delta = delta_text(math.fsum(deltas))
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
         f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
         f"epsilons, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
