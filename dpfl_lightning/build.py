@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions, to_dict
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -211,7 +211,7 @@ def build_loop(
         output_dir=options.output_dir,
         device=options.engine.device,
         evaluate_every=options.evaluation.every,
-        options=to_dict(options),
+        options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )
 
@@ -231,7 +231,7 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     folder = Path(str(options.output_dir))
     if (header := ClientFolder(folder).header()) is None:
         return RunFolder(folder).options.exists(), None
-    now = deciding_options(to_dict(options))
+    now = deciding_options(dataclasses.asdict(options))
     result = folder / "result.json"
     if not result.exists():
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load
-from dpfl_lightning.config.options import FREE, Options, TrackingOptions, to_dict
+from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import passed_on
@@ -140,7 +140,7 @@ class Search:
         return {
             **{f"sweep.{key}": value for key, value in search_options.items() if key not in _FREE},
             "sweep.distilled": self.objective.digest,
-            **{key: value for key, value in to_dict(self.options).items() if key not in FREE},
+            **{key: value for key, value in dataclasses.asdict(self.options).items() if key not in FREE},
         }
 
     def _track(self, options: TrackingOptions) -> None:
@@ -149,7 +149,7 @@ class Search:
 
         tags = {**options.tags, "output_dir": str(self.folder.resolve())}
         self.tracking = StudyTracking(options.experiment, options.uri, tags)
-        record = {**to_dict(self.options), "sweep": dataclasses.asdict(self.sweep)}
+        record = {**dataclasses.asdict(self.options), "sweep": dataclasses.asdict(self.sweep)}
         name = options.run_name or str(self.sweep.name)
         self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
-from dpfl_lightning.config.options import MAY_BE_NULL, SECTIONS, Options, all_keys, check, nearest_key, to_dict
+from dpfl_lightning.config.options import MAY_BE_NULL, SECTIONS, Options, all_keys, check, nearest_key
 from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.typed import converted, in_words
 from dpfl_lightning.config.yaml_text import dump, parse_yaml, read_yaml
@@ -141,7 +141,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
     {'name': 'convnet', 'width': 8}
     """
     changed = _Values()
-    changed.put_all(to_dict(options), "the options", "before")
+    changed.put_all(dataclasses.asdict(options), "the options", "before")
     for key, value in values.items():
         changed.put(key, value, origin)
     return changed.typed()[0]
@@ -149,7 +149,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
 
 def to_yaml(options: Options) -> str:
     """Return the resolved configuration as YAML that `load` can read."""
-    return dump(to_dict(options))
+    return dump(dataclasses.asdict(options))
 
 
 def _check_kind_of_file(raw: Any, path: str, section: Section | None, overridden: Sequence[str]) -> None:

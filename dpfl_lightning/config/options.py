@@ -246,19 +246,14 @@ class Options:
     output_dir: str | None = None
 
 
-def to_dict(options: Options) -> dict[str, Any]:
-    """Return the resolved configuration as nested dictionaries."""
-    return dataclasses.asdict(options)
-
-
 def departures(options: Options) -> dict[str, Any]:
     """Return the options that differ from their defaults, nested.
 
     >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
     """
-    differing, defaults = {}, to_dict(Options())
-    for name, value in to_dict(options).items():
+    differing, defaults = {}, dataclasses.asdict(Options())
+    for name, value in dataclasses.asdict(options).items():
         if value != defaults[name]:
             partly = name in SECTIONS and value is not None
             differing[name] = {k: one for k, one in value.items() if one != defaults[name][k]} if partly else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.load import load, split
-from dpfl_lightning.config.options import Options, to_dict
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.reporting.figures import panels_figure
 from experiments.papers.__main__ import _parse, _sorted_out
 from experiments.papers.cells import RESULTS, Cell, path_of, required_cells
@@ -60,7 +61,7 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
         assert path_of(RESULTS, cell._replace(seed=None, overrides=())).as_posix() in places, path
         _, _, program, *words = shlex.split(content["command"])
         if program == "dpfl_lightning.fit":
-            made, declared = to_dict(load(words)[0]), to_dict(options(cell))
+            made, declared = dataclasses.asdict(load(words)[0]), dataclasses.asdict(options(cell))
             differing = {key for key in made if key != "tracking" and made[key] != declared[key]}
             assert differing <= {"privacy"}, (path, differing)
             keys = {key for key in made["privacy"] if made["privacy"][key] != declared["privacy"][key]}
