@@ -49,25 +49,12 @@ ENGINES: dict[str, type[SerialEngine]] = {
 
 def build_population(options: Options) -> Population:
     """Return the clients of a configuration, with the records of its data set."""
-    data_options = options.data
-    return Population.partitioned(
-        data.load(data_options.name, data_options.folder, data_options.download),
-        num_clients=options.clients.count,
-        partition=_split_name(data_options.partition),
-        records_per_client=data_options.records_per_client,
-        held_out_per_client=data_options.held_out_per_client,
-        test_per_client=data_options.test_per_client,
-        public_records=data_options.public_records,
-        use_public=data_options.use_public,
-        groups=None if data_options.groups is None else _split_name(data_options.groups),
-        label_noise=None if data_options.label_noise is None else _split_name(data_options.label_noise),
-        seed=options.seed,
-    )
-
-
-def _split_name(options: Mapping[str, Any]) -> tuple[str, dict]:
-    """Split `{name, options}` into the name and its options."""
-    return options["name"], {key: value for key, value in options.items() if key != "name"}
+    values = dataclasses.asdict(options.data)
+    dataset = data.load(values.pop("name"), values.pop("folder"), values.pop("download"))
+    for key in ("partition", "groups", "label_noise"):
+        if (named := values[key]) is not None:
+            values[key] = named.pop("name"), named
+    return Population.partitioned(dataset, num_clients=options.clients.count, seed=options.seed, **values)
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:

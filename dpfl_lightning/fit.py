@@ -47,12 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = ()) -> RunResult:
     """Train one run, with progress on the terminal and, unless `tracking` is None, in MLflow.
 
-    With several ranks, every rank calls this function; only rank 0 prints and writes.
-
-    Args:
-        options: options of the run.
-        resume: resume the run in `options.output_dir`.
-        more: strategies and callbacks in addition to those that the options name.
+    With several ranks, every rank calls this function; only rank 0 prints and writes. `resume` continues the run in
+    `options.output_dir`. `more` are strategies and callbacks in addition to those that the options name.
 
     Raises:
         UserError: the options cannot be run, the folder is not empty, or it contains nothing to resume.
@@ -79,8 +75,7 @@ def _callbacks(options: Options) -> list[Callback]:
 def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
 
-    Returns:
-        `summarise` of the runs; also written to `output_dir/result.json`.
+    Returns the `summarise` of the runs, and writes it to `output_dir/result.json`.
     """
     advice = "For example --output_dir runs/mine."
     require(options.output_dir is not None, "output_dir", "be given with --seeds", None, advice)
@@ -136,10 +131,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def seed_list(text: str) -> list[int]:
-    """Parse the value of `--seeds`.
-
-    Raises:
-        UserError: the text is not a list of different whole numbers.
+    """Parse the value of `--seeds`, or raise UserError unless it lists different whole numbers.
 
     >>> seed_list("0,1,2")
     [0, 1, 2]

@@ -69,11 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Search:
     """One search. All checks are made on construction, before the first trial.
 
-    Args:
-        sweep: options of the search, with a name.
-        options: options of the run that is searched; `output_dir` is the folder of the search.
-        workers: number of processes that run trials on this machine and share its cores.
-        helping: True if this is not the first of these processes.
+    `options.output_dir` is the folder of the search. `workers` processes on this machine run trials and share its cores;
+    `helping` is True for all but the first of them.
 
     **Privacy** The cost depends on the objective. Trials on a distilled set or on public records cost nothing. The cost
     of each private trial is stored in the study before the trial begins, and added up at the end.
@@ -231,10 +228,9 @@ class Search:
     # -- after the last trial
 
     def finish(self, final: bool = False) -> int:
-        """Print and write the report (table, result.json, best.yaml) and return the exit status.
+        """Print and write the report (table, result.json, best.yaml). Return 1 if no trial is complete, else 0.
 
-        With `final`, also train the configuration of the best trial on the clients. The status is 1 if no trial is
-        complete.
+        With `final`, also train the configuration of the best trial on the clients.
         """
         from dpfl_lightning.search import report
 
@@ -276,10 +272,7 @@ class Search:
         return self.folder / name
 
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Train the best trial's configuration on the clients with `fit`.
-
-        Resumes a run that was started; a finished run is only reported.
-        """
+        """Train the best trial's configuration with `fit`. Resumes a run that was started; a finished one is only reported."""
         from dpfl_lightning.fit import fit
         from dpfl_lightning.search.report import with_trials_text
 
@@ -325,18 +318,11 @@ def _clients(options: Options) -> dict[str, Any]:
 
 
 def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) -> str | None:
-    """Describe the joint guarantee of a distilled set and of a later run on the same clients.
+    """Describe the joint guarantee of a distilled set (`source`, `card`) and of a later run on the same clients.
 
     The two ledgers are composed if both are available and client k of one is client k of the other. Otherwise the text
-    states why not, and that their epsilons and deltas have to be added.
-
-    Args:
-        source: value of `sweep.distilled`.
-        card: card of the set.
-        final: options of the run; its folder contains its ledger.
-
-    Returns:
-        The text, or None if there is no set or it was made of public records only.
+    states why not, and that their epsilons and deltas have to be added. None if there is no set or it was made of public
+    records only.
 
     **Privacy** Arithmetic on public facts.
     """

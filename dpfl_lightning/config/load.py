@@ -50,15 +50,13 @@ def load(
     Args:
         argv: arguments after the program's name; None reads those of the process.
         extra: adds the command's flags by `add_argument`. Their names must differ from the fields of `Options`.
-        prog: name of the command in its help.
-        description: description of the command in its help.
+        prog, description: for the command's help.
         config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
         section: a section that only this command has. Its value is returned as the flag of that name.
         takes: sections whose keys the command line may set; empty allows all keys.
 
     Raises:
-        UserError: a missing or malformed file, an unknown key, a wrong type or a value out of range. The message names
-            the key, the value, where it was set and what to do.
+        UserError: a missing or malformed file, an unknown key, a wrong type or a value out of range.
 
     >>> options, flags = load(["--rounds", "5", "--privacy.epsilon=2", "--dry"],
     ...                       lambda parser: parser.add_argument("--dry", action="store_true"))
@@ -97,11 +95,7 @@ def load(
 
 
 def options_file(folder: str, key: str) -> str:
-    """Return the options file of the run in `folder`, for `config_of`. `key` is the flag that named the folder.
-
-    Raises:
-        UserError: `folder` is not the folder of a run.
-    """
+    """Return the options file of the run in `folder`, for `config_of`. `key` is the flag that named the folder."""
     path = Path(folder) / "options.yaml"
     if not path.is_file():
         of_seeds = ", ".join(str(one.parent) for one in sorted(Path(folder).glob("seed_*/options.yaml")))
@@ -113,9 +107,6 @@ def options_file(folder: str, key: str) -> str:
 def from_mapping(raw: Mapping[str, Any]) -> Options:
     """Return the options of a nested mapping, as it is read from YAML. Missing keys have their defaults.
 
-    Raises:
-        UserError: see `load`.
-
     >>> from_mapping({"rounds": 3, "privacy": None}).rounds
     3
     """
@@ -125,17 +116,10 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
 
 
 def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Options:
-    """Return the options with some values replaced, as if they were set by a later override.
+    """Return the options with the values of some dotted keys replaced, as if they were set by a later override.
 
-    A new name of a model or a strategy drops the options of the old one, except those that `values` also sets.
-
-    Args:
-        options: options before the change.
-        values: dotted key -> value.
-        origin: description of where the values were set, for messages.
-
-    Raises:
-        UserError: see `load`.
+    A new name of a model or a strategy drops the options of the old one, except those that `values` also sets. `origin`
+    states in messages where the values were set.
 
     >>> with_values(Options(privacy=None), {"model.name": "convnet", "model.width": 8}, "here").model
     {'name': 'convnet', 'width': 8}
@@ -269,14 +253,9 @@ class _Values:
 
 
 def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
-    """Separate overrides of options from all other arguments.
+    """Separate overrides (key, text) from all other arguments, which include `--KEY.help`.
 
-    Args:
-        argv: arguments of the command line.
-        also: names of further sections whose keys count as overrides.
-
-    Returns:
-        The overrides as (key, text), and the other arguments, which include `--KEY.help`.
+    `also` names further sections whose keys count as overrides.
 
     Raises:
         UserError: a key has no value.
@@ -363,11 +342,7 @@ def _type_text(hint: Any) -> str:
 
 
 def _parsed(parser: argparse.ArgumentParser, words: Sequence[str], section: Section | None) -> argparse.Namespace:
-    """Return the values of the flags.
-
-    Raises:
-        UserError: an unknown flag.
-    """
+    """Return the values of the flags, or raise UserError for an unknown flag."""
     flags, unknown = parser.parse_known_args(words)
     if unknown:
         word = unknown[0].partition("=")[0]

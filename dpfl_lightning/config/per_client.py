@@ -53,7 +53,6 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
             the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf), `learning_rate` in
             (0, inf), everything else above 0.
         value: a number, a list of `num_clients` numbers, or a mapping with a `name` (see the top of this module).
-        num_clients: N, >= 1.
         seed: root seed of the draws; equal arguments give equal values.
         kind: `int` for an option that counts something; normal draws are then rounded.
 
@@ -89,19 +88,13 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
 
 
 def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15) -> tuple[float, ...]:
-    """Draw privacy budgets from one of the noise-aware paper's nine distributions.
+    """Draw privacy budgets from one of the noise-aware paper's distributions "dist1" ... "dist9" (its Table 7).
 
-    Args:
-        dist: "dist1" ... "dist9": normal, a mixture of normals (each client draws its component), or uniform.
-        num_clients: N, >= 1.
-        seed: seed of the draw.
-        floor: smaller draws are raised to this value, > 0. The paper states none; its published lists show 0.25 for
-            dist1. The default lies just above the smallest epsilon that the paper's accountant can certify.
+    Draws below `floor` are raised to it. The paper states no floor; its published lists show 0.25 for dist1. The
+    default lies just above the smallest epsilon that the paper's accountant can certify.
 
     Raises:
         UserError: an unknown distribution, or a floor that is not above 0.
-
-    Reference: Malekmohammadi et al. (2024), Table 7.
 
     >>> [round(epsilon, 3) for epsilon in sample_epsilons("dist9", num_clients=3, seed=0)]
     [0.391, 0.281, 0.212]

@@ -60,12 +60,8 @@ def names_in(registry: Registry) -> list[str]:
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
     """Return `known[name](*args, **options)`, for a name and options that a user wrote.
 
-    Args:
-        key: dotted name of the option that holds the name, such as `model`; used in messages.
-        known: registered name -> function; the parameters after `args` are the options.
-        name: the name that the user chose.
-        args: arguments that the program passes.
-        options: options that the user passes; their types are checked against the annotations.
+    The function's parameters after `args` are the options; their annotations give the types. `key` is the dotted name
+    of the option that holds the name, such as `model`.
 
     Raises:
         UserError: an unknown name or option, a missing option, or a value of the wrong type.
@@ -103,14 +99,9 @@ def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, ins
 
 
 def help_text(key: str, name: str | None, about: str) -> str:
-    """Return the text that `--KEY.help [NAME]` prints: all names, or the options of one.
+    """Return the text that `--KEY.help [NAME]` prints: all names and the help of the key, or the options of one name.
 
     The registry is imported only here, because many registries import torch.
-
-    Args:
-        key: key of `REGISTRIES`.
-        name: registered name, or None for all names.
-        about: help of the key.
 
     Raises:
         UserError: `name` is not registered for the key.

@@ -54,12 +54,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """Upper bound on the privacy cost of a trial for each client.
+    """Upper bound on the privacy cost of a trial for each client: epsilon `[N]` (None means no bound) and delta `[N]`.
 
-    Args:
-        epsilon: `[N]`; None means no bound.
-        delta: `[N]`.
-        caveats: statements about what these epsilons do not cover; they are always shown with the epsilons.
+    `caveats` state what these epsilons do not cover; they are always shown with the epsilons.
     """
 
     epsilon: tuple[float | None, ...]
@@ -84,10 +81,8 @@ def objective(sweep: SweepOptions, options: Options) -> Objective:
 class ProxyObjective:
     """Trains fresh nets on a distilled set or on public records, and scores them on public records or held-out parts.
 
-    Attributes:
-        words: description for people.
-        digest: digest of the set, which the options do not determine.
-        card: card of the set, or empty.
+    `words` describes the objective, `digest` identifies the set, which the options do not determine, and `card` is the
+    card of the set, or empty.
 
     **Privacy** Post-processing of the set. Public records belong to no client.
     """
@@ -123,7 +118,7 @@ class ProxyObjective:
         self._training_of(options)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Run a trial and return its outcome. Raises `Pruned` if `report` ends the trial."""
+        """Run a trial and return its outcome; raises `Pruned` if `report` ends it."""
         begun, accuracies, training = time.perf_counter(), [], self._training_of(options)
 
         def new_net(seed: int) -> torch.nn.Module:
@@ -238,11 +233,7 @@ def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
 
 
 class FederatedObjective:
-    """Trains the federated run of each trial's options, with the same loop as `fit`. Attributes: see `ProxyObjective`.
-
-    Args:
-        options: options of the run.
-        private: train on the clients' records; otherwise on public records, which are distributed to the clients.
+    """Trains the federated run of a trial's options on the clients' records, or on public ones, with the loop of `fit`.
 
     **Privacy** A private trial is planned, charged and noised like any run. It is scored on public records, so neither
     the official test set nor a client's held-out records influence the choice.
@@ -269,7 +260,7 @@ class FederatedObjective:
         strategies.build(options.strategies)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Run a trial and return its outcome. Raises `Pruned` if `report` ends the trial.
+        """Run a trial and return its outcome; raises `Pruned` if `report` ends it.
 
         `charge` receives the most that a private trial can cost, before it starts.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from optuna.pruners import (
     BasePruner,
@@ -19,18 +19,13 @@ from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import Dimension
-from dpfl_lightning.search.storage import quietly
 
 
 def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None, shared: int) -> BaseSampler:
     """Return the sampler that draws the values of the next trial.
 
-    Args:
-        sweep: options with the sampler's name and options.
-        dimensions: search space.
-        seed: seed of this worker's draws; None draws it at random.
-        shared: seed of the order in which workers process a grid or a sequence. It must be the same for all workers;
-            otherwise they would omit some points and repeat others.
+    `seed` seeds this worker's draws; None draws it at random. `shared` seeds the order in which workers process a grid
+    or a sequence: with different orders, they would omit some points and repeat others.
 
     Raises:
         UserError: an unknown sampler, an option out of range, or a space that the sampler cannot search.
@@ -62,7 +57,7 @@ def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int 
         return NSGAIISampler(population_size=population_size, seed=seed)
 
     known = {"tpe": tpe, "random": random, "grid": grid, "qmc": qmc, "gp": gp, "nsga2": nsga2}
-    return quietly(call, "sweep.sampler", known, name, **options)
+    return call("sweep.sampler", known, name, **options)
 
 
 def size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
@@ -71,14 +66,10 @@ def size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
 
 
 def pruner(sweep: SweepOptions) -> BasePruner:
-    """Return the pruner, which ends trials that are worse than others.
-
-    Raises:
-        UserError: an unknown pruner, or an option out of range.
-    """
+    """Return the pruner, which ends trials that are worse than others."""
     options = dict(sweep.pruner)
     name = str(options.pop("name"))
-    known = {
+    known: dict[str, Callable[..., BasePruner]] = {
         "none": NopPruner,
         "median": _median,
         "percentile": _percentile,
@@ -86,7 +77,7 @@ def pruner(sweep: SweepOptions) -> BasePruner:
         "hyperband": _hyperband,
     }
     try:
-        return quietly(call, "sweep.pruner", known, name, **options)
+        return call("sweep.pruner", known, name, **options)
     except UserError:
         raise
     except ValueError as error:

@@ -39,7 +39,6 @@ class Dimension:
         choices: label -> value, or None for a range.
         low: lower end of the range. The range has whole numbers if both ends are whole numbers.
         high: upper end of the range; with a step, the last value that a step reaches.
-        step: step of the range, or None.
         log: whether the logarithm is drawn uniformly.
         when: other key -> value (label, for choices) that it must have for this key to be drawn.
     """
@@ -86,7 +85,7 @@ def _stepped(low: float, high: float, step: float) -> list[Any]:
 
 
 def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
-    """Return the dimensions of `sweep.space` by key, after checking each of them.
+    """Return the dimensions of `sweep.space` by key.
 
     Raises:
         UserError: a key that the objective cannot search, or an invalid option or range.
@@ -126,11 +125,7 @@ def options_of(
     found: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Return the run's options with `more` and then the drawn values set.
-
-    Raises:
-        UserError: the result is not valid for a run.
-    """
+    """Return the run's options with `more` and then the drawn values set."""
     values = {key: one if (labels := dimensions[key].choices) is None else labels[one] for key, one in found.items()}
     return with_values(options, {**(more or {}), **values}, "by the sweep")
 
@@ -150,11 +145,7 @@ def _needed(dimension: Dimension, dimensions: Mapping[str, Dimension]) -> dict[s
 
 
 def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Mapping[str, Any]) -> None:
-    """Check that every value is valid for a run, apart from its combinations.
-
-    Raises:
-        UserError: an unknown key, a wrong type, or a value out of range.
-    """
+    """Raise UserError unless every value is valid for a run, apart from its combinations."""
     for dimension, candidates in probes(dimensions):
         for one in candidates:
             try:
@@ -164,12 +155,9 @@ def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Ma
 
 
 def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
-    """Check that trials, which have the values `more`, and run have the same public records.
+    """Raise UserError unless trials, which have the values `more`, have the same public records as the run.
 
     **Privacy** Searching on public records is free only because no client of the later run holds them.
-
-    Raises:
-        UserError: an option that determines which records are public differs.
     """
     run_data, trial_data = options.data, options_of(options, {}, {}, more).data
     for name in _PUBLIC:

@@ -18,6 +18,8 @@ from optuna.trial import FrozenTrial
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SCORES, SweepOptions
 
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats and samplers
+
 _IDENTITY = "searched"
 _LOOKS = 20  # attempts to open a database whose tables another process is creating
 _FAILS = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, RuntimeError, ValueError)
@@ -29,9 +31,6 @@ def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Stu
     """Open the study of that name in the database; creates it if missing.
 
     `given_up` is called with a trial whose worker has sent no heartbeat for three intervals.
-
-    Raises:
-        UserError: the database does not answer.
     """
     options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
     try:
@@ -48,12 +47,11 @@ def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Stu
         ) from None
 
 
-def _with_tables(url: str, options: Mapping[str, Any] | None, heartbeat: int, given_up: GivenUp) -> RDBStorage:
+def _with_tables(url: str, options: dict[str, Any] | None, heartbeat: int, given_up: GivenUp) -> RDBStorage:
     """Return the storage. If another process creates the tables of a new database at the same time, try again."""
     for look in range(_LOOKS):
         try:
-            return quietly(
-                RDBStorage,
+            return RDBStorage(
                 url,
                 options,
                 heartbeat_interval=heartbeat,
@@ -82,12 +80,8 @@ def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
 
 
 def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
-    """Return whether the study is new. An existing study must have the same identity.
-
-    Raises:
-        UserError: the study has another identity, or was not created by this command.
-    """
-    wanted = json.loads(json.dumps(identity))
+    """Return whether the study is new. Raise UserError if it has another identity, or another program created it."""
+    wanted = json.loads(json.dumps(identity))  # as it is stored
     stored = study.user_attrs.get(_IDENTITY)
     if stored is None:
         foreign = bool(study.get_trials(deepcopy=False))
@@ -119,10 +113,3 @@ def in_one_line(error: BaseException) -> str:
     """Return the first line of an error; errors other than UserError start with their type."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
-
-
-def quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `function` without Optuna's warnings about experimental features."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return function(*args, **options)

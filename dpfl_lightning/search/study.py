@@ -19,7 +19,7 @@ from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import SCORES, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
 from dpfl_lightning.search.space import Dimension, drawn
-from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
+from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
@@ -43,13 +43,10 @@ class Trial:
     """A finished trial.
 
     Args:
-        number: number in the study.
         state: complete, pruned or failed.
         found: dotted key -> drawn value (label, for choices).
         scores: name -> value; a pruned trial has its last value.
         reason: why it failed or was pruned.
-        begun: start time; None if it never started.
-        ended: end time.
         steps: step -> accuracy at that step.
         facts: notes about the trial: num_params, seconds, host, cost, error.
         again: whether another trial repeats it.
@@ -100,9 +97,6 @@ class Study:
     """The trials of one search, which all its workers share through a database.
 
     Args:
-        sweep: options of the search.
-        dimensions: search space.
-        url: URL of the database.
         identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
         seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study uses it; other
             workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
@@ -152,10 +146,8 @@ class Study:
     def work(self, act: Callable[[Running], Sequence[float]], on_end: Callable[[Trial], None]) -> None:
         """Run trials until the study has all of them, including trials that other workers leave unfinished.
 
-        Args:
-            act: runs a trial and returns its scores. It raises `Pruned` if the trial ends early, and may raise any
-                error.
-            on_end: called with each trial that ended here, or whose worker was found to have died.
+        `act` runs a trial and returns its scores; it raises `Pruned` if the trial ends early, and may raise any error.
+        `on_end` is called with each trial that ended here, or whose worker was found to have died.
         """
         self._on_end = on_end
         vouched: set[int] = set()
@@ -170,7 +162,7 @@ class Study:
                 self._storage.record_heartbeat(trial_id)
             vouched |= ids
             time.sleep(_POLL_SECONDS)
-            quietly(optuna.storages.fail_stale_trials, self._study)
+            optuna.storages.fail_stale_trials(self._study)
 
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
@@ -219,10 +211,7 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """Return how many trials up to number `last` are still to begin.
-
-        A repeated trial counts once; a waiting trial does not count.
-        """
+        """Return how many trials up to number `last` have to begin. A repeated trial counts once, a waiting one not at all."""
         trials = [trial for trial in self._known() if trial.number <= last]
         again = _repeated(trials)
         once = [trial for trial in trials if trial.number not in again]
@@ -281,18 +270,14 @@ class Study:
 
 def _queue_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
     """Queue a trial with the same values, unless this was done `most` times."""
-    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, trial))
-
-
-def _history(trial: FrozenTrial) -> list[int]:
-    """Return the trials that this one repeats."""
-    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)
+    RetryHeartbeatStaleTrialCallback(most)(study, trial)
 
 
 def _repeated(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for trial in trials for number in _history(trial)}
+    return {number for trial in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(trial)}
 
 
 def _lost(trial: FrozenTrial) -> bool:
     """Return whether the worker died, and no worker queued the trial again."""
-    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and len(_history(trial)) < _MOST_RETRIES
+    retries = len(RetryHeartbeatStaleTrialCallback.retry_history(trial))
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and retries < _MOST_RETRIES
