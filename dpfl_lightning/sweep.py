@@ -69,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Search:
     """One search. All checks are made on construction, before the first trial.
 
-    `options.output_dir` is the folder of the search. `workers` processes on this machine run trials and share its cores;
-    `helping` is True for all but the first of them.
+    `options.output_dir` is the folder of the search. `workers` processes on this machine run trials and share its
+    cores; `helping` is True for all but the first of them.
 
     **Privacy** The cost depends on the objective. Trials on a distilled set or on public records cost nothing. The cost
     of each private trial is stored in the study before the trial begins, and added up at the end.
@@ -272,7 +272,7 @@ class Search:
         return self.folder / name
 
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Train the best trial's configuration with `fit`. Resumes a run that was started; a finished one is only reported."""
+        """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""
         from dpfl_lightning.fit import fit
         from dpfl_lightning.search.report import with_trials_text
 
@@ -321,8 +321,8 @@ def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) ->
     """Describe the joint guarantee of a distilled set (`source`, `card`) and of a later run on the same clients.
 
     The two ledgers are composed if both are available and client k of one is client k of the other. Otherwise the text
-    states why not, and that their epsilons and deltas have to be added. None if there is no set or it was made of public
-    records only.
+    states why not, and that their epsilons and deltas have to be added. None if there is no set or it was made of
+    public records only.
 
     **Privacy** Arithmetic on public facts.
     """

@@ -64,16 +64,19 @@ def load(
     (5, 2.0, True)
     """
     overrides, flag_words = split(sys.argv[1:] if argv is None else argv, () if section is None else section[:1])
+    accepted = " and ".join(f"--{one}.*" for one in takes)
+    advice = f"It accepts only {accepted}; all other options are those of the run."
     for key, text in overrides:
-        advice = (
-            f"It accepts only {' and '.join(f'--{one}.*' for one in takes)}; all other options are those of the run."
-        )
         taken = not takes or key.partition(".")[0] in takes
         require(taken, f"--{key}", "be left out of this command", text, advice)
     parser = _command_parser(prog, description, section, takes)
     if extra is not None:
         extra(parser)
-    flags = _parsed(parser, flag_words, section)
+    flags, unknown = parser.parse_known_args(flag_words)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        near = nearest_key(word.removeprefix("--"), [*vars(flags), *all_keys(section)]).replace("`", "`--", 1)
+        raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
     implied = config_of(flags) if config_of else None
     twice = bool(flags.config and implied)
     require(not twice, "--config", "be left out", flags.config, f"Other flags choose {implied}.")
@@ -339,13 +342,3 @@ def _type_text(hint: Any) -> str:
         if isinstance(hint, type) and not get_args(hint)
         else str(hint).removeprefix("typing.").replace("None", "null")
     )
-
-
-def _parsed(parser: argparse.ArgumentParser, words: Sequence[str], section: Section | None) -> argparse.Namespace:
-    """Return the values of the flags, or raise UserError for an unknown flag."""
-    flags, unknown = parser.parse_known_args(words)
-    if unknown:
-        word = unknown[0].partition("=")[0]
-        near = nearest_key(word.removeprefix("--"), [*vars(flags), *all_keys(section)]).replace("`", "`--", 1)
-        raise UserError(f"`{word}` must be a known key or flag. {near}".rstrip())
-    return flags

@@ -34,6 +34,9 @@ class Bound(NamedTuple):
     holds: Callable[[Any], bool]
 
 
+# The paper states no floor; its published lists show 0.25 for dist1. This one lies just above the smallest epsilon that
+# the paper's accountant can certify.
+_FLOOR = 0.15
 _NOT_NEGATIVE = Bound("be >= 0 and finite", lambda value: 0 <= value < math.inf)
 _POSITIVE = Bound("be above 0", lambda value: value > 0)
 # By the last part of an option's key; all other values must be above 0.
@@ -87,31 +90,6 @@ def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = f
     return tuple(kind(one) for one in values)
 
 
-def sample_epsilons(dist: str, num_clients: int, seed: int | Sequence[int], floor: float = 0.15) -> tuple[float, ...]:
-    """Draw privacy budgets from one of the noise-aware paper's distributions "dist1" ... "dist9" (its Table 7).
-
-    Draws below `floor` are raised to it. The paper states no floor; its published lists show 0.25 for dist1. The
-    default lies just above the smallest epsilon that the paper's accountant can certify.
-
-    Raises:
-        UserError: an unknown distribution, or a floor that is not above 0.
-
-    >>> [round(epsilon, 3) for epsilon in sample_epsilons("dist9", num_clients=3, seed=0)]
-    [0.391, 0.281, 0.212]
-    """
-    known = sorted(EPSILONS)
-    require(dist in known, "dist", f"be one of {', '.join(known)}", dist, nearest(dist, known))
-    require(floor > 0, "floor", "be above 0", floor)
-    rng = np.random.default_rng(seed)
-    if dist in UNIFORMS:
-        draws = rng.uniform(*UNIFORMS[dist], size=num_clients)
-    else:
-        probability, mean, std = np.array(NORMAL_MIXTURES[dist]).T
-        component = rng.choice(len(probability), size=num_clients, p=probability)
-        draws = rng.normal(mean[component], std[component])
-    return tuple(np.maximum(draws, floor).tolist())
-
-
 class _Draw(NamedTuple):
     """Arguments that every named distribution receives; its options follow by keyword."""
 
@@ -152,13 +130,26 @@ def _published_batch_sizes(draw: _Draw) -> list:
 def _budgets(draw: _Draw, source: str = "published", scale: float = 1.0, floor: float | None = None) -> list:
     sources = ("published", "sampled")
     require(source in sources, f"{draw.key}.source", "be published or sampled", source, nearest(source, sources))
-    if source == "published":
+    if source == "sampled":
+        epsilons = _sampled_epsilons(draw, _FLOOR if floor is None else floor)
+    else:
         advice = f"To draw budgets, set {{name: {draw.name}, source: sampled}}."
         epsilons = _published(draw, EPSILONS[draw.name], advice)
         require(floor is None, f"{draw.key}.floor", "come with `source: sampled`", floor, "Leave it out.")
-    else:
-        epsilons = sample_epsilons(draw.name, draw.num_clients, draw.seed, *([] if floor is None else [floor]))
     return [epsilon * scale for epsilon in epsilons]
+
+
+def _sampled_epsilons(draw: _Draw, floor: float) -> Sequence[float]:
+    """Draw budgets from a normal distribution, a mixture of normals (each client draws its component), or uniform."""
+    require(floor > 0, f"{draw.key}.floor", "be above 0", floor)
+    rng = np.random.default_rng(draw.seed)
+    if draw.name in UNIFORMS:
+        draws = rng.uniform(*UNIFORMS[draw.name], size=draw.num_clients)
+    else:
+        probability, mean, std = np.array(NORMAL_MIXTURES[draw.name]).T
+        component = rng.choice(len(probability), size=draw.num_clients, p=probability)
+        draws = rng.normal(mean[component], std[component])
+    return np.maximum(draws, floor).tolist()
 
 
 def _published(draw: _Draw, lists: Mapping[int, tuple], advice: str) -> tuple:

@@ -211,7 +211,7 @@ class Study:
         return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """Return how many trials up to number `last` have to begin. A repeated trial counts once, a waiting one not at all."""
+        """Return how many trials up to number `last` must begin. A repeated trial counts once, a waiting one never."""
         trials = [trial for trial in self._known() if trial.number <= last]
         again = _repeated(trials)
         once = [trial for trial in trials if trial.number not in again]
