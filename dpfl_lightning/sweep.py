@@ -24,7 +24,7 @@ from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import passed_on
-from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
+from dpfl_lightning.search.options import SCORES, SweepOptions, check
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):
         require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
-    sweep = dataclasses.replace(flags.sweep, name=study_name(flags.sweep, flags.config))
+    name = flags.sweep.name or (Path(flags.config).stem if flags.config else "sweep")
+    sweep = dataclasses.replace(flags.sweep, name=name)
     search = Search(sweep, options, workers=max(flags.workers, flags.helping), helping=flags.helping > 1)
     if flags.helping > 1:
         search.work()

@@ -311,6 +311,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("3: 4", ["`3` must be a known key"]),
         ("rounds: many", ["`rounds` must be a whole number, got 'many'"]),
         ("rounds: 2.5", ["`rounds` must be a whole number, got 2.5"]),
+        ("rounds: '5'", ["`rounds` must be a whole number, got '5'"]),
         ("rounds: true", ["got True"]),
         ("rounds: [1]", ["got [1]"]),
         ("rounds:", ["`rounds` must be a whole number, got None"]),

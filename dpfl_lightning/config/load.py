@@ -337,8 +337,6 @@ def _command_parser(
 
 
 def _type_text(hint: Any) -> str:
-    return (
-        hint.__name__
-        if isinstance(hint, type) and not get_args(hint)
-        else str(hint).removeprefix("typing.").replace("None", "null")
-    )
+    if get_args(hint):
+        return str(hint).removeprefix("typing.").replace("None", "null")
+    return hint.__name__

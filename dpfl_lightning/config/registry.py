@@ -17,13 +17,10 @@ T = TypeVar("T")
 
 
 class Registry(NamedTuple):
-    """The place where the names that a key accepts are registered.
+    """The mapping `attribute` in a module of the package, whose keys are the names that a key accepts.
 
-    Args:
-        module: module inside the package.
-        attribute: name of a mapping whose keys are the names.
-        given: number of leading arguments that the program passes to a registered function; the others are options.
-        functions: name of a function that returns name -> function, if the mapping does not hold functions.
+    `given` is the number of leading arguments that the program passes to a registered function; the others are options.
+    `functions` names a function that returns name -> function, if the mapping does not hold functions.
     """
 
     module: str

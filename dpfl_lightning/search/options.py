@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal
 
 from dpfl_lightning.config.options import AtLeastOne, Named
@@ -93,12 +92,3 @@ def check(sweep: SweepOptions) -> None:
     for key, value in sweep.trials_with.items():
         must = f"be a key of {', '.join(_ON_A_SET)} with objective set, whose nets ignore all other keys"
         require(key.split(".")[0] in _ON_A_SET, f"sweep.trials_with.{key}", must, value)
-
-
-def study_name(sweep: SweepOptions, config: str | None) -> str:
-    """Return the name of the study; the default is the name of the configuration file.
-
-    >>> study_name(SweepOptions(), "sweeps/nas_digits.yaml")
-    'nas_digits'
-    """
-    return sweep.name or (Path(config).stem if config else "sweep")

@@ -65,7 +65,7 @@ class Trial:
 
 
 class Running:
-    """A running trial: its drawn values (`found`) and its reports. `single`: whether the study has one score."""
+    """A running trial: its number, its drawn values `found`, and its reports."""
 
     def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
         self._trial, self._single, self.number = trial, single, trial.number
