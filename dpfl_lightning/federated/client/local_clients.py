@@ -130,6 +130,7 @@ class LocalClients:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
         key = "" if self.privacy is None else self.privacy.noise_key
         configured = json.dumps(self._configuration(plan), sort_keys=True)
+        configured = configured.replace('"label_noise"', '"mislabelled"')  # its name when the finished cells were made
         return Streams() if key is None else Streams.simulated(key, plan.seed, configured)
 
     def change(self, schedule: RunSchedule) -> None:
