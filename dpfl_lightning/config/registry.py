@@ -34,7 +34,7 @@ REGISTRIES = {
     "model": Registry("models", "MODELS", 2),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
-    "data.label_noise": Registry("data.label_noise", "UNITS", 2),
+    "data.label_noise": Registry("data.groups", "UNITS", 2),
 }
 
 
