@@ -36,7 +36,7 @@ ONLY_IN = {
     "numba": {"kernels.compiled", "kernels.product_loops", "kernels.windows"},
     "llvmlite": {"kernels.windows"},
     "opacus": {"privacy.accounting.accountant", "privacy.accounting.prv"},
-    "jsonargparse": {"config.load", "plan"},
+    "jsonargparse": {"plan"},
     "pooch": {"data.sources", "runtime.folders"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.evaluation"},

@@ -9,19 +9,18 @@ import math
 import shlex
 import time
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpfl_lightning.config.load import from_mapping, split
-from dpfl_lightning.config.options import Options, all_keys
-from dpfl_lightning.config.yaml_text import parse_yaml, read_yaml
+from dpfl_lightning.config.load import from_mapping, parse_override, split
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
 from experiments.papers.cells import Cell, circumstances, path_of, read, write
@@ -219,21 +218,12 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     tracking = {"experiment": EXPERIMENT, "run_name": cell.place.as_posix(), "tags": tags}
     declared = declared_options(cell)
     config = {} if "config" not in declared else read_yaml(declared.pop("config"))
-    set_by_user = [(key, _parsed(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
+    set_by_user = [(key, parse_override(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
     parts = [config, declared, {"tracking": tracking}, *({key: value} for key, value in set_by_user)]
     options = from_mapping(merged(parts))
     if options.privacy is None or options.privacy.noise_key is not None:
         return options
     return dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=NOISE_KEY))
-
-
-def _parsed(key: str, text: str) -> Any:
-    """The value of an option on the command line; for a key that holds text, the text itself."""
-    hint = all_keys()[key].hint if key in all_keys() else None
-    may_be_text = isinstance(hint, types.UnionType) and str in get_args(hint)
-    if hint is str or get_origin(hint) is Literal or may_be_text:
-        return None if text == "null" and types.NoneType in get_args(hint) else text
-    return parse_yaml(text, f"--{key}")
 
 
 # ---- making one cell
