@@ -102,7 +102,7 @@ def load(
         if own_section is not None and key.partition(".")[0] == own_section.name:
             own_section.put(key, parse_yaml(text, f"--{key}"), "on the command line")
         else:
-            source.put(key, _value(key, text), "on the command line")
+            source.put(key, parse_value(key, text), "on the command line")
     options = source.options()
     if own_section is not None:
         setattr(flags, own_section.name, own_section.typed())
@@ -421,7 +421,7 @@ def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str
     return overrides, others
 
 
-def _value(key: str, text: str) -> Any:
+def parse_value(key: str, text: str) -> Any:
     """Parse the text of an override as YAML; a key that holds text keeps the text itself."""
     hint = all_keys()[key].hint if key in all_keys() else None
     if not (hint is str or get_origin(hint) is Literal or _may_be_text(hint)):
