@@ -46,6 +46,17 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
+def require_one_of(choices: Iterable[str], key: str, name: object) -> None:
+    """Raise UserError with the nearest choice unless `name` is one of the choices."""
+    known = list(choices)
+    require(name in known, key, f"be one of {', '.join(known)}", name, nearest(str(name), known))
+
+
+def warn_user(message: str) -> None:
+    """Show a `UserNotice`, as from the caller of the function that calls this one."""
+    warnings.warn(message, UserNotice, stacklevel=3)
+
+
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
     """Show a `UserNotice` as one line, and other warnings by `otherwise`; show nothing on local ranks other than 0."""
     if launched().local_rank > 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 
@@ -11,9 +10,8 @@ import pytest
 from grouped_updates import CNN, TRUE, grouped, updates_of
 from sklearn.metrics import adjusted_rand_score
 
-from dpfl_lightning.algorithms import null_separation
-from dpfl_lightning.algorithms.null_separation import any_cut, given_cut, noise_alone, two_way
-from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
+from dpfl_lightning.algorithms import update_groups
+from dpfl_lightning.algorithms.update_groups import GroupOptions, any_cut, find_groups, given_cut, noise_alone, two_way
 from dpfl_lightning.errors import UserError
 
 RULES = ("split", "mss")
@@ -24,11 +22,12 @@ RULES = ("split", "mss")
     ("num_params", "two_of_21", "two_of_6", "family"),
     [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
 )
-def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch):
+def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch, request):
     """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: 2 % of error. Seeds are fixed."""
-    monkeypatch.setattr(null_separation, "FALSE_ALARMS", 0.05)
-    for name in ("_two_way", "_any_cut"):  # and nothing is remembered of the other quantile
-        monkeypatch.setattr(null_separation, name, functools.cache(getattr(null_separation, name).__wrapped__))
+    monkeypatch.setattr(update_groups, "FALSE_ALARMS", 0.05)
+    for threshold in (two_way, any_cut):  # nothing is remembered of the other quantile
+        threshold.__wrapped__.cache_clear()
+        request.addfinalizer(threshold.__wrapped__.cache_clear)
     begun = time.perf_counter()
     found = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
     assert found == pytest.approx([two_of_21, two_of_6, family], rel=0.08)
@@ -230,9 +229,9 @@ def test_clients_in_another_order_are_the_same_groups():
 
 def test_nearly_equal_noise_shares_its_thresholds():
     two_way(777, [1.0] * 9)
-    solved = null_separation._two_way.cache_info().currsize
+    solved = two_way.__wrapped__.cache_info().currsize
     two_way(777, [1.0004, *[0.9998] * 8])
-    assert null_separation._two_way.cache_info().currsize == solved
+    assert two_way.__wrapped__.cache_info().currsize == solved
 
 
 @pytest.mark.parametrize(

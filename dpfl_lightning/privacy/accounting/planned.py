@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
@@ -108,6 +109,12 @@ class ClientSchedule:
         if not noised:
             raise KeyError("no noised sum is planned")
         return max(noised, key=lambda line: line.count)
+
+    @property
+    def adds_noise(self) -> bool:
+        """Whether training adds noise, which need not be solved yet."""
+        noise = self.main.noise_multiplier
+        return math.isfinite(self.target_epsilon) if noise is None else noise > 0
 
     def count_of(self, purpose: str) -> int:
         """Return the number of planned releases of a purpose; 0 if the purpose is not planned."""
