@@ -31,9 +31,8 @@ from experiments.papers.registry import experiments
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.results import RunResult
 
-NOISE_KEY = "0" * 32  # of all cells: they are simulations, and the same command gives the same numbers
-#: of MLflow
-EXPERIMENT = "reproduce"
+NOISE_KEY = "0" * 32  # all cells are simulations: the same command gives the same numbers
+EXPERIMENT = "reproduce"  # in MLflow
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class RunnerOptions:
 
     Args:
         fit: `fit(options, resume, callbacks)`, as `dpfl_lightning.fit`.
-        results: folder of finished cells.
         runs: folder of the runs' folders.
         free: further arguments of `fit`, which decide only how a run is executed and reported.
         again: make finished cells again.
@@ -55,7 +53,6 @@ class RunnerOptions:
     again: bool = False
 
     def log(self, line: str) -> None:
-        """Print a line of progress."""
         print(line, flush=True)
 
 
@@ -68,8 +65,13 @@ class CellContext:
 
     @property
     def options(self) -> Options:
-        """The options of the cell's run."""
         return options_of(self.cell, self.runner)
+
+    @property
+    def device(self) -> str:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and self.options.engine.device != "cpu" else "cpu"
 
     def run(self, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of the cell, resumed if it was interrupted."""
@@ -77,7 +79,7 @@ class CellContext:
         return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
-        """The run of another cell with the seed and the overrides of this one; a finished run is not made again.
+        """The run of another cell with this seed and these overrides; a finished run is not made again.
 
         If several processes need it at the same time, one makes it, and the others wait.
         """
@@ -90,11 +92,7 @@ class CellContext:
 
 
 def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
-    """Make these cells one after the other.
-
-    Returns:
-        One sentence for each cell that failed, also printed at once.
-    """
+    """Make these cells one after the other; prints and returns one sentence for each cell that failed."""
     failures = []
     for number, cell in enumerate(cells):
         if isinstance(spec(cell), Training):
@@ -127,24 +125,17 @@ def without_data(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cel
     Raises:
         UserError: options are wrong; nothing was run yet.
     """
-    missing: Counter[str] = Counter()
-    available = []
     data_of = {cell: options_of(cell, runner).data for cell in cells if isinstance(spec(cell), Training)}
-    for cell in cells:
-        data = data_of.get(cell)
-        if data is not None and _is_missing(data.name, data.folder, data.download):
-            missing[data.name] += 1
-        else:
-            available.append(cell)
-    return available, [
+    lacking = {cell: data.name for cell, data in data_of.items() if _lacks(data.name, data.folder, data.download)}
+    return [cell for cell in cells if cell not in lacking], [
         f"{count} of {len(cells)} cells cannot be made, because the data set {name} is neither on this machine nor can "
         "it be fetched; with its files in a folder, add --data.folder FOLDER."
-        for name, count in missing.items()
+        for name, count in Counter(lacking.values()).items()
     ]
 
 
 @functools.cache
-def _is_missing(name: str, folder: str | None, download: bool) -> bool:
+def _lacks(name: str, folder: str | None, download: bool) -> bool:
     from dpfl_lightning import data
     from dpfl_lightning.data.sources import DataMissing
 
@@ -168,14 +159,14 @@ def declared_options(cell: Cell) -> dict[str, Any]:
 def command_of(cell: Cell) -> str:
     """The command that makes the cell's numbers again."""
     made_by = spec(cell)
-    if isinstance(made_by, Training) and made_by.recorder is None and made_by.study is None:
-        declared = declared_options(cell)
-        seed = f"--seed={declared.pop('seed')}"
-        words = [word for key, value in declared.items() for word in (f"--{key}", _text(value))]
-        options = _options(cell, ())
-        key = [] if options.privacy is None else [f"--privacy.noise_key={options.privacy.noise_key}"]
-        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words, seed, *_override_args(cell), *key])
-    return shlex.join(["python", "-m", "experiments.papers", *cli_args(cell), "--again"])
+    if isinstance(made_by, Computation) or made_by.recorder is not None or made_by.study is not None:
+        return shlex.join(["python", "-m", "experiments.papers", *cli_args(cell), "--again"])
+    declared = declared_options(cell)
+    seed = f"--seed={declared.pop('seed')}"
+    words = [word for key, value in declared.items() for word in (f"--{key}", _text(value))]
+    privacy = _options(cell, ()).privacy
+    key = [] if privacy is None else [f"--privacy.noise_key={privacy.noise_key}"]
+    return shlex.join(["python", "-m", "dpfl_lightning.fit", *words, seed, *_override_args(cell), *key])
 
 
 def cli_args(cell: Cell) -> list[str]:
@@ -230,33 +221,21 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
 
 
 def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
-    made_by = spec(cell)
+    made_by, context, begun = spec(cell), CellContext(cell, runner), time.perf_counter()
+    content: Mapping[str, Any]
     if isinstance(made_by, Computation):
-        begun = time.perf_counter()
-        content: dict[str, Any] = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
-        return _with_circumstances(cell, content, round(time.perf_counter() - begun, 2), "cpu")
-    if made_by.study is not None:
-        return _studied(cell, runner, made_by.study)
-    from experiments.papers.recorder import Recorder, guarantee_of
+        content = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
+        seconds, device = round(time.perf_counter() - begun, 2), "cpu"
+    elif made_by.study is not None:
+        content = made_by.study(context)
+        seconds, device = round(time.perf_counter() - begun, 1), context.device
+    else:
+        from experiments.papers.recorder import Recorder, guarantee_of
 
-    folder, resume = run_folder(cell, runner)
-    recorder = (made_by.recorder or Recorder)()
-    result = runner.fit(options_of(cell, runner, folder), resume, [recorder])
-    content = {**recorder.record, **guarantee_of(result)}
-    return _with_circumstances(cell, content, round(result.wall_seconds, 1), recorder.device)
-
-
-def _studied(cell: Cell, runner: RunnerOptions, study: Callable[[CellContext], Mapping[str, Any]]) -> dict[str, Any]:
-    import torch
-
-    context = CellContext(cell, runner)
-    on_gpu = torch.cuda.is_available() and context.options.engine.device != "cpu"
-    begun = time.perf_counter()
-    content = study(context)
-    return _with_circumstances(cell, content, round(time.perf_counter() - begun, 1), "cuda" if on_gpu else "cpu")
-
-
-def _with_circumstances(cell: Cell, content: Mapping[str, Any], seconds: float, device: str) -> dict[str, Any]:
+        recorder = (made_by.recorder or Recorder)()
+        result = context.run([recorder])
+        content = {**recorder.record, **guarantee_of(result)}
+        seconds, device = round(result.wall_seconds, 1), recorder.device
     first = {key: content[key] for key in ("values", "epsilon_max", "guarantee", "rounds") if key in content}
     return {**first, "seconds": seconds, **circumstances(device), "command": command_of(cell), **content}
 
@@ -264,8 +243,8 @@ def _with_circumstances(cell: Cell, content: Mapping[str, Any], seconds: float, 
 def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
     """The folder of its run, and whether to resume the run in it.
 
-    A run of the same options is resumed, also a finished one (its cell may not have been written), unless finished
-    cells are made again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
+    A run of the same options is resumed, even a finished one (its cell may be missing), unless finished cells are made
+    again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
     """
     folder, number = runner.runs / cell.place, 2
     while (following := folder.with_name(f"{(runner.runs / cell.place).name}.{number}")).exists():
@@ -283,7 +262,7 @@ def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
 
     try:
         so_far(options_of(cell, runner, folder))
-    except UserError:  # options that this version does not know: another run
+    except UserError:  # other options, or options that this version does not know
         return False
     return True
 
@@ -292,7 +271,7 @@ def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
 
 
 def seconds_of(cells: Sequence[Cell], results: Path) -> float:
-    """How long they will take: as finished ones of the same row, else as declared; NaN where neither is known."""
+    """Estimated seconds: from finished cells of the same row, else as declared; NaN if neither is known."""
     trained = Counter(cell._replace(column="", seed=None) for cell in cells if isinstance(spec(cell), Training))
     seconds = math.fsum(count * _mean_seconds(cell, results) for cell, count in trained.items())
     return len(cells) - trained.total() + seconds
