@@ -1,7 +1,5 @@
 """Differentially private federated learning on PyTorch Lightning. The public names are imported on first use."""
 
-from __future__ import annotations
-
 import importlib
 
 __version__ = "0.1.0"

@@ -1,7 +1,5 @@
 """`dpfl COMMAND` or `python -m dpfl_lightning COMMAND`: run a command, or list all commands."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and planted records."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

@@ -1,7 +1,5 @@
 """Errors that a user can cause, their common form, and their conversion to an exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools

@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

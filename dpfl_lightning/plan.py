@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json

@@ -1,7 +1,5 @@
 """Attacks on a build: bits of noisy sums, repeated noise, hostile records in a batch, tiny gradients, free answers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

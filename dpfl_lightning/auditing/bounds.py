@@ -4,8 +4,6 @@ Every bound holds with probability at least 1 - significance, over the noise and
 of epsilon at or below a claim proves nothing; one above it disproves the claim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Checks without randomness in the result: how far one record moves a release, and records drawn twice in a step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

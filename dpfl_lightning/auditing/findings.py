@@ -1,7 +1,5 @@
 """Findings of an audit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Harness of an audit: a real engine over dummy data sets, in place of a run's clients."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

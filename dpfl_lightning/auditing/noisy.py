@@ -1,7 +1,5 @@
 """Checks of noised releases: the size of the noise, and how well it hides one added record."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Audit with many canaries in one training run: how much the whole schedule of a client reveals."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 

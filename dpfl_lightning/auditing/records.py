@@ -1,7 +1,5 @@
 """Dummy records. The output of an audit is shown, so it must not depend on private records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

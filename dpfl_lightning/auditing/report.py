@@ -1,7 +1,5 @@
 """Text report of an audit: measured and claimed values, and their interpretation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

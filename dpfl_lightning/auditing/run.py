@@ -1,7 +1,5 @@
 """Audit of a run before it happens: its clients' planned mechanisms, through its engine."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence

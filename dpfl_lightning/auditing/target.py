@@ -1,7 +1,5 @@
 """Targets of an audit: what a client plans to release, and the claims about it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

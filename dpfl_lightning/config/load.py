@@ -4,8 +4,6 @@
 `--strategies.fedprox.pull 0.1`), then converts and checks every value once.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -4,8 +4,6 @@ A key that selects something by name (partition, model, strategies) keeps its op
 of those names checks. The `Args` line of each field is its text in `--help`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import re

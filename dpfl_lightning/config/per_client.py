@@ -11,8 +11,6 @@ The distributions and their options:
 * `{name: published}`: the paper's batch sizes for 20, 40 or 60 clients
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple

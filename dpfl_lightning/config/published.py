@@ -7,8 +7,6 @@ Reference: Malekmohammadi, Yu and Cao (2024), Table 7 (the distributions), and t
 (index 0 first, not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
 """
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

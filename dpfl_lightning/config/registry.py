@@ -1,7 +1,5 @@
 """Names that configurations use: their help, and calls of the functions that they stand for."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Types of options: conversion of the values that users write, and names of types in messages."""
 
-from __future__ import annotations
-
 import copy
 import types
 from collections.abc import Mapping, Sequence

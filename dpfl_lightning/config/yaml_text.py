@@ -1,7 +1,5 @@
 """Reading and writing the YAML of configurations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

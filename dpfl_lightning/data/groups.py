@@ -1,7 +1,5 @@
 """Simulated differences between clients: groups with rotated images or renamed classes, and wrong labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

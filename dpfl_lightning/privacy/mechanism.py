@@ -1,7 +1,5 @@
 """The mechanisms of one client: noise on a clipped sum, with its bound and divisor, and a private choice."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Loads a distilled set from a folder or from a run in MLflow."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet

@@ -1,7 +1,5 @@
 """`guarantee.html`: the guarantee of a run as a self-contained page for a browser or MLflow."""
 
-from __future__ import annotations
-
 import math
 import platform
 import shlex

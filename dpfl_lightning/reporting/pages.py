@@ -1,7 +1,5 @@
 """Pages of the docs whose figures are written by a command, between two marks with the name of the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dpfl_lightning.errors import require

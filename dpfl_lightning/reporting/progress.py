@@ -1,7 +1,5 @@
 """Progress of a run in the terminal: first the plan, then a live line, finally results and where to find them."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Digests of objects and of the source code that defines them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect

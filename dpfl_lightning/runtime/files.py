@@ -1,7 +1,5 @@
 """Files that a crash cannot leave half written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The rank of a process, read from the environment of a launcher (torchrun or srun), without torch or lightning."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import NamedTuple

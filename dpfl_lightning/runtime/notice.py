@@ -1,7 +1,5 @@
 """Progress messages of slow computations."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception, so that work can be saved."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

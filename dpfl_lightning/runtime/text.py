@@ -1,7 +1,5 @@
 """Formatting of tables, counts, durations and data sizes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 

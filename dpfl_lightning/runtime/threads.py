@@ -1,7 +1,5 @@
 """Thread pools on the cores of a CPU, with a defined number of threads within each torch operator."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading

@@ -1,7 +1,5 @@
 """The section `sweep` of a search: types, ranges and `--help` texts. Imports neither torch nor optuna."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """Reports of a search: a line for each trial, a table, and the privacy cost for the clients."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter

@@ -1,7 +1,5 @@
 """Optuna's samplers, which choose the next trial, and pruners, which end a trial early, by name."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -1,7 +1,5 @@
 """Search spaces: dotted keys of a configuration, and the values that each may take."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

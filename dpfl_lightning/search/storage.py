@@ -1,7 +1,5 @@
 """The database that workers share, and a check that all workers search the same."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

@@ -1,7 +1,5 @@
 """The study: trials that several workers share, without losing any."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback

@@ -1,7 +1,5 @@
 """Scores a set: fresh nets are trained on it and scored on other records."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

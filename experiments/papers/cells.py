@@ -1,7 +1,5 @@
 """Finished cells: one JSON file each, found by experiment, row, column, scale and seed."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import json

@@ -15,8 +15,6 @@ The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anc
 - `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """Panels of figures from finished cells, as the YAML declarations ask for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev

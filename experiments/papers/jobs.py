@@ -1,7 +1,5 @@
 """Make several cells at once, each in a process of this command with its share of the cores."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence

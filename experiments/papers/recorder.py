@@ -1,7 +1,5 @@
 """Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of an experiment with our numbers and the paper's, from finished cells."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -11,8 +11,6 @@
 - Our engine makes the process keep freed memory for the next step, from which the rivals gain as well.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Gradients of each class without privacy, a client's part of distillation, beside a plain loop over classes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

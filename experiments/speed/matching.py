@@ -1,7 +1,5 @@
 """A step of gradient matching beside the same step as it is usually written, one class after the other."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from statistics import median

@@ -1,7 +1,5 @@
 """Timing: contestants take turns, so that a busy moment of the machine affects all of them."""
 
-from __future__ import annotations
-
 import gc
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Peak memory of whole runs with more and more clients, each in a separate process."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """Other frameworks on the same round, each in a separate process, and if they conflict in another environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Figures in words: the same table for the terminal and for the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median

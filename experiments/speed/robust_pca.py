@@ -1,7 +1,5 @@
 """Robust PCA of a round's updates beside the same iteration as it stands in textbooks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """How a client answers queries: what is computed for each type of query, then bounded, summed and noised."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The budgets of all clients in a run: what is planned, charged and spent."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter

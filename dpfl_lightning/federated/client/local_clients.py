@@ -1,7 +1,5 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping

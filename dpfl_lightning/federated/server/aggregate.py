@@ -1,7 +1,5 @@
 """Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Sequence

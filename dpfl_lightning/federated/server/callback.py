@@ -1,7 +1,5 @@
 """Callbacks watch a run: they receive what strategies see and what the run reports, and decide nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 They are for reports, never for a strategy.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

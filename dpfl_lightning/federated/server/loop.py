@@ -1,7 +1,5 @@
 """The server's side of a run: plan, accept, train, weigh, combine, step. Strategies decide, callbacks watch."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 import warnings

@@ -1,7 +1,5 @@
 """The state of a run at the server: what strategies see of it, what a checkpoint keeps, what it reports."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Settings of each client from the options, and the default schedule of releases."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

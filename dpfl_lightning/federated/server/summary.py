@@ -1,7 +1,5 @@
 """Metrics of a round, and the summary of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev

@@ -4,8 +4,6 @@ Calibration uses the vectorised formulas in `rdp.py`; Opacus computes the report
 inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Cache on disk for solved noise multipliers. Entries may be lost, and are verified before they are used."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools

@@ -1,7 +1,5 @@
 """Plans of one client before training: its releases, their noise, and the guarantee; arithmetic on public facts."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The accountant defines which data sets are neighbours; a noise multiplier never includes that relation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

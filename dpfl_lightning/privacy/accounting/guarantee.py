@@ -1,7 +1,5 @@
 """The guarantee of a client: its epsilon together with everything that the epsilon depends on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

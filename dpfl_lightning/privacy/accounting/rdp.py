@@ -1,7 +1,5 @@
 """RDP of the mechanisms, vectorised over clients and orders for calibration, and its conversion to epsilon."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 All of it is arithmetic on public facts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

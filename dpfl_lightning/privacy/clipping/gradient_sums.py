@@ -1,7 +1,5 @@
 """Norms and sums `[G, P]` of the per-record gradients of a chunk of records."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """Test batches that show whether one record of a batch influences another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Clipped sums of many clients at once, in static shapes: a few large kernels replace many small ones."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

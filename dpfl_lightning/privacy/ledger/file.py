@@ -1,7 +1,5 @@
 """File format of a ledger, and its verification: header, charges, chain, head."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib

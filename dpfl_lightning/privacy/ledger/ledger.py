@@ -1,7 +1,5 @@
 """The append-only record of what each client has released: the only source of spent epsilons."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections import Counter, defaultdict

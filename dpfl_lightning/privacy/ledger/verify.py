@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

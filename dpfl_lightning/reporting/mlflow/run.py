@@ -1,7 +1,5 @@
 """Tracks a training run in MLflow: options, metrics, ledger, model and figures."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings

@@ -1,7 +1,5 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

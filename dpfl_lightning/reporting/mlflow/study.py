@@ -1,7 +1,5 @@
 """Tracking of a search and its trials in MLflow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path

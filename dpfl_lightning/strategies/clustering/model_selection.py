@@ -1,7 +1,5 @@
 """Clients choose among the server's models by their losses; the choices are planned with the run and charged."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -4,8 +4,6 @@ The setting is that of the revised paper's Figure 3: N = 6,600 records, batch 32
 delta 1e-4, clip norm 3, learning rate 5e-4 and the 11,181,642 parameters of a ResNet-18.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

@@ -1,7 +1,5 @@
 """Read a run with true groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Means lie `2 * separation` apart, noise has standard deviation 1 in every parame
 the easiest case.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Sequence

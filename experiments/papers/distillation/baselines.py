@@ -1,7 +1,5 @@
 """References for a federated set, which a simulation can make because it holds all data. Nothing here is private."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """Figures and summaries of the distillation paper: searches, noise, and costs."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Choices depend on the accuracy on the server's public records alone; test accuracies are for reports.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping

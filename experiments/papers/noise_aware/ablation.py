@@ -1,7 +1,5 @@
 """The paper's estimator of noise beside others on made-up updates, as the common signal grows."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import torch

@@ -1,7 +1,5 @@
 """One round of real training: the estimates of its updates' noise beside the true noise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

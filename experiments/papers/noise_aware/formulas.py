@@ -4,8 +4,6 @@ Everything is "per parameter, at learning rate 1": the variance of one coordinat
 learning rate, `ceil(N / b) (c z / b)^2` (its Eqs. 3, 5 and 7 without the sampling term).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Numbers by formula: quotas of three clients, noise of a round, calibrations, and fitted constants."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Read a run of the selection paper."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 

@@ -5,8 +5,6 @@ torch thread a client, as many clients side by side as there are CPUs, no evalua
 choice of clients, for which it waits on standard input, to the end of its aggregation.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

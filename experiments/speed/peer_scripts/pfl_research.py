@@ -4,8 +4,6 @@ Run by `speed/peers.py` in an environment with pfl and torch, without this packa
 threads. A round is a central iteration, which waits on standard input; only the first, a warm-up, evaluates.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
