@@ -1,7 +1,5 @@
 """Every strategy, by registration: it runs, keeps to budgets, ignores order, resumes, and reads what it declared."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 
@@ -24,9 +22,7 @@ OPTIONS = {
     "distillation": {"min_participants": 4, "evaluation_epochs": 5},
     "two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2},
 }
-LOOPS = {
-    "two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)},
-}
+LOOPS = {"two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, batch_size=None, learning_rate=0.3)}}
 
 
 @pytest.fixture
@@ -34,6 +30,10 @@ def make_loop(make_loop):
     """Clients with true groups, for strategies that are told them."""
     population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))
     return lambda **options: make_loop(population, **options)
+
+
+def first_view(loop):
+    return loop.view(ServerState(loop.module.flat[None], (0,) * 4))
 
 
 def in_a_loop(name, make_loop, **options):
@@ -68,7 +68,7 @@ def test_it_runs_within_budgets(name, make_loop):
 def test_weights_follow_the_clients_in_any_order(name, make_loop):
     own, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
-    view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
+    view = first_view(loop)
     order = [2, 0, 3, 1]
     plain, mixed = own.weigh(some_updates(range(4)), view), own.weigh(some_updates(order), view)
     if plain is None:
@@ -82,7 +82,7 @@ def test_weights_follow_the_clients_in_any_order(name, make_loop):
 def test_facts_are_enough_for_who_declared_so(name, make_loop):
     own, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
-    view = loop.view(ServerState(loop.module.flat[None], (0,) * 4))
+    view = first_view(loop)
     if not own.needs_updates(view.plan(loop.first_purpose), view):
         blind = dataclasses.replace(some_updates(range(4)), deltas=None)
         a, b = own.weigh(blind, view), own.weigh(some_updates(range(4)), view)
@@ -101,26 +101,22 @@ def test_state_survives_a_checkpoint(name, make_loop):
     assert repr(fresh.state_dict()) == repr(own.state_dict())
 
 
-def weights_of(name, make_loop):
-    own, loop = in_a_loop(name, make_loop)
-    loop.plan_schedule()
-    return own.weigh(some_updates(range(4)), loop.view(ServerState(loop.module.flat[None], (0,) * 4))), loop
-
-
 def test_the_formulas(make_loop):
-    sizes, loop = weights_of("size_weighted", make_loop)
-    assert sizes.tolist() == list(loop.population.num_records)
-    assert weights_of("uniform", make_loop)[0].tolist() == [1.0] * 4
-    assert weights_of("epsilon_weighted", make_loop)[0].tolist() == [4.0, 6.0, 8.0, 10.0]
+    def weights(name):
+        strategy, loop = in_a_loop(name, make_loop)
+        loop.plan_schedule()
+        return strategy.weigh(some_updates(range(4)), first_view(loop)).tolist()
+
+    assert weights("size_weighted") == list(make_loop().population.num_records)
+    assert weights("uniform") == [1.0] * 4 and weights("epsilon_weighted") == [4.0, 6.0, 8.0, 10.0]
+    with pytest.raises(UserError, match=r"privacy\.epsilon.*epsilon_weighted"):
+        make_loop(parts=strategies.build({"epsilon_weighted": None}), privacy=None).run()
 
 
 def test_minimum_epsilon_gives_everybody_the_smallest_budget(make_loop):
     result = make_loop(parts=strategies.build({"minimum_epsilon": None})).run()
     assert all(3.9 < client["epsilon_spent"] <= 4.0 for client in result.clients)
     assert [client["epsilon_budget"] for client in result.clients] == [4.0, 6.0, 8.0, 10.0]
-
-
-def test_minimum_epsilon_holds_for_given_noise_too(make_loop):
     noisy = PrivacyOptions(epsilon=[2.0, 50.0, 50.0, 50.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
     result = make_loop(parts=strategies.build({"minimum_epsilon": None}), privacy=noisy, rounds=30).run()
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
@@ -128,9 +124,8 @@ def test_minimum_epsilon_holds_for_given_noise_too(make_loop):
 
 def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     def moved(pull):
-        loop = make_loop(
-            parts=strategies.build({"size_weighted": None, "fedprox": {"pull": pull}}), privacy=None, rounds=1
-        )
+        parts = strategies.build({"size_weighted": None, "fedprox": {"pull": pull}})
+        loop = make_loop(parts=parts, privacy=None, rounds=1)
         start = loop.module.flat
         loop.run()
         return float((loop.state.models[0] - start).norm())
@@ -138,27 +133,16 @@ def test_a_strong_pull_keeps_clients_at_the_model(make_loop):
     assert moved(3.0) < 0.7 * moved(0.0)
 
 
-def test_epsilon_weights_need_budgets(make_loop):
-    with pytest.raises(UserError, match=r"privacy\.epsilon.*epsilon_weighted"):
-        make_loop(parts=strategies.build({"epsilon_weighted": None}), privacy=None).run()
-
-
-@pytest.mark.parametrize(
-    ("configuration", "words"),
-    [
+def test_strategies_are_found_by_name_and_by_path_and_mistakes_are_one_sentence():
+    (uniform,) = strategies.build({"dpfl_lightning.strategies.aggregation.uniform.Uniform": {}})
+    assert type(uniform).__name__ == "Uniform"
+    for configuration, words in (
         ({"size_wieghted": {}}, "Did you mean `size_weighted`"),
         ({"fedprox": {"pul": 1}}, r"strategies\.fedprox\.pul.*Did you mean `pull`"),
         ({"fedprox": {"pull": -1}}, r"strategies\.fedprox\.pull.*>= 0.*-1"),
         ({"fedprox": {"pull": "much"}}, r"strategies\.fedprox\.pull.* a number, got 'much'"),
         ({"no.such.Strategy": {}}, "importable"),
         ({"collections.OrderedDict": {}}, "Strategy"),
-    ],
-)
-def test_bad_names_and_options_are_one_sentence(configuration, words):
-    with pytest.raises(UserError, match=words):
-        strategies.build(configuration)
-
-
-def test_a_users_own_strategy_by_its_path():
-    (own,) = strategies.build({"dpfl_lightning.strategies.aggregation.uniform.Uniform": {}})
-    assert type(own).__name__ == "Uniform"
+    ):
+        with pytest.raises(UserError, match=words):
+            strategies.build(configuration)

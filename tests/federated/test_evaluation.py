@@ -1,7 +1,6 @@
 """Accuracy of delivered models: whose model, on which records."""
 
-from __future__ import annotations
-
+import functools
 import math
 
 import pytest
@@ -40,47 +39,41 @@ def population():
     return made
 
 
-def test_each_client_by_its_own_model(population):
-    module = ClientModule(nn.Linear(3, 2))
-    models = torch.stack([always(0), always(1)])
+def accuracies(scores) -> list[float]:
+    return [one.accuracy for one in scores.clients]
+
+
+def test_each_client_is_scored_by_its_model_with_its_personal_parameters(population):
+    module, models = ClientModule(nn.Linear(3, 2)), torch.stack([always(0), always(1)])
     scores = evaluate(module, population, ClientModels(models, (0, 1)))
-    assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
-    assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
+    assert accuracies(scores) == [1.0, 0.75] and scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
     alone = evaluate(module, population, ClientModels(models, (0, 0)))
-    assert [one.accuracy for one in alone.clients] == [1.0, 0.25] and alone.test.accuracy == 0.25
-
-
-def test_personal_parameters_are_put_in(population):
-    kind = type("Own", (ClientModule,), {"personal": ("bias",)})
+    assert accuracies(alone) == [1.0, 0.25] and alone.test.accuracy == 0.25
 
     class Personal(SerialEngine):
         def personalised(self, model, client):
             return always(1) if client == 1 else model
 
-    scores = evaluate(kind(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)), Personal)
-    assert [one.accuracy for one in scores.clients] == [1.0, 0.75]
-    assert scores.test.accuracy == pytest.approx((0.25 + 0.75) / 2)
+    kind = type("Personal", (ClientModule,), {"personal": ("bias",)})
+    personal = evaluate(kind(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)), Personal)
+    assert accuracies(personal) == accuracies(scores) and personal.test.accuracy == scores.test.accuracy
+    more_classes = ClientModule(nn.Linear(3, 7)), population, ClientModels(always(1, classes=7)[None], (0, 0))
+    assert evaluate(*more_classes).test.accuracy == 0.75
 
 
-def test_a_net_may_know_more_classes(population):
-    scores = evaluate(ClientModule(nn.Linear(3, 7)), population, ClientModels(always(1, classes=7)[None], (0, 0)))
-    assert scores.test.accuracy == 0.75
-
-
-@pytest.mark.parametrize("workers", [1, 2, 3])
-def test_the_fast_engine_shares_the_work_and_gives_the_same_scores(workers):
+def test_the_fast_engine_shares_the_work_and_gives_the_same_scores():
     x, y = torch.randn(605, 3), torch.arange(605) % 2
     population = Population.from_datasets([(x[:20], y[:20])] * 4, test=(x, y), num_classes=2)
-    module, final_models = ClientModule(nn.Linear(3, 2)), ClientModels(torch.randn(2, 8), (1, 0, 0, 1))
-    expected = evaluate(module, population, final_models)
-    assert evaluate(module, population, final_models, lambda: FastEngine(workers)) == expected
+    work = ClientModule(nn.Linear(3, 2)), population, ClientModels(torch.randn(2, 8), (1, 0, 0, 1))
+    for workers in (1, 2, 3):
+        assert evaluate(*work, functools.partial(FastEngine, workers)) == evaluate(*work)
 
 
 def test_without_a_test_set_the_clients_stand_in():
     x, y = torch.zeros(10, 3), torch.zeros(10, dtype=torch.long)
     population = Population.from_datasets([(x, y), (x, 1 - y)], held_out=0.5, num_classes=2)
     scores = evaluate(ClientModule(nn.Linear(3, 2)), population, ClientModels(always(0)[None], (0, 0)))
-    assert [one.accuracy for one in scores.clients] == [1.0, 0.0] and scores.test.accuracy == 0.5
+    assert accuracies(scores) == [1.0, 0.0] and scores.test.accuracy == 0.5
 
 
 def test_shares_of_the_test_set_are_seen_once():
@@ -96,5 +89,5 @@ def test_shares_of_the_test_set_are_seen_once():
 
     scores = evaluate(ClientModule(Counting(3, 2)), population, ClientModels(always(0)[None], (0,) * 4))
     assert sum(seen) == 20
-    assert sum(one.accuracy for one in scores.clients) / 4 == pytest.approx(scores.test.accuracy) == 0.5
+    assert sum(accuracies(scores)) / 4 == pytest.approx(scores.test.accuracy) == 0.5
     assert not math.isnan(scores.test.loss)

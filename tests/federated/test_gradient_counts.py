@@ -1,6 +1,4 @@
-"""Gradients that are not finite contribute nothing, and are counted for their client alone."""
-
-from __future__ import annotations
+"""Gradients that are not finite contribute nothing, are counted for their client alone, and shown only on request."""
 
 import dataclasses
 import io
@@ -18,18 +16,29 @@ from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.fit import main as fit
+from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum
 from dpfl_lightning.privacy.clipping.reference import VmapClippedSum
+from dpfl_lightning.privacy.ledger import verify as ledger_report
+from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.sampling import draw_steps
 from dpfl_lightning.reporting.progress import Progress
 
-#: client -> its broken records, and what they hold
+#: client -> its broken records, and their values
 BROKEN = {1: {0: math.nan, 7: math.inf, 30: -math.inf}, 3: {2: math.nan}}
 PRIVACY = PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)
 SAMPLED = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
 FULL = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)  # one step: clients side by side
 FULL_TWICE = dataclasses.replace(FULL, local_epochs=2)
+BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
+SHOWING = PrivacyOptions(**BUDGETS, noise_key=FIXED_KEY, diagnostics=True)
+WORDS = (
+    "No differential privacy per record: diagnostics: clip fractions and counts of broken gradients were shown without "
+    "noise."
+)
 
 
 def with_broken_records() -> Population:
@@ -44,11 +53,12 @@ def with_broken_records() -> Population:
 def expected(loop, steps: int | None = None) -> list[dict]:
     """From the run's own draws, one broken record after the other."""
     rows = []
-    for client, own in enumerate(loop.settings):
+    for client, settings in enumerate(loop.settings):
         drawn = broken = 0
         for round in range(1, loop.rounds + 1):
             generator = loop.clients.engine.streams.generator("sampling", round, client)
-            for batch in draw_steps("poisson", own.num_records, own.sample_rate, steps or own.steps, generator):
+            count = steps or settings.steps
+            for batch in draw_steps("poisson", settings.num_records, settings.sample_rate, count, generator):
                 drawn += len(batch)
                 broken += sum(int(row) in BROKEN.get(client, {}) for row in batch)
         rows.append({"client": client, "gradients": drawn, "not_finite": broken})
@@ -78,10 +88,10 @@ class EachClass(Strategy):
     """One draw a round, its sums class by class."""
 
     def plan_run(self, schedule, view):
-        def change(client, own):
-            line = own.planned[0]
+        def change(client, planned):
+            line = planned.planned[0]
             once = dataclasses.replace(line, event=dataclasses.replace(line.event, steps=1))
-            return dataclasses.replace(own, planned=(once,))
+            return dataclasses.replace(planned, planned=(once,))
 
         return schedule.replan(change)
 
@@ -96,13 +106,8 @@ class EachClass(Strategy):
 @pytest.mark.parametrize("engine", sorted(ENGINES))
 def test_class_gradients_are_counted_too(engine, clients, make_loop):
     """Groups are classes there, or classes of clients side by side."""
-    loop = make_loop(
-        with_broken_records(),
-        engine=ENGINES[engine](),
-        clients=clients,
-        privacy=PRIVACY,
-        parts=[EachClass()],
-    )
+    options = {"engine": ENGINES[engine](), "clients": clients, "privacy": PRIVACY, "parts": [EachClass()]}
+    loop = make_loop(with_broken_records(), **options)
     loop.run()
     due = expected(loop, steps=1)
     assert noted(loop) == due and due[1]["not_finite"] > 0
@@ -123,20 +128,8 @@ def test_clipped_are_those_whose_norm_exceeds_the_clip_norm(engine, make_loop):
             norms.append(float(torch.cat([p.grad.flatten() for p in net.parameters()]).norm()))
         due.append([len(norms), sum(norm > 4.0 for norm in norms), 0])
     loop.run()
-    assert loop.clients.engine.state_dict()["counts"].tolist() == due and all(
-        0 < clipped < every for every, clipped, _ in due
-    )
-
-
-@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"serial"}))
-def test_engines_agree_on_what_was_clipped(engine, make_loop):
-    counts = []
-    for name in (engine, "serial"):
-        loop = make_loop(with_broken_records(), engine=ENGINES[name](), privacy=PRIVACY)
-        loop.run()
-        counts.append(loop.clients.engine.state_dict()["counts"])
-    gradients, clipped = counts[0][:, 0], counts[0][:, 1]
-    assert torch.equal(*counts) and ((clipped > 0) & (clipped < gradients)).all()
+    assert loop.clients.engine.state_dict()["counts"].tolist() == due
+    assert all(0 < clipped < every for every, clipped, _ in due)
 
 
 @pytest.mark.parametrize("kind", [VmapClippedSum, FastClippedSum])
@@ -144,16 +137,16 @@ def test_norms_are_noted_in_the_order_of_the_records(kind):
     net = small_net()
     module = ClientModule(net)
     clipped_sum = kind(module.sample_loss, chunk=4) if kind is VmapClippedSum else kind(net, chunk=4)
-    generator = torch.Generator().manual_seed(0)
+    generator, params = torch.Generator().manual_seed(0), module.unflatten(module.flat)
     x, y = torch.randn(11, 6, generator=generator), torch.randint(3, (11,), generator=generator)
     x[5], x[9] = math.nan, math.inf
     alone, together = [], []
     for row in range(11):
-        summed(clipped_sum, module.unflatten(module.flat), x[row : row + 1], y[row : row + 1], 0.5, norms=alone)
-    summed(clipped_sum, module.unflatten(module.flat), x, y, 0.5, y, 3, together)
+        summed(clipped_sum, params, x[row : row + 1], y[row : row + 1], 0.5, norms=alone)
+    summed(clipped_sum, params, x, y, 0.5, y, 3, together)
     torch.testing.assert_close(torch.cat(together), torch.cat(alone), equal_nan=True)
     assert torch.cat(together).isfinite().logical_not().nonzero().flatten().tolist() == [5, 9]
-    assert summed(clipped_sum, module.unflatten(module.flat), x[:0], y[:0], 0.5, norms=together).abs().sum() == 0
+    assert summed(clipped_sum, params, x[:0], y[:0], 0.5, norms=together).abs().sum() == 0
 
 
 def test_a_resumed_run_counts_on(make_loop):
@@ -167,24 +160,134 @@ def test_a_resumed_run_counts_on(make_loop):
         so_far = noted(broken)
         assert 0 < so_far[1]["not_finite"] < expected(unbroken)[1]["not_finite"], "what the kept rounds came to"
         broken = make_loop(with_broken_records(), privacy=PRIVACY, output_dir=broken.output_dir)
-    broken.run(resume=True)
-    assert noted(broken) == noted(unbroken) == expected(unbroken)
-    again = make_loop(with_broken_records(), privacy=PRIVACY, output_dir=broken.output_dir)
-    again.run(resume=True)
-    assert noted(again) == noted(unbroken)
+    for again in (broken, make_loop(with_broken_records(), privacy=PRIVACY, output_dir=broken.output_dir)):
+        again.run(resume=True)
+        assert noted(again) == noted(unbroken) == expected(unbroken)
+
+
+class Watcher(Callback):
+    def __init__(self):
+        self._reports, self._before, self._paper = [], [], Console(file=io.StringIO(), width=300)
+
+    def on_fit_start(self, view):
+        self._before = [one.epsilon for one in view.guarantees()]
+
+    def on_round_end(self, view, report):
+        self._reports.append(report)
+
+    @property
+    def _text(self):
+        return self._paper.file.getvalue()
+
+
+def watched(make_loop, *options, **more):
+    """A finished run, its result, and what it showed."""
+    watcher = Watcher()
+    loop = make_loop(*options, parts=[*more.pop("parts", ()), watcher, Progress(watcher._paper)], **more)
+    return loop, loop.run(), watcher
 
 
 def test_counts_stay_with_the_client(make_loop):
     """The file is its owner's alone; what others see is the same whatever the counts are."""
-    told = []
+    shown = []
     for population in (with_broken_records(), blobs()):
-        paper = Console(file=io.StringIO(), width=200)
-        loop = make_loop(population, privacy=PRIVACY, parts=[Progress(paper)])
-        loop.run()
+        loop, result, watcher = watched(make_loop, population, privacy=PRIVACY)
         path = loop.output_dir / "private.json"
         assert path.stat().st_mode & 0o777 == 0o600 and "Do not share" in path.read_text()
         others = [loop.output_dir / name for name in ("result.json", "guarantees.json", "ledger.jsonl", "options.yaml")]
         assert not any("not_finite" in file.read_text() for file in others)
-        lines = paper.file.getvalue().replace(str(loop.output_dir), "FOLDER").splitlines()
-        told.append([line for line in lines if "finite" in line])
-    assert told[0] == told[1] and len(told[0]) == 1 and "FOLDER/private.json" in told[0][0]
+        assert [report.diagnostics for report in watcher._reports] == [None] * 3 and "clipped" not in watcher._text
+        assert all(client["epsilon_spent"] > 0 for client in result.clients)
+        lines = watcher._text.replace(str(loop.output_dir), "FOLDER").splitlines()
+        shown.append([line for line in lines if "finite" in line])
+    assert shown[0] == shown[1] and len(shown[0]) == 1 and "FOLDER/private.json" in shown[0][0]
+
+
+# ---- `privacy.diagnostics`
+
+
+class Without2(Strategy):
+    def plan_round(self, plan, view):
+        return plan.only(lambda client: client != 2)
+
+
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_diagnostics_show_in_each_round_what_the_clients_counted(engine, make_loop):
+    options = {"engine": ENGINES[engine](), "privacy": SHOWING, "parts": [Without2()]}
+    loop, _, watcher = watched(make_loop, with_broken_records(), **options)
+    shown = [report.diagnostics for report in watcher._reports]
+    counted = json.loads((loop.output_dir / "private.json").read_text())["clients"]
+    for client in (0, 1, 3):
+        assert sum(one.not_finite[client] for one in shown) == counted[client]["not_finite"]
+        fractions = [one.clip_fraction[client] for one in shown]
+        overall = counted[client]["clipped"] / counted[client]["gradients"]
+        assert 0 < min(fractions) <= overall <= max(fractions) <= 1 and min(fractions) < 1
+    assert [counted[client]["not_finite"] > 0 for client in range(4)] == [False, True, False, True]
+    assert all(one.clip_fraction[2] is None and one.not_finite[2] == 0 for one in shown)
+
+
+@pytest.mark.usefixtures("one_noise")
+@pytest.mark.parametrize("engine", sorted(ENGINES))
+def test_diagnostics_change_no_bit_of_the_training_and_engines_agree_on_counts(engine, make_loop):
+    quiet = dataclasses.replace(SHOWING, diagnostics=False)
+    runs = [(engine, SHOWING), (engine, quiet), ("serial", quiet)]
+    shown, plain, serial = (
+        make_loop(with_broken_records(), engine=ENGINES[name](), privacy=privacy) for name, privacy in runs
+    )
+    for loop in (shown, plain, serial):
+        loop.run()
+    assert torch.equal(shown.state.models, plain.state.models)
+    assert [one.planned for one in shown.schedule.clients] == [one.planned for one in plain.schedule.clients]
+    counts = plain.clients.engine.state_dict()["counts"]
+    assert torch.equal(counts, serial.clients.engine.state_dict()["counts"])
+    assert ((counts[:, 1] > 0) & (counts[:, 1] < counts[:, 0])).all()
+
+
+def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
+    loop, result, watcher = watched(make_loop, privacy=SHOWING)
+    assert watcher._before == [math.inf] * 4, "before anything is shown, too"
+    assert all(report.epsilon_spent == (math.inf,) * 4 for report in watcher._reports)
+    assert all(client["epsilon_spent"] is None for client in result.clients) and result.guarantee.startswith(WORDS)
+    saved = json.loads((loop.output_dir / "guarantees.json").read_text())["clients"]
+    assert all(one["epsilon"] is None and one["words"].startswith(WORDS) for one in saved)
+    report = ledger_report.read([loop.clients.folder.ledger_file])  # from the file alone
+    assert all(math.isinf(account.epsilon) for account in report.accounts) and report.weakest.words().startswith(WORDS)
+    text = watcher._text
+    assert text.count(f"Guarantee: {WORDS}") == 2 and "max epsilon" not in text and "% clipped, 0 not finite" in text
+
+
+@pytest.mark.parametrize("key", [FIXED_KEY, None])
+def test_a_resumed_run_with_diagnostics_charges_them_once(key, make_loop):
+    privacy = PrivacyOptions(**BUDGETS, diagnostics=True, noise_key=key, reserve_rounds=1)
+    loop = make_loop(privacy=privacy)
+    cut_at(loop, 2)
+    with pytest.raises(PowerCut):
+        loop.run()
+    watcher = Watcher()
+    result = make_loop(privacy=privacy, output_dir=loop.output_dir, parts=[watcher]).run(resume=True)
+    purposes = [charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)]
+    assert purposes.count("shown") == 4 and purposes.count("train") == 4 * (3 if key else 4)
+    assert result.guarantee.startswith(WORDS) and result.rounds == 3
+    assert [report.round for report in watcher._reports] == [2, 3]
+    assert all(fraction is not None for report in watcher._reports for fraction in report.diagnostics.clip_fraction)
+
+
+@pytest.mark.e2e
+def test_the_commands_say_so_before_and_after(tmp_path, capsys, monkeypatch, new_store, request):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.chdir(request.config.rootpath)
+    argv = ["--config", "conf/digits.yaml", "--rounds", "2", "--privacy.diagnostics", "true"]
+    assert plan([*argv, "--json"]) == 0
+    printed = capsys.readouterr().out
+    assert WORDS in printed
+    assert all(client["epsilon"] is None for client in json.loads(printed.splitlines()[-1])["clients"])
+    uri = new_store(tmp_path)
+    assert fit([*argv, "--tracking.uri", uri, "--output_dir", str(tmp_path / "run")]) == 0
+    assert WORDS in capsys.readouterr().out
+    client = MlflowClient(uri)
+    (run,) = client.search_runs([client.get_experiment_by_name("digits").experiment_id])
+    assert run.data.tags["guarantee"].startswith(WORDS) and "overall/epsilon_max" not in run.data.metrics
+    curves = [client.get_metric_history(run.info.run_id, f"per_client_clip_fraction/0{i}") for i in range(5)]
+    assert all([point.step for point in curve] == [1, 2] and 0 < curve[0].value <= 1 for curve in curves)
+    assert run.data.metrics["per_client_gradients_not_finite/04"] == 0

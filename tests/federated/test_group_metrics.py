@@ -1,7 +1,5 @@
 """Groups of clients: how well each is served, how well clusters match them, and where a run says so."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json
@@ -9,17 +7,10 @@ import math
 
 import pytest
 import torch
-from conftest import PowerCut, cut_at
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning import strategies
-from dpfl_lightning.federated.server.group_metrics import (
-    accuracy_of_groups,
-    clustering,
-    smallest,
-    true_groups,
-)
+from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, clustering, smallest, true_groups
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import Strategy
 
@@ -40,34 +31,34 @@ def matched_by_hand(found, groups):
 @settings(max_examples=60, deadline=None)
 def test_clusters_are_matched_as_well_as_can_be(pairs):
     found, groups = zip(*pairs, strict=True)
-    told = clustering(found, groups)
-    assert told["clustering_accuracy"] == pytest.approx(matched_by_hand(found, groups) / len(found))
+    scores = clustering(found, groups)
+    assert scores["clustering_accuracy"] == pytest.approx(matched_by_hand(found, groups) / len(found))
     renamed = clustering([7 - own for own in found], groups)
-    assert renamed["clustering_accuracy"] == told["clustering_accuracy"], "the names of clusters do not matter"
-    assert renamed["adjusted_rand_index"] == pytest.approx(told["adjusted_rand_index"])
+    assert renamed["clustering_accuracy"] == scores["clustering_accuracy"], "the names of clusters do not matter"
+    assert renamed["adjusted_rand_index"] == pytest.approx(scores["adjusted_rand_index"])
     same = {(a == b) == (c == d) for (a, c), (b, d) in itertools.combinations(pairs, 2)} <= {True}
-    assert (told["clustering_accuracy"] == 1) == same
+    assert (scores["clustering_accuracy"] == 1) == same
 
 
 def test_a_minority_that_is_swallowed_is_seen():
     """Only 3 of 21 are wrong, but none of the minority is right."""
-    told = clustering([1] * 9 + [2] * 6 + [3] * 6, SIZES)
-    assert told["clustering_accuracy"] == pytest.approx(18 / 21) and told["minority_recall"] == 0
-    assert 0.5 < told["adjusted_rand_index"] < 1
+    scores = clustering([1] * 9 + [2] * 6 + [3] * 6, SIZES)
+    assert scores["clustering_accuracy"] == pytest.approx(18 / 21) and scores["minority_recall"] == 0
+    assert 0.5 < scores["adjusted_rand_index"] < 1
     split = clustering([0, 0, 9, *SIZES[3:]], SIZES)
     assert split["minority_recall"] == pytest.approx(2 / 3)
 
 
-def test_who_is_absent_does_not_count():
+def test_absent_clients_do_not_count():
     found = [math.nan, math.nan, math.nan, *SIZES[3:]]
     assert clustering(found, SIZES) == {"clustering_accuracy": 1.0, "adjusted_rand_index": 1.0}
     assert clustering([math.nan] * 21, SIZES) == {}
 
 
 def test_groups_are_means_over_their_clients():
-    told = accuracy_of_groups([0.1 * group for group in SIZES], SIZES)
-    assert told["minority"] == told["0"] == 0.0 and told["majority"] == pytest.approx(0.2)
-    assert told["3"] == pytest.approx(0.3) and smallest(SIZES) == {0}
+    accuracies = accuracy_of_groups([0.1 * group for group in SIZES], SIZES)
+    assert accuracies["minority"] == accuracies["0"] == 0.0 and accuracies["majority"] == pytest.approx(0.2)
+    assert accuracies["3"] == pytest.approx(0.3) and smallest(SIZES) == {0}
     assert accuracy_of_groups([0.5, 0.7], [0, 1]) == {"0": 0.5, "1": 0.7}, "equal sizes: nobody is a minority"
     assert accuracy_of_groups([None, 0.7], [0, 1]) == {"1": 0.7}
     assert accuracy_of_groups([0.5], None) == accuracy_of_groups((), [0]) == {}
@@ -77,7 +68,7 @@ def test_groups_are_means_over_their_clients():
 
 
 class Clusters(Strategy):
-    """Tells clusters and has a picture of them."""
+    """Gives clusters and a picture of them."""
 
     def metrics(self, view):
         return {"group": torch.tensor([5.0, 5.0, 6.0, float("nan")])}
@@ -87,15 +78,10 @@ class Clusters(Strategy):
         return ClientEmbedding("Updates of round 1", (0, 1, 2), points, (0, 0, 1), (1.0, 0.9, 1.0), 2, 7.5, True)
 
 
-@pytest.fixture
-def run(make_loop):
+def test_a_run_says_how_groups_fare_and_keeps_a_picture_of_the_clients(make_loop):
     loop = make_loop(parts=[Clusters()], rounds=2)
     loop.facts = dataclasses.replace(loop.facts, truth={"groups": (0, 0, 1, 1)})
-    return loop, loop.run()
-
-
-def test_a_run_says_how_groups_fare(run):
-    loop, result = run
+    result = loop.run()
     accuracies = [client["accuracy"] for client in result.clients]
     assert [client["true_group"] for client in result.clients] == [0, 0, 1, 1]
     assert result.accuracy_of_groups == accuracy_of_groups(accuracies, [0, 0, 1, 1])
@@ -106,12 +92,8 @@ def test_a_run_says_how_groups_fare(run):
     assert kept["accuracy_of_groups"] == result.accuracy_of_groups
     losses = [score.loss for score in loop.evaluate(loop.state).clients]
     assert [client["loss"] for client in kept["clients"]] == pytest.approx(losses)
-
-
-def test_a_picture_of_the_clients_is_kept(run):
-    loop, result = run
-    kept = json.loads((loop.output_dir / "result.json").read_text())["client_embedding"]
-    assert kept["points"] == [[0.0, 1.0], [0.5, 1.0], [9.0, -1.0]] and kept["confident"] is True
+    picture = kept["client_embedding"]
+    assert picture["points"] == [[0.0, 1.0], [0.5, 1.0], [9.0, -1.0]] and picture["confident"] is True
     assert result.client_embedding.separation == 7.5
     with pytest.raises(ValueError, match="one point"):
         dataclasses.replace(result.client_embedding, cluster=(0,))
@@ -122,26 +104,3 @@ def test_without_true_groups_nothing_is_said_of_them(make_loop):
     result = loop.run()
     assert true_groups(loop.facts) is None and result.accuracy_of_groups == {}
     assert "clustering_accuracy" not in result.metrics and result.clients[0]["true_group"] is None
-
-
-def test_what_is_sent_is_counted_from_the_first_round_on(run, make_loop):
-    loop, result = run
-    model = loop.module.num_params
-    assert result.metrics["floats_down"] == result.metrics["floats_up"] == 2 * 4 * model
-    choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
-    result = make_loop(parts=choosing, rounds=2).run()
-    assert result.metrics["floats_up"] == 2 * 4 * model
-    assert result.metrics["floats_down"] == (1 + 3) * 4 * model, "three models to choose from, and to start from, once"
-    result = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run()
-    assert result.metrics["floats_down"] == 2 * result.metrics["floats_up"], "the mean of all models beside one's own"
-
-
-def test_what_was_sent_survives_a_resumed_run(make_loop, tmp_path):
-    whole = make_loop(rounds=3).run()
-    place = tmp_path / "cut"
-    loop = make_loop(rounds=3, output_dir=place)
-    cut_at(loop, 3)
-    with pytest.raises(PowerCut):
-        loop.run()
-    resumed = make_loop(rounds=3, output_dir=place).run(resume=True)
-    assert resumed.metrics["floats_down"] == whole.metrics["floats_down"]

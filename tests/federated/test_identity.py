@@ -1,7 +1,5 @@
 """What makes a run this run: digests of module, strategies and records, and every edit that resuming refuses."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 import json
@@ -86,7 +84,6 @@ def test_the_source_of_a_net_and_of_what_it_uses_counts(changes, tmp_path, monke
 
 
 def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):
-    """Its code cannot be compared: typed in, it has no file."""
     monkeypatch.setitem(sys.modules, "typed_in", type(sys)("typed_in"))
     net = type("Net", (nn.Linear,), {"__module__": "typed_in"})(6, 2)
     before = of(net)
@@ -96,41 +93,23 @@ def test_a_class_without_a_file_is_known_by_its_settings_only(monkeypatch):
 
 
 class Setting:
-    """Plain, without any words of its own."""
-
     def __init__(self, value):
         self._value = value
 
 
+def some_values():
+    """All different, but the same in every call."""
+    shared, looped = [1], Setting(None)
+    looped._value = [looped]
+    yield from (None, True, 1, 1.0, "1", b"1", "None", (), [], {}, set(), (1,), [1], {1}, {1: 1}, {"1": 1}, looped)
+    yield from (["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], {"a": {"b": 1}}, {"a": 1, "b": 1})
+    yield from (torch.zeros(0), torch.zeros(2), torch.ones(2), torch.ones(2, 1), torch.ones(2).double())
+    yield from (np.zeros(0, np.int64), np.int64(3), np.int64(4), np.float32(3), np.arange(4), torch.relu, torch.tanh)
+    yield from (Setting(3), Setting(4), Setting(Setting(3)), [shared, shared], ([1], [2]), frozenset({"a", "b", "c"}))
+
+
 def test_settings_count_wherever_they_hide():
-    """Behind underscores, in plain objects, mappings, numpy; equal ones made twice are equal, wherever they lie."""
-    shared = [1]
-
-    def makings():
-        looped = Setting(None)
-        looped._value = [looped]
-        yield from (None, True, 1, 1.0, "1", b"1", "None", (), [], {}, set(), (1,), [1], {1}, {1: 1}, {"1": 1}, looped)
-        yield from (["ab", "c"], ["a", "bc"], [["a"], "b"], [["a", "b"]], {"a": {"b": 1}}, {"a": 1, "b": 1})
-        yield from (torch.zeros(0), torch.zeros(2), torch.ones(2), torch.ones(2, 1), torch.ones(2).double())
-        yield from (
-            np.zeros(0, np.int64),
-            np.int64(3),
-            np.int64(4),
-            np.float32(3),
-            np.arange(4),
-            torch.relu,
-            torch.tanh,
-        )
-        yield from (
-            Setting(3),
-            Setting(4),
-            Setting(Setting(3)),
-            [shared, shared],
-            ([1], [2]),
-            frozenset({"a", "b", "c"}),
-        )
-
-    first, again = ([object_digest(Setting(value)) for value in makings()] for _ in range(2))
+    first, again = ([object_digest(Setting(value)) for value in some_values()] for _ in range(2))
     assert first == again and len(set(first)) == len(first)
 
 
@@ -142,13 +121,11 @@ class Rule(Strategy):
         return plan
 
 
-def test_strategies_count_with_their_settings_and_watchers_do_not():
-    class Watching(Strategy):
-        pass
-
-    told = strategy_digests([Watching(), Rule(), Rule()])
-    assert list(told) == ["0 Rule", "1 Rule"] and len(set(told.values())) == 1
-    assert strategy_digests([Rule()]) == strategy_digests([Rule(), Watching()])
+def test_strategies_count_with_their_settings_and_callbacks_do_not():
+    watching = type("Watching", (Strategy,), {})()
+    digests = strategy_digests([watching, Rule(), Rule()])
+    assert list(digests) == ["0 Rule", "1 Rule"] and len(set(digests.values())) == 1
+    assert strategy_digests([Rule()]) == strategy_digests([Rule(), watching])
     assert strategy_digests([Rule(2.0)]) != strategy_digests([Rule()])
 
 
@@ -227,22 +204,23 @@ EDITS = {
 }
 
 
-def begun(make_loop, **options):
-    """A loop like the others, broken off in round 2, and the bytes of its ledger."""
-    loop = make_loop(**options)
+def common(**changed):
+    module, rules = ClientModule(Layer()), [Uniform(), Rule()]
+    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "parts": rules, **changed}
+
+
+@pytest.fixture
+def begun(make_loop):
+    """A loop that is broken off in round 2, and the bytes of its ledger."""
+    loop = make_loop(**common())
     cut_at(loop, 2)
     with pytest.raises(PowerCut):
         loop.run()
     return loop, loop.clients.folder.ledger_file.read_bytes()
 
 
-def common(**changed):
-    module, rules = ClientModule(Layer()), [Uniform(), Rule()]
-    return {"privacy": PRIVACY, "clients": CLIENTS, "module": module, "parts": rules, **changed}
-
-
-def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charged(make_loop):
-    loop, ledger = begun(make_loop, **common())
+def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charged(begun, make_loop):
+    loop, ledger = begun
     for key, edit in EDITS.items():
         again = make_loop(**common(**edit), output_dir=loop.output_dir)
         again.clients.engine.train = None  # nobody is trained
@@ -254,11 +232,9 @@ def test_an_edit_that_would_change_a_release_is_refused_before_anything_is_charg
         assert loop.clients.folder.ledger_file.read_bytes() == ledger, key
 
 
-def test_what_changes_no_release_may_change(make_loop):
-    """The engine, the network, evaluation, watchers, and fewer rounds, all at once."""
-    loop, _ = begun(make_loop, **common())
-    watcher = type("Watching", (Callback,), {"on_round_end": lambda self, view, report: None})()
-    free = common(parts=[Uniform(), watcher, Rule()], rounds=2)
+def test_engine_network_evaluation_callbacks_and_fewer_rounds_may_change(begun, make_loop):
+    loop, _ = begun
+    free = common(parts=[Uniform(), Callback(), Rule()], rounds=2)
     network = NetworkOptions(up_megabits_per_second=10.0)
     again = make_loop(**free, network=network, engine=ENGINES["serial"](), evaluate_every=2, output_dir=loop.output_dir)
     result = again.run(resume=True)
@@ -278,48 +254,3 @@ def test_the_identity_of_a_run_lies_in_the_ledgers_header_without_any_record(mak
     assert set(other.clients.folder.header().identity["records"]).isdisjoint(found["records"]), (
         "each run has a key of its own"
     )
-
-
-# ---- nets
-
-
-@pytest.mark.parametrize("engine", ["serial", "fast"])
-def test_evaluation_does_not_drop_out(engine, make_loop):
-    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.5), nn.Linear(8, 3))
-    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
-    loop.run()
-    rows = torch.arange(8)
-    one, other = (loop.clients.engine.outputs(loop.state.models[0], rows) for _ in range(2))
-    assert torch.equal(one, other) and net[1].training
-
-
-class Mixing(nn.Module):
-    """A batch norm of one's own."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x):
-        return self.layer(x - x.mean(dim=0))
-
-
-class Remembering(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 3)
-        self.register_buffer("seen", torch.zeros(6))
-
-    def forward(self, x):
-        if len(x) > 1:
-            self.seen += x.detach().mean(dim=0)
-        return self.layer(x)
-
-
-@pytest.mark.parametrize(
-    ("net", "words"),
-    [(Mixing(), "must see one record at a time, got losses that change"), (Remembering(), "a buffer `seen`")],
-)
-def test_nets_that_mix_or_remember_records_are_refused(net, words, make_loop):
-    with pytest.raises(UserError, match=words):
-        make_loop(module=ClientModule(net))

@@ -1,14 +1,14 @@
-"""Nets that mix records are refused even where only many records, or strange ones, show it."""
-
-from __future__ import annotations
+"""Nets that mix or remember records are refused, even where only many records, or strange ones, show it."""
 
 import copy
 import random
 
 import pytest
 import torch
+from conftest import small_net
 from torch import nn
 
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.dummy_data import _check_alone
 from dpfl_lightning.federated.client.module import ClientModule
@@ -29,8 +29,6 @@ class Small(nn.Module):
 
 
 class Rescaling(Small):
-    """Divides the batch when something in it is large."""
-
     def mixed(self, x):
         return torch.where(x.abs().max() > 8, x / 8, x)
 
@@ -66,8 +64,6 @@ class MixingByAnotherGenerator(Small):
 
 
 class Dropping(Small):
-    """Draws random numbers in training and in evaluation, and mixes nothing."""
-
     def mixed(self, x):
         return nn.functional.dropout(x, 0.5, training=True)
 
@@ -113,31 +109,51 @@ def check(net: nn.Module) -> None:
     _check_alone(copy.deepcopy(ClientModule(net)), x, torch.arange(4) % 3)
 
 
-@pytest.mark.parametrize(
-    "net",
-    [Rescaling(), Routing(), Spreading(), MixingInTraining(), MixingBehindDropout(), MixingByAnotherGenerator()],
-    ids=lambda net: type(net).__name__,
-)
-def test_nets_that_mix_records_are_refused(net):
+MIXING = [Rescaling(), Routing(), Spreading(), MixingInTraining(), MixingBehindDropout(), MixingByAnotherGenerator()]
+
+
+def test_nets_that_mix_records_are_refused(make_loop):
+    for net in MIXING:
+        with pytest.raises(UserError, match="must see one record at a time, got losses that change"):
+            check(net)
+    mixing = nn.Sequential(nn.Linear(6, 4), Rescaling())
     with pytest.raises(UserError, match="must see one record at a time, got losses that change"):
+        make_loop(module=ClientModule(mixing))
+
+
+class Remembering(Small):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(4))
+
+    def mixed(self, x):
+        if len(x) > 1:
+            self.seen += x.detach().mean(dim=0)
+        return x
+
+
+def test_a_net_that_remembers_records_is_refused(make_loop):
+    with pytest.raises(UserError, match=r"a buffer `1\.seen`"):
+        make_loop(module=ClientModule(nn.Sequential(nn.Linear(6, 4), Remembering())))
+
+
+def test_other_nets_are_let_through():
+    layers = [nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.GroupNorm(2, 8), nn.Linear(8, 3)]
+    spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3))
+    for net in (Small(), Dropping(), Refusing(), nn.Sequential(*layers), spectral):
+        before, drawn = torch.get_rng_state(), random.getstate()
         check(net)
+        assert torch.equal(torch.get_rng_state(), before) and random.getstate() == drawn, net
 
 
-@pytest.mark.parametrize(
-    "net",
-    [
-        Small(),
-        Dropping(),
-        Refusing(),
-        nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.ReLU(), nn.GroupNorm(2, 8), nn.Linear(8, 3)),
-        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 3)),
-    ],
-    ids=lambda net: type(net).__name__,
-)
-def test_other_nets_are_let_through(net):
-    before, drawn = torch.get_rng_state(), random.getstate()
-    check(net)
-    assert torch.equal(torch.get_rng_state(), before) and random.getstate() == drawn
+@pytest.mark.parametrize("engine", ["serial", "fast"])
+def test_evaluation_does_not_drop_out(engine, make_loop):
+    net = nn.Sequential(small_net(), nn.Dropout(0.5))
+    loop = make_loop(module=ClientModule(net), engine=ENGINES[engine](), rounds=1)
+    loop.run()
+    rows = torch.arange(8)
+    one, other = (loop.clients.engine.outputs(loop.state.models[0], rows) for _ in range(2))
+    assert torch.equal(one, other) and net[1].training
 
 
 def test_whole_numbers_stay_rows_of_their_table():

@@ -1,7 +1,5 @@
 """Runs with Laplace noise: pure budgets, spent to the last, and what cannot go together."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -63,21 +61,16 @@ def test_huge_noise_ruins_accuracy_and_little_does_not(make_loop):
     assert sum(accuracy(1000.0, seed) for seed in range(5)) / 5 < 0.7, "a model of noise may be right by chance"
 
 
-@pytest.mark.parametrize(
-    ("clients", "privacy", "words"),
-    [
-        (
-            ClientOptions(count=4, batch_size=16),
-            laplace(),
-            r"`clients\.batch_size` must be null \(all 48 of client 0's records\) with Laplace noise, got 16",
-        ),
-        (FULL, PrivacyOptions(epsilon=1.0, delta=0.0), r"`privacy\.delta` must be in \(0, 1\) with Gaussian noise"),
+def test_what_does_not_go_together_is_one_sentence(make_loop):
+    must_be_full = r"`clients\.batch_size` must be null \(all 48 of client 0's records\) with Laplace noise, got 16"
+    gaussian = PrivacyOptions(epsilon=1.0, delta=0.0)
+    for clients, privacy, words in (
+        (ClientOptions(count=4, batch_size=16), laplace(), must_be_full),
+        (FULL, gaussian, r"`privacy\.delta` must be in \(0, 1\) with Gaussian noise"),
         (FULL, laplace(accountant="gdp"), "`accountant` must be rdp or prv for selections and Laplace noise"),
-    ],
-)
-def test_what_does_not_go_together_is_one_sentence(clients, privacy, words, make_loop):
-    with pytest.raises(UserError, match=words):
-        make_loop(privacy=privacy, clients=clients).run()
+    ):
+        with pytest.raises(UserError, match=words):
+            make_loop(privacy=privacy, clients=clients).run()
 
 
 def test_null_batches_are_full_batches_with_gaussian_noise_as_well(make_loop):

@@ -1,6 +1,4 @@
-"""The loop: hook order, charges, results, bad folders, spent budgets."""
-
-from __future__ import annotations
+"""The loop: hook order, charges, results, what strategies answer, and what is refused."""
 
 import json
 import math
@@ -19,9 +17,14 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
 
 
-def test_a_run_learns_and_leaves_its_record(make_loop):
+@pytest.fixture
+def learnt(make_loop):
     loop = make_loop(rounds=5)
-    result = loop.run()
+    return loop, loop.run()
+
+
+def test_a_run_learns_and_leaves_its_record(learnt):
+    loop, result = learnt
     assert result.test_accuracy > 0.8
     assert result.finished and result.reason == "all 5 rounds are done"
     written = json.loads((loop.output_dir / "result.json").read_text())
@@ -31,23 +34,41 @@ def test_a_run_learns_and_leaves_its_record(make_loop):
         assert 0 < client["epsilon_spent"] <= client["epsilon_budget"]
         assert client["epsilon_spent"] > 0.99 * client["epsilon_budget"]
         assert client["steps"] == 5 * -(-client["num_records"] // client["batch_size"])
-        assert 0 <= client["accuracy"] <= 1
+    accuracies = torch.tensor([client["accuracy"] for client in result.clients], dtype=torch.float64)
+    assert bool((accuracies >= 0).all()) and bool((accuracies <= 1).all())
+    assert result.accuracy_mean == pytest.approx(float(accuracies.mean()))
+    assert result.accuracy_std == pytest.approx(float(accuracies.std(correction=0)))
+    assert result.accuracy_worst == float(accuracies.min()) == written["accuracy_worst"]
     for words in ("record", "add or remove", "Poisson", "0.001", "Not covered"):
         assert words in written["guarantee"], words
     assert len(read_ledger(loop.clients.folder.ledger_file)) == 4 * 5
+    assert 0 < result.client_seconds < result.training_seconds <= result.wall_seconds
+    assert written["client_seconds"] == result.client_seconds
     net = small_net()
     net.load_state_dict(torch.load(loop.output_dir / "model.pt", weights_only=True))
     assert torch.equal(torch.nn.utils.parameters_to_vector(net.parameters()), loop.state.models[0])
 
 
-def test_shuffled_batches_are_said_not_to_be_proven(make_loop):
+def test_noise_of_an_update_is_that_of_its_mechanism(learnt):
+    loop, result = learnt
+    plan = loop.view(loop.state).plan()
+    stds = [m.noise_std(steps, 0.3) for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)]
+    assert [client["noise_std"] for client in result.clients] == pytest.approx(stds)
+
+
+def test_a_taken_folder_is_left_alone(learnt, make_loop):
+    loop, _ = learnt
+    before = {path: path.read_bytes() for path in loop.output_dir.iterdir()}
+    with pytest.raises(UserError, match=r"output_dir.*holds another run"):
+        make_loop(output_dir=loop.output_dir).run()
+    assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
+
+
+def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
     result = make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=1e-3, sampling="shuffle")).run()
     assert "NOT proven" in result.guarantee
-
-
-def test_a_run_without_privacy_says_so(make_loop):
     result = make_loop(privacy=None).run()
-    assert all(client["epsilon_spent"] is None for client in result.clients)
+    assert all(client["epsilon_spent"] is None and client["noise_std"] == 0 for client in result.clients)
     assert "no " in result.guarantee.lower()
     json.dumps(result.as_dict(), allow_nan=False)
 
@@ -58,15 +79,6 @@ def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
         "dpfl_lightning.privacy.accounting.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)]
     )
     assert make_loop().plan_schedule() == planned
-
-
-def test_a_taken_folder_is_left_alone(make_loop, tmp_path):
-    loop = make_loop()
-    loop.run()
-    before = {path: path.read_bytes() for path in loop.output_dir.iterdir()}
-    with pytest.raises(UserError, match=r"output_dir.*holds another run"):
-        make_loop(output_dir=loop.output_dir).run()
-    assert before == {path: path.read_bytes() for path in loop.output_dir.iterdir()}
 
 
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
@@ -125,48 +137,55 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     loop.clients.engine.train = spy
     loop.run()
 
-    def one_round(before, after, last):
-        verbs = [
-            ("stop", before),
-            ("on_round_start", before),
-            ("replan", before),
-            ("plan_round", before),
-            ("needs_updates", after),
-            ("TRAIN", after),
-            ("needs_updates", after),
-        ]
-        verbs += [
-            (name, after)
-            for name in ("weigh", "combine", "scale", "step", "after_step", "metrics", "state_dict", "final_models")
-        ]
-        return [*verbs, ("on_round_end", after)]
+    def one_round(before, after):
+        planning = ["stop", "on_round_start", "replan", "plan_round"]
+        training = ["needs_updates", "TRAIN", "needs_updates", "weigh", "combine", "scale", "step", "after_step"]
+        ending = ["metrics", "state_dict", "final_models", "on_round_end"]
+        return [(name, before) for name in planning] + [(name, after) for name in training + ending]
 
-    expected = [
-        ("plan_run", 0),
-        ("describe", 0),
-        ("initialise", 0),
-        ("state_dict", 0),
-        ("on_fit_start", 0),
-        *one_round(0, 4, False),
-        *one_round(4, 8, True),
-    ]
+    beginning = [(name, 0) for name in ("plan_run", "describe", "initialise", "state_dict", "on_fit_start")]
+    expected = [*beginning, *one_round(0, 4), *one_round(4, 8)]
     assert calls[: len(expected)] == expected
     assert calls[-1] == ("on_fit_end", 8)
 
 
-def test_a_misspelt_hook_is_heard(make_loop):
-    odd = type("Odd", (Strategy,), {"plan_rounds": lambda self, plan, view: plan})
-    with pytest.raises(UserError, match=r"plan_rounds.*Did you mean `plan_round`"):
-        make_loop(parts=[SizeWeighted(), odd()])
+def a_strategy(**members):
+    return type("Odd", (Strategy,), members)()
 
 
-def test_an_unknown_role_and_a_combination_without_updates_are_refused(make_loop):
-    odd = type("Odd", (Strategy,), {"role": "bas"})
-    with pytest.raises(UserError, match=r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"):
-        make_loop(parts=[odd()])
-    odd = type("Odd", (Strategy,), {"combine": lambda self, updates, weights, view: None})
-    with pytest.raises(UserError, match=r"`Odd.needs_updates` must be overridden by a strategy that overrides"):
-        make_loop(parts=[odd()])
+def test_strategies_that_do_not_fit_are_refused(make_loop):
+    combine = {"combine": lambda self, updates, weights, view: None}
+    for parts, words in (
+        (
+            [SizeWeighted(), a_strategy(plan_rounds=lambda self, plan, view: plan)],
+            r"plan_rounds.*Did you mean `plan_round`",
+        ),
+        ([a_strategy(role="bas")], r"^`Odd.role` must be one of base, .*, got 'bas'\. Did you mean `base`\?$"),
+        ([a_strategy(**combine)], r"`Odd.needs_updates` must be overridden by a strategy that overrides"),
+        ([SizeWeighted(), Uniform()], "exactly one base rule"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_loop(parts=parts)
+    median = a_strategy(**combine, needs_updates=lambda self, plan, view: True)
+    with pytest.raises(UserError, match="`combine` must be answered by one strategy"):
+        make_loop(parts=[SizeWeighted(), median, median]).run()
+
+
+@pytest.mark.parametrize("role", ["base", "route"])
+def test_weights_of_another_shape_or_sign_are_refused(role, make_loop):
+    for answer, words in (
+        (torch.ones(3, 1), r"3 clients, \[K, C\], got \(3, 1\)"),
+        (torch.ones(2, 3), r"got \(2, 3\)"),
+        (torch.ones(1), r"got \(1,\)"),
+        ([1.0, 1.0, 1.0], "got 'list'"),
+        (torch.tensor([1.0, -1.0, 1.0]), r"give numbers >= 0 and finite, got \[1.0, -1.0, 1.0\]"),
+        (torch.tensor([1.0, math.nan, 1.0]), "give numbers >= 0 and finite"),
+    ):
+        odd = a_strategy(role=role, weigh=lambda self, updates, view, answer=answer: answer)
+        parts = [odd] if role == "base" else [Uniform(), odd]
+        clients = ClientOptions(count=3, batch_size=16)
+        with pytest.raises(UserError, match="`weigh of Odd` must.*" + words):
+            make_loop(blobs(num_clients=3), clients=clients, parts=parts, privacy=None, rounds=1).run()
 
 
 class Breaks(Strategy):
@@ -206,18 +225,6 @@ def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round
     whole = make_loop(parts=[Breaks(hook, round)])
     assert resumed.run(resume=True).finished and whole.run().finished
     assert torch.equal(resumed.state.models, whole.state.models)
-
-
-def test_two_base_rules_and_two_answers_are_errors(make_loop):
-    with pytest.raises(UserError, match="exactly one base rule"):
-        make_loop(parts=[SizeWeighted(), Uniform()])
-    answer = type(
-        "Median",
-        (Strategy,),
-        {"combine": lambda self, updates, weights, view: None, "needs_updates": lambda self, plan, view: True},
-    )
-    with pytest.raises(UserError, match="`combine` must be answered by one strategy"):
-        make_loop(parts=[SizeWeighted(), answer(), answer()]).run()
 
 
 def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
@@ -309,12 +316,6 @@ class Sees(Strategy):
         self.seen = [*getattr(self, "seen", []), updates.deltas is not None]
 
 
-def test_a_strategy_says_in_which_rounds_it_sees_updates(make_loop):
-    own = Sees()
-    make_loop(parts=[own], rounds=4).run()
-    assert own.seen == [False, True, False, True]
-
-
 class Tells(Strategy):
     def __init__(self, told):
         self._told = told
@@ -326,9 +327,10 @@ class Tells(Strategy):
 def test_what_strategies_tell_is_reported_and_kept(make_loop):
     reports = []
     of_clients = torch.tensor([1.0, 2.0, float("nan"), 4.0])
-    parts = [Sees(), Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)]
-    loop = make_loop(parts=parts, rounds=3)
+    sees = Sees()
+    loop = make_loop(parts=[sees, Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)])
     result = loop.run()
+    assert sees.seen == [False, True, False], "single updates are seen in the rounds that ask for them"
     sizes = torch.tensor(loop.population.num_records, dtype=torch.float64)
     torch.testing.assert_close(reports[0].metrics["weight"], sizes / sizes.sum())
     told = reports[2].metrics
@@ -342,18 +344,15 @@ def test_what_strategies_tell_is_reported_and_kept(make_loop):
     assert again.run(resume=True).metrics == result.metrics
 
 
-@pytest.mark.parametrize(
-    ("told", "words"),
-    [
+def test_metrics_of_a_taken_name_or_another_shape_are_refused(make_loop):
+    for told, words in (
         ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is reported already"),
         ([{"weight": 1.0}], "'weight', which is reported already"),
         ([{"epsilon": torch.zeros(4)}], "'epsilon', which is reported already"),
         ([{"mood": torch.ones(3)}], r"'mood' of shape \(3,\), not one for each client"),
-    ],
-)
-def test_what_cannot_be_told(told, words, make_loop):
-    with pytest.raises(RuntimeError, match=words):
-        make_loop(parts=[Tells(one) for one in told], rounds=1).run()
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            make_loop(parts=[Tells(one) for one in told], rounds=1).run()
 
 
 def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
@@ -364,39 +363,18 @@ def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
     assert all(one.caveats[-1] == "a toy" for one in loop.clients.budgets.guarantees())
 
 
-def test_how_unequally_clients_are_served(make_loop):
-    loop = make_loop(rounds=2)
-    result = loop.run()
-    accuracies = torch.tensor([client["accuracy"] for client in result.clients], dtype=torch.float64)
-    assert result.accuracy_mean == pytest.approx(float(accuracies.mean()))
-    assert result.accuracy_std == pytest.approx(float(accuracies.std(correction=0)))
-    assert result.accuracy_worst == float(accuracies.min())
-    assert json.loads((loop.output_dir / "result.json").read_text())["accuracy_worst"] == result.accuracy_worst
-
-
-def test_noise_of_an_update_is_that_of_its_mechanism(make_loop):
-    loop = make_loop(rounds=1)
-    result = loop.run()
-    plan = loop.view(loop.state).plan()
-    stds = [m.noise_std(steps, 0.3) for m, steps in zip(plan.mechanism_of, plan.steps, strict=True)]
-    assert [client["noise_std"] for client in result.clients] == pytest.approx(stds)
-    assert all(client["noise_std"] == 0 for client in make_loop(privacy=None, rounds=1).run().clients)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
+def test_bad_settings_are_one_sentence_and_write_nothing(make_loop, tmp_path):
+    for change, words in (
         ({"clients": ClientOptions(count=4, batch_size=500)}, "clients.batch_size.*records.*500"),
         ({"privacy": PrivacyOptions(epsilon=[1.0, 2.0], delta=1e-3)}, "privacy.epsilon.*4 values"),
         ({"privacy": PrivacyOptions(epsilon=-1.0, delta=1e-3)}, "epsilon"),
         ({"privacy": PrivacyOptions(epsilon=1.0, delta=1.5)}, "delta"),
         ({"rounds": 0}, "rounds"),
-    ],
-)
-def test_bad_settings_are_one_sentence_and_write_nothing(change, words, make_loop, tmp_path):
-    with pytest.raises(UserError, match=words):
-        make_loop(**change).run()
-    assert list(tmp_path.iterdir()) == []
+        ({"module": torch.nn.Linear(6, 3)}, r"must be a ClientModule, got 'Linear'. Wrap a net: ClientModule\(net\)"),
+    ):
+        with pytest.raises(UserError, match=words):
+            make_loop(**change).run()
+        assert list(tmp_path.iterdir()) == [], words
 
 
 def test_a_delta_above_one_over_n_is_a_warning(make_loop):
@@ -432,16 +410,8 @@ def test_regression_reports_a_loss(make_loop):
     assert result.test_accuracy is None and result.test_loss < 0.3
 
 
-def test_blobs_are_unequal():
-    assert len(set(blobs().num_records)) == 4
-
-
-class Trains(Strategy):
-    trains_on_server = True
-
-
-@pytest.mark.parametrize(("parts", "foretold"), [([], True), ([Trains()], False)], ids=["clients", "server"])
-def test_the_time_of_a_run_is_foretold_where_clients_take_it(parts, foretold, make_loop):
-    loop = make_loop(parts=parts)
-    loop.run()
-    assert math.isfinite(loop.info.estimated_seconds) is foretold
+def test_the_time_of_a_run_is_estimated_where_clients_take_it(make_loop):
+    for parts, known in (([], True), ([a_strategy(trains_on_server=True)], False)):
+        loop = make_loop(parts=parts)
+        loop.run()
+        assert math.isfinite(loop.info.estimated_seconds) is known

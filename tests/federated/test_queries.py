@@ -1,25 +1,24 @@
 """Answers of clients: the framework bounds, sums and noises them, or epsilon is infinite wherever it is shown."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import io
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXED_KEY, blobs, small_net
+from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
 from dpfl_lightning import strategies
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, NoMechanism, Query, event_of
@@ -51,19 +50,25 @@ MODULE = ClientModule(small_net())
 
 @dataclass(frozen=True, kw_only=True)
 class Columns(Query):
-    """Rows are columns of the records, whatever they hold."""
+    """Its rows are what `make` gives for the records: by default their columns."""
 
+    make: Callable = lambda x: x
     purpose: str = "columns"
 
 
 @answers.rows_of(Columns)
 def _columns(query, client, module, x, y):
-    return x
+    return query.make(x)
 
 
 def silent(kind=Gaussian, clip_norm=1.0):
     """A mechanism that adds nothing and divides by 1."""
     return kind(clip_norm, 0.0, 1.0, 1.0)
+
+
+def lists_of_rows(*special):
+    numbers = st.floats(width=32) | st.sampled_from([*special, math.nan])
+    return st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=2, max_size=6)
 
 
 def released(query, x, y=None, generator=None):
@@ -77,11 +82,7 @@ def released(query, x, y=None, generator=None):
 
 @settings(deadline=None, max_examples=60)
 @given(
-    rows=st.lists(
-        st.lists(st.floats(width=32) | st.sampled_from([1e30, -1e38, 1e-45, math.nan]), min_size=3, max_size=3),
-        min_size=2,
-        max_size=6,
-    ),
+    rows=lists_of_rows(1e30, -1e38, 1e-45),
     kind=st.sampled_from([Gaussian, Laplace]),
     clip_norm=st.sampled_from([1e-6, 0.5, 1e3]),
 )
@@ -94,13 +95,7 @@ def test_one_record_moves_a_sum_by_at_most_the_clip_norm(rows, kind, clip_norm):
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    rows=st.lists(
-        st.lists(st.floats(width=32) | st.sampled_from([0.3, 0.7, math.nan]), min_size=3, max_size=3),
-        min_size=2,
-        max_size=6,
-    )
-)
+@given(rows=lists_of_rows(0.3, 0.7))
 def test_one_record_gives_each_candidate_between_nothing_and_one(rows):
     query, x = Columns(mechanism_of={0: ExponentialMechanism(1.0)}), torch.tensor(rows)
     y = torch.zeros(len(x), dtype=torch.long)
@@ -127,40 +122,18 @@ def test_noise_and_divisor_are_the_mechanisms():
     assert float(values.std()) == pytest.approx(0.5 * 4.0 / 10, rel=0.05)  # 4,000 draws of one key
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mixing(Query):
-    """Rows that would carry other records, if there were any to see."""
-
-    purpose: str = "columns"
-
-
-@answers.rows_of(Mixing)
-def _mixing(query, client, module, x, y):
-    return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
-
-
 def test_a_row_sees_its_record_alone():
     x = torch.randn(2 * FORWARD_CHUNK + 3, 2, generator=torch.Generator().manual_seed(0))
-    found = released(Mixing(mechanism_of={0: silent(clip_norm=1e9)}), x)
+
+    def mixing(x):
+        return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
+
+    found = released(Columns(mechanism_of={0: silent(clip_norm=1e9)}, make=mixing), x)
     torch.testing.assert_close(found, torch.cat([torch.zeros(2), x.sum(dim=0)]).double(), rtol=1e-5, atol=1e-5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shaped(Query):
-    """Rows of any make."""
-
-    make: object
-    purpose: str = "columns"
-
-
-@answers.rows_of(Shaped)
-def _shaped(query, client, module, x, y):
-    return query.make(x)
-
-
-@pytest.mark.parametrize(
-    ("make", "got"),
-    [
+def test_anything_but_one_row_a_record_is_refused():
+    for make, got in (
         (lambda x: x[0], r"got shape \(2,\)"),
         (lambda x: x.sum(), r"got shape \(\)"),
         (lambda x: x[:, :, None], r"got shape \(1, 2, 1\)"),
@@ -168,17 +141,12 @@ def _shaped(query, client, module, x, y):
         (lambda x: x.to(torch.complex64), r"got shape \(1, 2\)"),
         (lambda x: (x, x), "got tuple"),
         (lambda x: None, "got NoneType"),
-    ],
-)
-@pytest.mark.parametrize("mechanism", [silent(), ExponentialMechanism(1.0)], ids=["sum", "selection"])
-def test_anything_but_one_row_a_record_is_refused(make, got, mechanism):
-    with pytest.raises(ValueError, match=rf"the rows of Shaped must be one row of real numbers.* {got}"):
-        released(Shaped(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
-
-
-def test_rows_of_several_lengths_are_refused():
+    ):
+        for mechanism in (silent(), ExponentialMechanism(1.0)):
+            with pytest.raises(ValueError, match=rf"the rows of Columns must be one row of real numbers.* {got}"):
+                released(Columns(mechanism_of={0: mechanism}, make=make), torch.ones(3, 2))
     lengths = iter([2, 1])
-    query = Shaped(mechanism_of={0: silent()}, make=lambda x, calls=lengths: x[:, : next(calls)])
+    query = Columns(mechanism_of={0: silent()}, make=lambda x: x[:, : next(lengths)])
     with pytest.raises(ValueError, match=r"must have one length, got 2 and 1"):
         released(query, torch.ones(FORWARD_CHUNK + 1, 2))
 
@@ -193,23 +161,7 @@ class Looser(Gaussian):
         return GaussianEvent(1.0, 1e6, steps)
 
 
-@pytest.mark.parametrize(
-    ("mechanism", "error"),
-    [
-        (Caveat("sizes are public"), TypeError),
-        (NonPrivateEvent("anything"), TypeError),
-        (GaussianEvent(1.0, 5.0), TypeError),
-        (Looser(1.0, 0.1, 1.0, 1.0), TypeError),
-        (None, TypeError),
-        (Gaussian(1.0, 1.0, 0.5, 1.0), ValueError),
-    ],
-)
-def test_events_follow_from_mechanisms_of_the_framework_alone(mechanism, error):
-    with pytest.raises(error):
-        event_of(Columns(mechanism_of={0: mechanism}), 0)
-
-
-def test_events_of_the_frameworks_mechanisms():
+def test_events_follow_from_mechanisms_of_the_framework_alone():
     known = {
         Gaussian(1.0, 2.0, 1.0, 9.0): GaussianEvent(1.0, 2.0),
         Laplace(1.0, 2.0, 1.0, 9.0): LaplaceEvent(2.0),
@@ -218,11 +170,14 @@ def test_events_of_the_frameworks_mechanisms():
         NoMechanism("shown", Gaussian(1.0, 2.0, 1.0, 9.0)): NonPrivateEvent("shown"),
     }
     assert [event_of(Columns(mechanism_of={3: one}), 3) for one in known] == list(known.values())
-
-
-def test_no_caveat_can_be_planned_as_a_release():
+    caveat, looser = Caveat("sizes are public"), Looser(1.0, 0.1, 1.0, 1.0)
+    for mechanism in (caveat, NonPrivateEvent("anything"), GaussianEvent(1.0, 5.0), looser, None):
+        with pytest.raises(TypeError):
+            event_of(Columns(mechanism_of={0: mechanism}), 0)
+    with pytest.raises(ValueError):  # sampled, which an answer is not
+        event_of(Columns(mechanism_of={0: Gaussian(1.0, 1.0, 0.5, 1.0)}), 0)
     with pytest.raises(TypeError, match="must have noise or be `NonPrivateEvent`, got Caveat"):
-        Planned("columns", Caveat("sizes are public"), 1)
+        Planned("columns", caveat, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,25 +250,30 @@ def test_who_shows_the_records_has_no_privacy_from_then_on(make_loop):
     assert all(one["epsilon_spent"] is None for one in result.clients) and "records" in result.guarantee
 
 
-def test_a_question_that_states_its_own_price_is_refused_before_anything_is_charged(make_loop):
-    asks = Asks(SelectionEvent(0.1), OldStyle)
-    loop = make_loop(parts=[SizeWeighted(), asks])
-    with pytest.raises(TypeError, match="a question to clients must be a `Query`, got OldStyle"):
-        loop.run()
-    assert asks._answers is None and loop.clients.budgets.ledger.used(0, "steal") == 0
-
-
-def test_a_question_that_clients_cannot_answer_is_refused_before_anything_is_charged(make_loop):
+def test_a_question_that_cannot_be_priced_or_answered_is_refused_before_anything_is_charged(make_loop):
     @dataclass(frozen=True, kw_only=True)
     class Unknown(Query):
         purpose: str = "steal"
 
-    for mechanism, register in ((Gaussian(0.5, 6.0, 1.0, 1.0), "rows_of"), (NoMechanism("all"), "plain_answer_of")):
-        asks = Asks(mechanism.event(1), lambda one, how=mechanism: Unknown(mechanism_of=dict.fromkeys(one, how)))
+    noise, bare = Gaussian(0.5, 6.0, 1.0, 1.0), NoMechanism("all")
+    for event, question, words in (
+        (SelectionEvent(0.1), OldStyle, "a question to clients must be a `Query`, got OldStyle"),
+        (
+            noise.event(1),
+            lambda clients: Unknown(mechanism_of=dict.fromkeys(clients, noise)),
+            "cannot answer Unknown: register a function with `rows_of",
+        ),
+        (
+            bare.event(1),
+            lambda clients: Unknown(mechanism_of=dict.fromkeys(clients, bare)),
+            "cannot answer Unknown: register a function with `plain_answer_of",
+        ),
+    ):
+        asks = Asks(event, question)
         loop = make_loop(parts=[SizeWeighted(), asks])
-        with pytest.raises(TypeError, match=rf"cannot answer Unknown: register a function with `{register}"):
+        with pytest.raises(TypeError, match=words):
             loop.run()
-        assert loop.clients.budgets.ledger.used(0, "steal") == 0
+        assert asks._answers is None and loop.clients.budgets.ledger.used(0, "steal") == 0
 
 
 def test_another_mechanism_than_the_planned_one_is_refused(make_loop):
@@ -346,14 +306,9 @@ def test_live_epsilon_is_infinite_from_the_first_unprotected_answer_on():
         assert before == pytest.approx(judge.epsilon([GaussianEvent(0.1, 1.5, 20)], 1e-3), rel=1e-3)
         assert math.isinf(spent(schedule, {"train": 2, "show": 1}.get))
         assert math.isinf(spent(schedule, {"train": 0, "show": 1}.get))
-
-
-def test_an_unprotected_line_that_is_never_released_costs_nothing():
-    schedule = ClientSchedule(
-        8.0, 1e-3, (Planned("train", GaussianEvent(0.1, 1.5, 10), 3), Planned("a", NonPrivateEvent("b"), 0))
-    )
-    (plan,) = client_plans([schedule], get_accountant("rdp"), [(100, 10)])
-    assert math.isfinite(plan.guarantee.epsilon) and plan.epsilon_alone[1] == 0.0
+    never = ClientSchedule(8.0, 1e-3, (train, dataclasses.replace(show, count=0)))
+    (plan,) = client_plans([never], get_accountant("rdp"), [(100, 10)])
+    assert math.isfinite(plan.guarantee.epsilon) and plan.epsilon_alone[1] == 0.0, "what is never shown costs nothing"
 
 
 # ---- every answer of every strategy
@@ -388,38 +343,25 @@ class Live(Callback):
         self._reports.append(report)
 
 
-@pytest.fixture
-def walked(make_loop, capsys):
-    """`walked(name, options)`: a finished run, its asked queries, and every epsilon that it showed anywhere."""
-
-    def walk(name, options):
-        (own,) = strategies.build({name: {**MORE.get(name, {}), **options}})
-        live, paper = Live(), Console(file=io.StringIO(), width=200)
-        base = [own] if own.role == "base" else [SizeWeighted(), own]
-        full = name == "two_stage_selection"
-        loop = make_loop(
-            dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
-            parts=[*base, live, Progress(paper)],
-            rounds=4,
-            clients=ClientOptions(count=4, batch_size=None if full else 16, learning_rate=0.3),
-            privacy=PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY),
-        )
-        asked, ask = [], loop.clients.engine.ask
-        loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
-        schedule = loop.plan_schedule().clients
-        planned = client_plans(schedule, loop.accountant, [(100, 10)] * 4)
-        result = loop.run()
-        capsys.readouterr()
-        assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
-        report = capsys.readouterr().out
-        return loop, result, asked, live, paper.file.getvalue(), planned, report
-
-    return walk
-
-
 @pytest.mark.parametrize(("name", "options", "words"), VARIANTS, ids=lambda one: str(one)[:40])
-def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, options, words, walked):
-    loop, result, asked, live, printed, planned, report = walked(name, options)
+def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, options, words, make_loop, capsys):
+    (strategy,) = strategies.build({name: {**MORE.get(name, {}), **options}})
+    live, paper = Live(), Console(file=io.StringIO(), width=200)
+    base = [] if strategy.role == "base" else [SizeWeighted()]
+    full = name == "two_stage_selection"
+    loop = make_loop(
+        dataclasses.replace(blobs(), groups=(0, 1, 0, 1)),
+        parts=[*base, strategy, live, Progress(paper)],
+        rounds=4,
+        clients=ClientOptions(count=4, batch_size=None if full else 16, learning_rate=0.3),
+    )
+    asked, ask = [], loop.clients.engine.ask
+    loop.clients.engine.ask = lambda query, *rest: asked.append((query, ask(query, *rest))) or asked[-1][1]
+    planned = client_plans(loop.plan_schedule().clients, loop.accountant, [(100, 10)] * 4)
+    result, printed = loop.run(), paper.file.getvalue()
+    capsys.readouterr()
+    assert plan_command(["--ledger", str(loop.output_dir), "--json"]) == 0
+    report = capsys.readouterr().out
     bare = set()
     for query, given_ in asked:
         for client, mechanism in query.mechanism_of.items():

@@ -1,11 +1,10 @@
 """Several processes, one run: the same bits, one voice, and a clear end whoever dies."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
 import signal
+import textwrap
 import time
 from pathlib import Path
 
@@ -94,7 +93,8 @@ def _wait_for_rounds(folder: Path, rounds: int, process: warm.Process) -> None:
         time.sleep(0.02)
 
 
-def _said(process: warm.Process, seconds: float = 120) -> tuple[int, str, str]:
+def _ended(process: warm.Process, seconds: float = 120) -> tuple[int, str, str]:
+    """Its status, and what it wrote to stdout and stderr."""
     out, err = process.communicate(timeout=seconds)
     return process.returncode, out, err
 
@@ -105,14 +105,8 @@ def _same_run(ours: Path, theirs: Path) -> None:
     results = [json.loads((folder / "result.json").read_text()) for folder in (ours, theirs)]
     for result in results:
         assert result["ledger"]["lines"] == len(read_ledger(ours / "ledger.jsonl")) + 1
-        for name in (
-            "wall_seconds",
-            "training_seconds",
-            "client_seconds",
-            "records_per_second",
-            "output_dir",
-            "ledger",
-        ):
+        times = "wall_seconds", "training_seconds", "client_seconds", "records_per_second"
+        for name in (*times, "output_dir", "ledger"):
             del result[name]
     assert results[0] == results[1]
     assert read_ledger(ours / "ledger.jsonl") == read_ledger(theirs / "ledger.jsonl")
@@ -123,10 +117,10 @@ def _same_as_alone(start, ranks: int, tmp_path: Path) -> None:
     process = start(ranks, "-m", "dpfl_lightning.fit", *argv, str(tmp_path / "ranks"))
     assert fit([*argv, str(tmp_path / "alone")]) == 0
     processes = process if isinstance(process, list) else [process]
-    said = [_said(one) for one in processes]
-    assert [status for status, _, _ in said] == [0] * len(processes), said
-    assert said[1:] == [(0, "", "")] * (len(processes) - 1), "one voice"
-    _, out, err = said[0]
+    ended = [_ended(one) for one in processes]
+    assert [status for status, _, _ in ended] == [0] * len(processes), ended
+    assert ended[1:] == [(0, "", "")] * (len(processes) - 1), "one voice"
+    _, out, err = ended[0]
     _same_run(tmp_path / "ranks", tmp_path / "alone")
     assert out.count("Where to look next") == 1 and out.count("round 2/2") == 1
     assert (f", {ranks} ranks, device cpu" in out) == (ranks > 1)
@@ -149,9 +143,9 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     processes = srun(2, str(ROOT / "tests" / "ranked_runs.py"), str(together))
     alone.mkdir()
     ranked_runs.main(alone)
-    said = [_said(process) for process in processes]
-    assert said[0][0] == 0, said
-    assert [one[1:] for one in said] == [("", "")] * 2, "nobody prints"
+    ended = [_ended(process) for process in processes]
+    assert ended[0][0] == 0, ended
+    assert [one[1:] for one in ended] == [("", "")] * 2, "nobody prints"
     ours, theirs = (torch.load(folder / "results.pt", weights_only=True) for folder in (together, alone))
     broken = ours.pop("broken client")
     protected = [results.pop("protected")["models"] for results in (ours, theirs)]
@@ -165,7 +159,7 @@ def test_everything_that_a_strategy_may_do_gives_the_same_bits_on_ranks(srun, tm
     assert set(ours["selection"]["callbacks"]["Selection 0"]["answers"]) == {0, 1, 2, 3}
     assert set(ours["personal"]["clients"]["personal"]) == {0, 1, 2, 3}
     assert broken["error"].startswith("client ") and "On rank 1" in broken["notes"][0]
-    assert said[1][0] == 1, "an exception in a client ends all ranks"
+    assert ended[1][0] == 1, "an exception in a client ends all ranks"
     assert len(read_ledger(together / "broken client" / "ledger.jsonl")) == 4, "it was charged before it began"
 
 
@@ -176,7 +170,7 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     assert fit([*argv, str(unbroken)]) == 0
     _wait_for_rounds(broken, 3, process)
     os.kill(_rank(process, 1), signal.SIGKILL)
-    status, out, err = _said(process)
+    status, out, err = _ended(process)
     again = f"resume with: torchrun ... -m dpfl_lightning.fit --resume {broken}"
     assert status != 0 and not (broken / "result.json").exists()
     assert err.count("error: `ranks` must all live until the run ends, got ") == 1 and f"is kept; {again}" in err
@@ -186,28 +180,36 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     _same_run(broken, unbroken)
 
 
+def _script(folder: Path, main: str) -> Path:
+    """A file that runs this `main` as a command."""
+    path = folder / "script.py"
+    imports = "import os, signal, sys\nfrom ranked_runs import make_loop\nfrom dpfl_lightning.errors import command\n"
+    imports += "from dpfl_lightning.runtime.launcher import launched\n"
+    path.write_text(imports + textwrap.dedent(main) + "sys.exit(command(main)())\n")
+    return path
+
+
 def test_what_ended_a_run_is_said_though_the_launcher_sends_its_signal_late(srun, tmp_path):
     """`torchrun` looks only now and then whether its ranks live: rank 0 may have saved the run by then."""
-    script = tmp_path / "late.py"
-    script.write_text(
-        "import os, signal, sys\n"
-        "from ranked_runs import make_loop\n"
-        "from dpfl_lightning.errors import UserError, command\n"
-        "from dpfl_lightning.federated.transport.ranked import RankedEngine\n"
-        "from dpfl_lightning.runtime.launcher import launched\n"
-        "def main(argv):\n"
-        "    loop = make_loop(sys.argv[1])\n"
-        "    if launched().rank == 1:\n"
-        "        RankedEngine._train = lambda *share: os._exit(1)\n"
-        "    try:\n"
-        "        loop.run()\n"
-        "    except UserError:\n"
-        "        signal.raise_signal(signal.SIGTERM)\n"
-        "        signal.raise_signal(signal.SIGINT)\n"
-        "        raise\n"
-        "sys.exit(command(main)())\n"
+    script = _script(
+        tmp_path,
+        """
+        from dpfl_lightning.errors import UserError
+        from dpfl_lightning.federated.transport.ranked import RankedEngine
+
+        def main(argv):
+            loop = make_loop(sys.argv[1])
+            if launched().rank == 1:
+                RankedEngine._train = lambda *share: os._exit(1)
+            try:
+                loop.run()
+            except UserError:
+                signal.raise_signal(signal.SIGTERM)
+                signal.raise_signal(signal.SIGINT)
+                raise
+        """,
     )
-    (status, _, err), (other, *silent) = [_said(process) for process in srun(2, str(script), str(tmp_path / "run"))]
+    (status, _, err), (other, *silent) = [_ended(process) for process in srun(2, str(script), str(tmp_path / "run"))]
     assert (status, other, silent) == (2, 1, ["", ""])
     assert err.startswith("error: `ranks` must all live until the run ends, got the end of rank 1.")
 
@@ -217,37 +219,33 @@ def test_a_rank_that_nobody_looks_after_is_missed_too(srun, tmp_path):
     ranks = srun(3, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
     _wait_for_rounds(tmp_path / "run", 2, ranks[0])
     ranks[2].kill()
-    said = [_said(process, seconds=20) for process in ranks]
-    assert [status for status, _, _ in said] == [2, 2, -signal.SIGKILL] and said[1][1:] == ("", "")
-    assert said[0][2].startswith("error: `ranks` must all live until the run ends, got the end of rank 2. The run is")
+    ended = [_ended(process, seconds=20) for process in ranks]
+    assert [status for status, _, _ in ended] == [2, 2, -signal.SIGKILL] and ended[1][1:] == ("", "")
+    assert ended[0][2].startswith("error: `ranks` must all live until the run ends, got the end of rank 2. The run is")
 
 
 def test_when_rank_0_dies_the_others_end_by_themselves(srun, tmp_path):
     ranks = srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rounds", "2000", "--output_dir", str(tmp_path / "run"))
     _wait_for_rounds(tmp_path / "run", 2, ranks[0])
     ranks[0].kill()
-    status, out, err = _said(ranks[1], seconds=10)
+    status, out, err = _ended(ranks[1], seconds=10)
     assert (status, out, err) == (1, "", "rank 1: rank 0 is gone, so this rank ends too\n")
 
 
 def test_a_mistake_is_told_once_and_is_status_2_on_every_rank(srun):
-    said = [_said(process) for process in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rouns", "3")]
-    assert [status for status, _, _ in said] == [2, 2]
-    assert said[0][2].startswith("error: ") and "Did you mean `--rounds`" in said[0][2] and said[1][1:] == ("", "")
+    ended = [_ended(process) for process in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--rouns", "3")]
+    assert [status for status, _, _ in ended] == [2, 2]
+    assert ended[0][2].startswith("error: ") and "Did you mean `--rounds`" in ended[0][2] and ended[1][1:] == ("", "")
 
 
 @pytest.mark.slow
-def test_help_is_told_once(srun):
-    said = [_said(process) for process in srun(2, "-m", "dpfl_lightning.fit", "--help")]
-    assert [status for status, _, _ in said] == [0, 0] and "--resume" in said[0][1] and said[1][1:] == ("", "")
-
-
-@pytest.mark.slow
-def test_what_rank_0_alone_finds_wrong_ends_the_others_in_silence(srun, tmp_path):
+def test_help_and_what_rank_0_alone_finds_wrong_are_told_once(srun, tmp_path):
+    ended = [_ended(process) for process in srun(2, "-m", "dpfl_lightning.fit", "--help")]
+    assert [status for status, _, _ in ended] == [0, 0] and "--resume" in ended[0][1] and ended[1][1:] == ("", "")
     (tmp_path / "precious.txt").write_text("mine")
-    said = [_said(one) for one in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--output_dir", str(tmp_path))]
-    assert [status for status, _, _ in said] == [2, 2] and said[1][1:] == ("", "")
-    assert said[0][2].count("error: ") == 1 and "another run or other files" in said[0][2]
+    ended = [_ended(one) for one in srun(2, "-m", "dpfl_lightning.fit", *DIGITS, "--output_dir", str(tmp_path))]
+    assert [status for status, _, _ in ended] == [2, 2] and ended[1][1:] == ("", "")
+    assert ended[0][2].count("error: ") == 1 and "another run or other files" in ended[0][2]
 
 
 @pytest.mark.slow
@@ -261,11 +259,11 @@ def test_a_run_that_is_stopped_on_one_rank_goes_on_with_two(signal_number, torch
     for process in ranks if signal_number == signal.SIGINT else ranks[:1]:
         process.send_signal(signal_number)
     expected = 130 if signal_number == signal.SIGINT else 2
-    said = [_said(process, seconds=20) for process in ranks]
-    assert [status for status, _, _ in said] == [expected] * 2 and said[1][1:] == ("", "")
-    assert "resume with: srun ... python -m dpfl_lightning.fit --resume" in said[0][1]
+    ended = [_ended(process, seconds=20) for process in ranks]
+    assert [status for status, _, _ in ended] == [expected] * 2 and ended[1][1:] == ("", "")
+    assert "resume with: srun ... python -m dpfl_lightning.fit --resume" in ended[0][1]
     process = torchrun(2, "-m", "dpfl_lightning.fit", "--resume", str(broken))
-    status, _, err = _said(process)
+    status, _, err = _ended(process)
     assert status == 0, err
     _same_run(broken, unbroken)
 
@@ -277,7 +275,7 @@ def test_seeds_are_trained_in_step_and_finished_ones_are_not_repeated(torchrun, 
     assert fit([*argv, "1", "--output_dir", str(tmp_path / "ranks")]) == 0
     finished = (tmp_path / "ranks" / "seed_1" / "result.json").stat().st_mtime_ns
     process = torchrun(2, "-m", "dpfl_lightning.fit", *argv, "0,1,2", "--output_dir", str(tmp_path / "ranks"))
-    status, out, err = _said(process)
+    status, out, err = _ended(process)
     assert status == 0, err
     assert out.count("3 seeds: test accuracy") == 1 and out.count("Where to look next") == 2
     for seed in range(3):
@@ -287,21 +285,18 @@ def test_seeds_are_trained_in_step_and_finished_ones_are_not_repeated(torchrun, 
 
 @pytest.mark.slow
 def test_ranks_with_other_data_are_refused(srun, tmp_path):
-    script = tmp_path / "unlike.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from ranked_runs import make_loop\n"
-        "from dpfl_lightning.errors import command\n"
-        "from dpfl_lightning.runtime.launcher import launched\n"
-        "def main(argv):\n"
-        "    loop = make_loop(sys.argv[1])\n"
-        "    loop.population.x[0, 0] += launched().rank\n"
-        "    loop.run()\n"
-        "sys.exit(command(main)())\n"
+    script = _script(
+        tmp_path,
+        """
+        def main(argv):
+            loop = make_loop(sys.argv[1])
+            loop.population.x[0, 0] += launched().rank
+            loop.run()
+        """,
     )
-    said = [_said(process) for process in srun(2, str(script), str(tmp_path / "run"))]
-    assert [status for status, _, _ in said] == [2, 2]
-    assert "`ranks` must all have the same data, got another one on rank 1" in said[0][2]
+    ended = [_ended(process) for process in srun(2, str(script), str(tmp_path / "run"))]
+    assert [status for status, _, _ in ended] == [2, 2]
+    assert "`ranks` must all have the same data, got another one on rank 1" in ended[0][2]
 
 
 @given(st.lists(st.floats(0.0, 1e6), max_size=8), st.integers(1, 4))
@@ -324,22 +319,14 @@ def _least_possible(costs: list[float], ranks: int) -> float:
     return min(max(own) for own in loads)
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
+def test_launchers_are_known_by_their_variables():
+    torchrun = {"TORCHELASTIC_RUN_ID": "", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    srun = {"STEP_NUM_TASKS": "4", "NTASKS": "4", "NNODES": "2", "PROCID": "2", "LOCALID": "0"}
+    for environment, expected in (
         ({}, (0, 1, 0, 1)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1, 0, 1)),  # no launcher that we know
         ({"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, (0, 1, 0, 1)),  # a batch script without srun
-        (
-            {"TORCHELASTIC_RUN_ID": "", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"},
-            (3, 4, 1, 2),
-        ),
-        (
-            {"SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4", "SLURM_NNODES": "2"}
-            | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"},
-            (2, 4, 0, 2),
-        ),
-    ],
-)
-def test_launchers_are_known_by_their_variables(environment, expected):
-    assert launched(environment)[1:] == expected
+        (torchrun, (3, 4, 1, 2)),
+        ({f"SLURM_{name}": value for name, value in srun.items()}, (2, 4, 0, 2)),
+    ):
+        assert launched(environment)[1:] == expected, environment

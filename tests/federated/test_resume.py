@@ -1,7 +1,5 @@
 """A killed run goes on: the same parameters, and a ledger that never under-reports."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -27,10 +25,15 @@ BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS, reserve_rounds=2)
 
 
-def cut(loop, round: int, resume: bool = False) -> None:
+def cut(loop, round: int, resume: bool = False):
     cut_at(loop, round)
     with pytest.raises(PowerCut):
         loop.run(resume)
+    return loop
+
+
+def charged_rounds(loop) -> list[int]:
+    return [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
 
 
 @pytest.mark.parametrize("engine", ["fast", "serial", "stacked"])
@@ -62,8 +65,7 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
     loop.clients.engine.train = spy
     result = loop.run(resume=True)
     assert result.finished and result.rounds == 5 and tries == [(4, [1] * 4), (5, [0] * 4)]
-    charged = read_ledger(loop.clients.folder.ledger_file)
-    assert [sum(one.round == round for one in charged) for round in range(1, 6)] == [4, 8, 4, 8, 4]
+    assert [charged_rounds(loop).count(round) for round in range(1, 6)] == [4, 8, 4, 8, 4]
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
     assert sum(loop.clients.account(client).steps for client in range(4)) == 7 * sum(own.steps for own in loop.settings)
     ledger = loop.clients.folder.ledger_file.read_bytes()
@@ -72,35 +74,18 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
 
 
 def test_without_reserve_the_last_round_is_not_paid(make_loop):
-    loop = make_loop(privacy=PrivacyOptions(**BUDGETS))
-    cut(loop, 2)
-    result = make_loop(privacy=PrivacyOptions(**BUDGETS), output_dir=loop.output_dir).run(resume=True)
+    privacy = PrivacyOptions(**BUDGETS)
+    loop = cut(make_loop(privacy=privacy), 2)
+    result = make_loop(privacy=privacy, output_dir=loop.output_dir).run(resume=True)
     assert result.rounds == 2 and "spent its budget" in result.reason
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
 
 
-class Seen(Callback):
-    """What lies on disk when a round is shown."""
-
-    def __init__(self):
-        self._found = []
-
-    def on_round_end(self, view, report):
-        saved = torch.load(view.run.output_dir / "checkpoint.pt", weights_only=True)
-        self._found.append((report.round, saved["round"], torch.equal(saved["models"], view.state.models)))
-
-
-def test_a_round_is_on_disk_before_anything_of_it_is_shown(make_loop):
-    seen = Seen()
-    make_loop(privacy=PROTECTED, parts=[seen]).run()
-    assert seen._found == [(round, round, True) for round in (1, 2, 3)]
-
-
-def test_what_was_shown_is_gone_on_with_and_not_made_again(make_loop):
-    """A watcher ends the run right after a round was shown: that round is neither trained nor charged once more."""
-
+def test_a_round_that_was_shown_lies_on_disk_and_is_not_trained_again(make_loop):
     class Ending(Callback):
         def on_round_end(self, view, report):
+            saved = torch.load(view.run.output_dir / "checkpoint.pt", weights_only=True)
+            assert saved["round"] == report.round and torch.equal(saved["models"], view.state.models)
             if report.round == 2:
                 raise PowerCut
 
@@ -109,71 +94,47 @@ def test_what_was_shown_is_gone_on_with_and_not_made_again(make_loop):
         loop.run()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     assert again.run(resume=True).rounds == 3
-    assert [charge.round for charge in read_ledger(again.clients.folder.ledger_file)] == [1] * 4 + [2] * 4 + [3] * 4
+    assert charged_rounds(again) == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent(make_loop):
-    loop = make_loop(privacy=PROTECTED)
-    cut(loop, 2)
+    loop = cut(make_loop(privacy=PROTECTED), 2)
     loop.folder.checkpoint.unlink()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     with pytest.warns(UserNotice, match="so the run begins anew; what it has spent stays spent"):
         result = again.run(resume=True)
-    assert result.rounds == 3 and len(read_ledger(again.clients.folder.ledger_file)) == 4 * 5
+    assert result.rounds == 3 and len(charged_rounds(again)) == 4 * 5
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
 
 
-def test_a_run_that_never_charged_begins_anew(make_loop, monkeypatch):
-    """Killed before its ledger had a header: there is nothing to hold it to but its folder."""
+def test_a_run_that_was_killed_before_its_ledger_had_a_header_begins_anew(make_loop, monkeypatch):
     loop = make_loop(privacy=PROTECTED)
     monkeypatch.setattr(loop.clients.engine, "setup", lambda *given: (_ for _ in ()).throw(PowerCut()))
     with pytest.raises(PowerCut):
         loop.run()
     assert not loop.clients.folder.ledger_file.exists()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
-    assert again.run(resume=True).rounds == 3 and len(read_ledger(again.clients.folder.ledger_file)) == 4 * 3
+    assert again.run(resume=True).rounds == 3 and len(charged_rounds(again)) == 4 * 3
 
 
 def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loop):
-    """The noise is that of the rounds that were planned."""
-    unbroken = make_loop(rounds=4)
-    unbroken.run()
-    loop = make_loop(rounds=4)
-    cut(loop, 2)
-    fewer = make_loop(rounds=3, output_dir=loop.output_dir)
-    cut(fewer, 3, resume=True)
-    result = make_loop(rounds=4, output_dir=loop.output_dir).run(resume=True)
-    assert result.rounds == 4
-    assert read_ledger(unbroken.clients.folder.ledger_file) == read_ledger(loop.clients.folder.ledger_file)
+    """The noise is that of the rounds that were planned; callbacks may come and go, personal parameters stay."""
+    kind = type("Mine", (ClientModule,), {"personal": ("0.bias",)})
 
+    def a_loop(rounds=4, **options):
+        return make_loop(module=kind(small_net()), rounds=rounds, **options)
 
-def test_personal_parameters_survive(make_loop):
-    kind = type("Own", (ClientModule,), {"personal": ("0.bias",)})
-    unbroken = make_loop(module=kind(small_net()), rounds=4)
+    unbroken = a_loop()
     unbroken.run()
-    broken = make_loop(module=kind(small_net()), rounds=4)
-    cut_at(broken, 3)
-    with pytest.raises(PowerCut):
-        broken.run()
-    again = make_loop(module=kind(small_net()), rounds=4, output_dir=broken.output_dir)
-    again.run(resume=True)
+    folder = cut(a_loop(parts=[Counting()]), 2).output_dir
+    cut(a_loop(3, output_dir=folder), 3, resume=True)
+    again = a_loop(output_dir=folder, parts=[Counting(), Counting()])
+    assert again.run(resume=True).rounds == 4
+    assert torch.equal(again.state.models, unbroken.state.models)
+    assert read_ledger(unbroken.clients.folder.ledger_file) == read_ledger(again.clients.folder.ledger_file)
     for client in range(4):
         ours, theirs = (loop.clients.engine.personalised(loop.state.models[0], client) for loop in (again, unbroken))
         assert torch.equal(ours, theirs)
-
-
-def test_watchers_may_come_and_go(make_loop):
-    loop = make_loop(parts=[Counting()])
-    cut_at(loop, 3)
-    with pytest.raises(PowerCut):
-        loop.run()
-    alone = make_loop(output_dir=loop.output_dir)
-    cut_at(alone, 3)
-    with pytest.raises(PowerCut):
-        alone.run(resume=True)
-    counting = Counting()
-    loop = make_loop(parts=[Counting(), counting], output_dir=alone.output_dir)
-    assert loop.run(resume=True).finished
 
 
 class Counting(Callback):
@@ -203,10 +164,8 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
     with pytest.raises(UserError, match="must hold the 13 lines that the checkpoint counts, got 5: 8 were cut off"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
-    (
-        shutil.copy(other.clients.folder.ledger_file, ledger),
-        shutil.copy(head_file(other.clients.folder.ledger_file), head),
-    )
+    shutil.copy(other.clients.folder.ledger_file, ledger)
+    shutil.copy(head_file(other.clients.folder.ledger_file), head)
     with pytest.raises(UserError, match=f"must be the ledger of run {begun['run']}, to which the checkpoint belongs"):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
@@ -215,15 +174,14 @@ def test_a_ledger_that_the_checkpoint_does_not_know_is_refused(make_loop):
         make_loop(output_dir=loop.output_dir).run(resume=True)
 
 
-@pytest.mark.parametrize("name", ["clients", "models", "metrics"])
-def test_a_checkpoint_of_another_version_is_one_sentence(make_loop, name):
+def test_a_checkpoint_of_another_version_is_one_sentence(make_loop):
     loop = make_loop(rounds=1)
     loop.run()
     saved = torch.load(loop.folder.checkpoint, weights_only=True)
-    del saved[name]
-    torch.save(saved, loop.folder.checkpoint)
-    with pytest.raises(UserError, match=f"must hold '{name}', got one from another version"):
-        make_loop(rounds=1, output_dir=loop.output_dir).run(resume=True)
+    for name in ("clients", "models", "metrics"):
+        torch.save({key: value for key, value in saved.items() if key != name}, loop.folder.checkpoint)
+        with pytest.raises(UserError, match=f"must hold '{name}', got one from another version"):
+            make_loop(rounds=1, output_dir=loop.output_dir).run(resume=True)
 
 
 def test_a_kill_between_the_ledger_and_its_head(make_loop, monkeypatch):
@@ -264,12 +222,20 @@ def test_nothing_to_resume_is_one_sentence(make_loop, tmp_path):
         make_loop(output_dir=tmp_path / "nowhere").run(resume=True)
 
 
+# ---- the command
+
+
 def fit(*argv: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-m", "dpfl_lightning.fit", *argv], stdout=subprocess.DEVNULL)
 
 
+def _lines(folder: Path) -> int:
+    ledger = folder / "ledger.jsonl"
+    return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0
+
+
 def kill_three_times(folder: Path, options: list[str]) -> None:
-    """The real command, SIGKILL at random moments, `--resume` to the end."""
+    """SIGKILL at random moments, and `--resume` to the end."""
     argv = [*options, "--output_dir", str(folder)]
     moments = random.Random(time.time_ns())
     for _ in range(3):
@@ -286,31 +252,25 @@ def kill_three_times(folder: Path, options: list[str]) -> None:
     assert fit(*argv).wait() == 0
 
 
+DIGITS = ["--config", "conf/digits.yaml", "--rounds", "60", "--tracking", "null"]
+
+
 @pytest.mark.slow
-def test_three_kills_at_random_moments(tmp_path):
-    """Bit for bit the unbroken run."""
-    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--privacy.noise_key", FIXED_KEY, "--tracking", "null"]
-    assert fit(*options, "--output_dir", str(tmp_path / "unbroken")).wait() == 0
-    broken = tmp_path / "broken"
+def test_a_run_killed_three_times_is_bit_for_bit_the_unbroken_one(tmp_path):
+    folders = broken, unbroken = tmp_path / "broken", tmp_path / "unbroken"
+    options = [*DIGITS, "--privacy.noise_key", FIXED_KEY]
+    assert fit(*options, "--output_dir", str(unbroken)).wait() == 0
     kill_three_times(broken, options)
-    ours, theirs = (
-        torch.load(folder / "checkpoint.pt", weights_only=True) for folder in (broken, tmp_path / "unbroken")
-    )
+    ours, theirs = (torch.load(folder / "checkpoint.pt", weights_only=True) for folder in folders)
     assert ours["round"] == theirs["round"] == 60
     assert torch.equal(ours["models"], theirs["models"])
-    assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(tmp_path / "unbroken" / "ledger.jsonl"))
+    assert len(read_ledger(broken / "ledger.jsonl")) == len(read_ledger(unbroken / "ledger.jsonl"))
 
 
 @pytest.mark.slow
 def test_three_kills_cost_at_most_three_rounds_of_the_reserve(tmp_path):
-    options = ["--config", "conf/digits.yaml", "--rounds", "60", "--tracking", "null", "--privacy.reserve_rounds", "3"]
-    kill_three_times(tmp_path, options)
+    kill_three_times(tmp_path, [*DIGITS, "--privacy.reserve_rounds", "3"])
     result = json.loads((tmp_path / "result.json").read_text())
     rounds = [charge.round for charge in read_ledger(tmp_path / "ledger.jsonl")]
     assert result["rounds"] == 60 and set(rounds) == set(range(1, 61)) and 5 * 60 <= len(rounds) <= 5 * 63
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result["clients"])
-
-
-def _lines(folder: Path) -> int:
-    ledger = folder / "ledger.jsonl"
-    return len(ledger.read_bytes().splitlines()) if ledger.exists() else 0

@@ -1,7 +1,5 @@
 """What was planned is what happens: rates given to the sampler and noisy steps taken, of every engine."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 from collections import Counter

@@ -3,8 +3,6 @@
 That streams do not depend on the number of ranks is held by `test_ranks.py`: the same bits on one rank and on several.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -42,6 +40,32 @@ def holders(folder, key: bytes) -> list[str]:
     return [path.name for path in files if any(form in path.read_bytes().lower() for form in forms)]
 
 
+def cut(loop, round: int):
+    cut_at(loop, round)
+    with pytest.raises(PowerCut):
+        loop.run()
+    return loop
+
+
+class Asking(Strategy):
+    """Asks all clients one question, so many times in every round."""
+
+    def __init__(self, times=1):
+        self._times = times
+
+    def plan_run(self, schedule, view):
+        line = Planned("select", SelectionEvent(0.5), self._times * (view.run.rounds + schedule.reserve))
+        return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
+
+    def plan_round(self, plan, view):
+        models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
+        for _ in range(self._times):
+            choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
+            answers = view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
+            assert sorted(answers) == [0, 1, 2, 3]
+        return plan
+
+
 @pytest.fixture
 def keys(monkeypatch):
     """All keys that were asked of the operating system, for noise and sampling, in this process."""
@@ -60,10 +84,8 @@ def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, mak
     """Two runs of one configuration, one of them broken off in its second round: no two draw the same noise."""
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
     first, second = (make_loop(engine=ENGINES[engine](), privacy=privacy, parts=[Asking()]) for _ in range(2))
-    cut_at(second, 2)
     first.run()
-    with pytest.raises(PowerCut):
-        second.run()
+    cut(second, 2)
     assert make_loop(privacy=privacy, parts=[Asking()], output_dir=second.output_dir).run(resume=True).finished
     keys[:] = [key for key in keys if len(key) == 32]
     each = 2 + 1  # noise and sampling of an update, noise of an answer
@@ -77,10 +99,7 @@ def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, mak
 
 def test_the_data_key_lives_as_long_as_the_run(make_loop):
     """It is with the client alone, it alone makes the header's digests, and it is gone when they are of no more use."""
-    broken = make_loop(privacy=PROTECTED)
-    cut_at(broken, 2)
-    with pytest.raises(PowerCut):
-        broken.run()
+    broken = cut(make_loop(privacy=PROTECTED), 2)
     key = broken.clients.folder.data_key(ended=False)
     assert broken.clients.folder.key_file.stat().st_mode & 0o777 == 0o600
     assert holders(broken.output_dir, key) == ["data_key"], "an interrupted run needs it, and has it there only"
@@ -113,11 +132,7 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
 def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
     """Two copies of one broken run, of one configuration and one history: no client's update is the same."""
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
-    loop = make_loop(privacy=privacy)
-    cut_at(loop, 3)
-    with pytest.raises(PowerCut):
-        loop.run()
-    updates = []
+    loop, updates = cut(make_loop(privacy=privacy), 3), []
     for name in ("one", "other"):
         shutil.copytree(loop.output_dir, tmp_path / name)
         copy = make_loop(privacy=privacy, engine=SerialEngine(), output_dir=tmp_path / name)
@@ -129,33 +144,15 @@ def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
     assert not any(torch.isclose(one, other).any() for one, other in itertools.combinations(updates, 2))
 
 
-class Asking(Strategy):
-    """Asks one question in every round, and cannot go on without all answers."""
-
-    def plan_run(self, schedule, view):
-        line = Planned("select", SelectionEvent(0.5), view.run.rounds + schedule.reserve)
-        return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
-
-    def plan_round(self, plan, view):
-        models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-        choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
-        answers = view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
-        assert sorted(answers) == [0, 1, 2, 3]
-        return plan
-
-
-def test_a_run_that_ended_early_stays_ended(make_loop):
-    """Resuming asks and charges nothing."""
+def test_a_run_that_ended_early_stays_ended_and_asks_and_charges_nothing(make_loop):
     stop = type("Stop", (Strategy,), {"stop": lambda self, view: "enough" if view.round == 3 else None})
     loop = make_loop(parts=[Asking(), stop()], rounds=9)
     first = loop.run()
     assert first.reason == "enough" and first.rounds == 2
     ledger = loop.clients.folder.ledger_file.read_bytes()
     again = make_loop(parts=[Asking(), stop()], rounds=9, output_dir=loop.output_dir)
-    assert (
-        again.run(resume=True).reason == "enough"
-        and again.clients.budgets.guarantees() == loop.clients.budgets.guarantees()
-    )
+    assert again.run(resume=True).reason == "enough"
+    assert again.clients.budgets.guarantees() == loop.clients.budgets.guarantees()
     assert loop.clients.folder.ledger_file.read_bytes() == ledger and torch.equal(again.state.models, loop.state.models)
 
 
@@ -228,21 +225,8 @@ def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
 
 
 def test_a_question_asked_twice_is_two_releases(make_loop):
-    class Twice(Asking):
-        def plan_round(self, plan, view):
-            models = torch.stack([view.state.models[0]] * 2)
-            for clients in ([0, 1, 2, 3], [0, 1, 2, 3], []):
-                choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.5))
-                query = SelectModel(mechanism_of=choice, models=models, loss_bound=2.0)
-                assert sorted(view.ask(query)) == clients
-            return plan
-
-        def plan_run(self, schedule, view):
-            line = Planned("select", SelectionEvent(0.5), 2)
-            return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
-
     for privacy in (PROTECTED, SIMULATED):
-        loop = make_loop(privacy=privacy, rounds=1, parts=[Twice()])
+        loop = make_loop(privacy=privacy, rounds=1, parts=[Asking(2)])
         loop.run()
         numbers = [(one.purpose, one.number) for one in read_ledger(loop.clients.folder.ledger_file) if one.client == 0]
         assert numbers == [("select", 0), ("select", 1), ("train", 2)], "each charge has a number of its own"

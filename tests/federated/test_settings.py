@@ -1,7 +1,5 @@
 """Every client's own settings, and the plan that follows from them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 
@@ -21,19 +19,20 @@ from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.runtime.notice import slow_notice
 
 
-def test_each_client_has_its_own():
+def test_each_client_has_settings_of_its_own_and_a_budget_or_noise():
     clients = ClientOptions(batch_size=[10, 30], local_epochs=[1, 2], learning_rate=[0.1, 0.2])
-    privacy = PrivacyOptions(epsilon=[1.0, 4.0], delta=[1e-3, 1e-4], clip_norm=[1.0, 2.0])
-    one, two = client_settings((95, 300), clients, privacy, seed=0)
+    privacy = PrivacyOptions(epsilon=[1.0, 4.0], delta=[1e-3, 1e-4], clip_norm=[1.0, 2.0], reserve_rounds=3)
+    one, two = settings = client_settings((95, 300), clients, privacy, seed=0)
     assert (one.steps, two.steps) == (10, 20)
     assert (one.sample_rate, two.sample_rate) == (10 / 95, 0.1)
     assert (one.epsilon, two.delta, two.clip_norm, two.learning_rate) == (1.0, 1e-4, 2.0, 0.2)
     assert one.noise_multiplier is None
-
-
-def test_without_privacy_nothing_is_clipped_or_noised():
-    (own,) = client_settings((50,), ClientOptions(batch_size=50), None, seed=0)
-    assert (own.noise_multiplier, own.clip_norm, own.epsilon, own.sample_rate) == (0.0, math.inf, math.inf, 1.0)
+    assert default_schedule(settings, privacy, 10).clients[0].planned[0].count == 13, "reserve rounds are planned"
+    (plain,) = client_settings((50,), ClientOptions(batch_size=50), None, seed=0)
+    found = plain.noise_multiplier, plain.clip_norm, plain.epsilon, plain.sample_rate
+    assert found == (0.0, math.inf, math.inf, 1.0), "without privacy"
+    with pytest.raises(UserError, match=r"privacy\.epsilon.*privacy=None"):
+        client_settings((50,), ClientOptions(batch_size=10), PrivacyOptions(), seed=0)
 
 
 def test_claims_are_the_truth_unless_they_are_said_to_be_false():
@@ -51,11 +50,6 @@ def test_claims_are_the_truth_unless_they_are_said_to_be_false():
     for wrong in ([1.0], [0.0, 1.0], "high"):
         with pytest.raises(UserError, match=r"`clients\.reported_epsilon` must"):
             claimed(wrong)
-
-
-def test_neither_budget_nor_noise_is_refused():
-    with pytest.raises(UserError, match=r"privacy\.epsilon.*privacy=None"):
-        client_settings((50,), ClientOptions(batch_size=10), PrivacyOptions(), seed=0)
 
 
 def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
@@ -91,13 +85,7 @@ def test_what_strategies_plan_beside_given_noise_is_paid_first():
         solved(loud, judge)
 
 
-def test_reserve_rounds_are_planned():
-    privacy = PrivacyOptions(epsilon=2.0, reserve_rounds=3, delta=1e-3)
-    settings = client_settings((100,), ClientOptions(batch_size=20), privacy, seed=0)
-    assert default_schedule(settings, privacy, 10).clients[0].planned[0].count == 13
-
-
-def test_something_slow_is_told_and_something_quick_is_not(capsys):
+def test_only_something_slow_is_noticed(capsys):
     slow_notice("solving", patience_seconds=60)(1, 2)
     assert capsys.readouterr().err == ""
     slow_notice("solving", patience_seconds=-1)(1, 2)

@@ -1,10 +1,9 @@
 """Many clients as one padded batch: what every client releases alone, whatever the shapes."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -68,11 +67,9 @@ def population_of(clients, dtype=torch.float32, seed=0) -> Population:
 
 
 def plan_of(clients, **more) -> RoundPlan:
-    names = ("model", "mechanism", "steps", "learning_rate")
-    columns = {
-        f"{name}_of".replace("steps_of", "steps"): tuple(getattr(one, name) for one in clients) for name in names
-    }
-    return RoundPlan(round=1, clients=tuple(range(len(clients))), **columns, **more)
+    columns = {"model_of": "model", "mechanism_of": "mechanism", "steps": "steps", "learning_rate_of": "learning_rate"}
+    values = {column: tuple(getattr(one, name) for one in clients) for column, name in columns.items()}
+    return RoundPlan(round=1, clients=tuple(range(len(clients))), **values, **more)
 
 
 def set_up(engine, clients, dtype=torch.float32, population=None, module=None, streams=None):
@@ -169,34 +166,22 @@ def test_a_record_without_a_finite_gradient_contributes_nothing():
 
 def test_an_empty_draw_is_noised_and_a_client_that_is_done_draws_nothing():
     clients = [dataclasses.replace(one, rate=1e-9, noise=1.0, clip_norm=1.0) for one in RAGGED]
-    streams = CountedNoise(bytes(32))
-    engine = set_up(StackedEngine(), clients, streams=streams)
+    draws = Counter()
+
+    class CountedNoise(Streams):
+        def generator(self, purpose, round, client, number=0):
+            generator = super().generator(purpose, round, client, number)
+            if purpose == "noise":
+                normals = generator.integer_normals
+                generator.integer_normals = lambda *args: draws.update([client]) or normals(*args)
+            return generator
+
+    engine = set_up(StackedEngine(), clients, streams=CountedNoise(bytes(32)))
     deltas = released(engine, plan_of(clients))
-    assert {client: noise.calls for client, noise in streams.drawn.items()} == dict(enumerate([3, 1, 4, 2, 3]))
+    assert draws == dict(enumerate([3, 1, 4, 2, 3]))
     for delta, one in zip(deltas, clients, strict=True):
         std = one.mechanism.noise_std(one.steps, one.learning_rate)
         assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
-
-
-class CountedNoise(Streams):
-    """Counts each client's draws of noise."""
-
-    def __init__(self, key):
-        super().__init__(key)
-        self.drawn = {}
-
-    def generator(self, purpose, round, client, number=0):
-        generator = super().generator(purpose, round, client, number)
-        return self.drawn.setdefault(client, Counted(generator)) if purpose == "noise" else generator
-
-
-class Counted:
-    def __init__(self, generator):
-        self.generator, self.calls = generator, 0
-
-    def integer_normals(self, *args):
-        self.calls += 1
-        return self.generator.integer_normals(*args)
 
 
 # --- stacks and their shapes
@@ -254,13 +239,12 @@ def a_pass(module, seed=0, size=3, width=5):
     theta = module.flat + 0.1 * torch.randn(size, module.num_params, generator=generator)
     x, y = torch.randn(size, width, 6, generator=generator), torch.randint(3, (size, width), generator=generator)
     mask = torch.rand(size, width, generator=generator) < 0.6
-    return vmap(module.unflatten)(theta), x, y, mask, torch.rand(size, generator=generator) + 0.05
+    clip_norm = torch.rand(size, generator=generator) + 0.05
+    return stacked_clipped_sums(module.sample_loss), vmap(module.unflatten)(theta), x, y, mask, clip_norm
 
 
 def test_padding_contributes_exactly_nothing():
-    module = ClientModule(small_net())
-    sums = stacked_clipped_sums(module.sample_loss)
-    params, x, y, mask, clip_norm = a_pass(module)
+    sums, params, x, y, mask, clip_norm = a_pass(ClientModule(small_net()))
     expected, norms = sums(params, x, y, mask, clip_norm)
     assert torch.equal(norms == -1, ~mask)
     for junk in (0.0, 1e30, math.nan, math.inf):
@@ -271,9 +255,7 @@ def test_padding_contributes_exactly_nothing():
 
 
 def test_a_record_changes_its_own_client_only():
-    module = ClientModule(small_net())
-    sums = stacked_clipped_sums(module.sample_loss)
-    params, x, y, mask, clip_norm = a_pass(module)
+    sums, params, x, y, mask, clip_norm = a_pass(ClientModule(small_net()))
     mask[1, 2] = True
     before, _ = sums(params, x, y, mask, clip_norm)
     x[1, 2] = -100.0 * x[1, 2]
@@ -284,12 +266,11 @@ def test_a_record_changes_its_own_client_only():
 
 def test_rows_are_the_clipped_sums_of_the_reference():
     module = ClientModule(small_net())
-    params, x, y, mask, clip_norm = a_pass(module)
-    rows, _ = stacked_clipped_sums(module.sample_loss)(params, x, y, mask, clip_norm)
-    alone = VmapClippedSum(module.sample_loss)
-    for s in range(3):
-        own, keep = {name: p[s] for name, p in params.items()}, mask[s]
-        expected, _ = alone(own, x[s][keep], y[s][keep], ClipRequest(float(clip_norm[s])))
+    sums, params, x, y, mask, clip_norm = a_pass(module)
+    rows, _ = sums(params, x, y, mask, clip_norm)
+    for s, keep in enumerate(mask):
+        theta, request = {name: p[s] for name, p in params.items()}, ClipRequest(float(clip_norm[s]))
+        expected, _ = VmapClippedSum(module.sample_loss)(theta, x[s][keep], y[s][keep], request)
         torch.testing.assert_close(rows[s], expected[0])
 
 
@@ -309,9 +290,8 @@ def test_the_pass_is_one_graph_a_shape():
 
 def test_gradients_of_a_convolutional_net_are_one_graph():
     layers = [nn.Conv2d(1, 2, 3), nn.GroupNorm(1, 2), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3)]
-    module = ClientModule(nn.Sequential(*layers))
-    params, _, y, mask, clip_norm = a_pass(module)
-    sums, x = stacked_clipped_sums(module.sample_loss), torch.randn(3, 5, 1, 5, 5)
+    sums, params, _, y, mask, clip_norm = a_pass(ClientModule(nn.Sequential(*layers)))
+    x = torch.randn(3, 5, 1, 5, 5)
     with torch.no_grad():
         traced = captured(sums, backend="aot_eager")(params, x, y, mask, clip_norm)
         torch.testing.assert_close(traced, sums(params, x, y, mask, clip_norm))
@@ -323,16 +303,13 @@ class Breaks(nn.Linear):
         return super().forward(x)
 
 
-def test_a_net_that_is_not_one_graph_is_refused_in_one_sentence():
+def test_a_net_that_is_not_one_graph_or_cannot_be_stacked_is_refused_before_anybody_pays():
+    words = r"`engine\.name` must be fast or serial for a model .* got 'stacked'"
     engine = set_up(StackedEngine(), RAGGED, module=ClientModule(Breaks(6, 3)))
-    with pytest.raises(UserError, match=r"`engine\.name` must be fast or serial for a model .* got 'stacked'"):
+    with pytest.raises(UserError, match=words):
         engine.check(captured(stacked_clipped_sums(engine.module.sample_loss), backend="eager"))
-
-
-def test_a_layer_that_cannot_be_stacked_is_refused_before_anybody_pays():
-    """One client with one record alone would pass: PReLU fails on several of both."""
-    net = nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 3))
-    with pytest.raises(UserError, match=r"`engine\.name` must be fast or serial for a model .* got 'stacked'"):
+    net = nn.Sequential(nn.Linear(6, 8), nn.PReLU(), nn.Linear(8, 3))  # fails on several records of several clients
+    with pytest.raises(UserError, match=words):
         set_up(StackedEngine(), RAGGED, module=ClientModule(net))
 
 

@@ -1,14 +1,12 @@
 """Threads of a pool compute as the main thread does: the last bits of a result do not tell who worked on it."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
 import torch
 from conftest import blobs
 
-from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side, thread_pool
 
@@ -62,12 +60,12 @@ def test_the_servers_threads_give_the_main_threads_bits():
 @several_cores
 @pytest.mark.parametrize("workers", [1, 2])
 def test_clients_are_trained_with_the_main_threads_bits(workers, make_loop, monkeypatch):
-    seen, releases = [], one_step.releases
+    seen, releases = [], one_batch.releases
 
     def telling(*args):
         seen.append(kernel_gradient())
         return releases(*args)
 
-    monkeypatch.setattr(one_step, "releases", telling)
+    monkeypatch.setattr(one_batch, "releases", telling)
     make_loop(population=blobs(num_clients=2 * cores()), privacy=None, engine=FastEngine(workers), rounds=2).run()
     assert len(seen) >= 2 and all(torch.equal(found, kernel_gradient()) for found in seen)

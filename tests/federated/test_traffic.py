@@ -1,9 +1,5 @@
 """What a run sends, and how long a simulated network takes for it."""
 
-from __future__ import annotations
-
-import json
-
 import pytest
 from conftest import PowerCut, cut_at
 
@@ -15,75 +11,51 @@ from dpfl_lightning.federated.server.traffic import Network
 SLOW = NetworkOptions(down_megabits_per_second=[8, 4, 8, 8], up_megabits_per_second=2, latency_seconds=0.25)
 
 
-def test_a_megabit_is_a_million_bits_and_a_number_has_32():
+def test_a_megabit_is_a_million_bits_a_number_has_32_and_the_slowest_client_counts():
     network = Network.of(SLOW, 4, seed=0)
     assert network.seconds({0: 1_000_000}) == pytest.approx(32 / 8 + 0.25)
     assert network.seconds({1: 1_000_000}, up=1_000_000) == pytest.approx(32 / 4 + 32 / 2 + 0.25)
-    assert network.seconds({}) == 0.0
-
-
-def test_a_round_takes_as_long_as_its_slowest_client():
-    network = Network.of(SLOW, 4, seed=0)
     assert network.seconds({0: 1000, 1: 1000}) == network.seconds({1: 1000}) > network.seconds({0: 1000})
+    assert network.seconds({}) == 0.0 and Network.of(NetworkOptions(), 4, seed=0) is None
 
 
-def test_nothing_is_simulated_unless_it_is_asked_for(make_loop):
-    assert Network.of(NetworkOptions(), 4, seed=0) is None
-    result = make_loop(rounds=1).run()
-    assert "network_seconds" not in result.metrics and result.metrics["floats_up"] > 0
-
-
-def test_rounds_add_up_and_what_is_not_given_takes_no_time(make_loop):
-    model = make_loop().module.num_params
-    result = make_loop(rounds=3, network=SLOW).run()
+def test_rounds_add_up_and_survive_a_resumed_run(make_loop, tmp_path):
+    plain, whole = make_loop(), make_loop(network=SLOW)
+    model, quiet, result = plain.module.num_params, plain.run(), whole.run()
+    assert quiet.metrics["floats_down"] == quiet.metrics["floats_up"] == 3 * 4 * model
+    assert "network_seconds" not in quiet.metrics and plain.state.models.equal(whole.state.models)
     assert result.metrics["network_seconds"] == pytest.approx(3 * (32e-6 * model * (1 / 4 + 1 / 2) + 0.25))
-    only_up = make_loop(rounds=3, network=NetworkOptions(up_megabits_per_second=2)).run()
+    only_up = make_loop(network=NetworkOptions(up_megabits_per_second=2)).run()
     assert only_up.metrics["network_seconds"] == pytest.approx(3 * 32e-6 * model / 2)
+    broken = make_loop(network=SLOW)
+    cut_at(broken, 3)
+    with pytest.raises(PowerCut):
+        broken.run()
+    before = broken.totals.client_seconds
+    resumed = make_loop(network=SLOW, output_dir=broken.output_dir).run(resume=True)
+    assert resumed.client_seconds > before * 0.5 > 0
+    for name in ("network_seconds", "floats_down"):
+        assert resumed.metrics[name] == result.metrics[name]
 
 
-def test_a_query_is_an_exchange_of_its_own(make_loop):
+def test_what_strategies_send_beside_the_model_counts(make_loop):
     """Three models go to everybody to choose from; the start of the round is among them and takes no time again."""
     model = make_loop().module.num_params
     choosing = strategies.build({"ifca": {"num_clusters": 3, "selection_rounds": 1}})
-    result = make_loop(parts=choosing, rounds=1, network=SLOW).run()
+    metrics = make_loop(parts=choosing, rounds=2, network=SLOW).run().metrics
+    assert metrics["floats_up"] == 2 * 4 * model and metrics["floats_down"] == (1 + 3) * 4 * model
     asked, trained = 3 * 32e-6 * model / 4 + 0.25, 32e-6 * model / 2 + 0.25
-    assert result.metrics["network_seconds"] == pytest.approx(asked + trained)
+    second_round = 32e-6 * model * (1 / 4 + 1 / 2) + 0.25
+    assert metrics["network_seconds"] == pytest.approx(asked + trained + second_round)
+    metrics = make_loop(parts=strategies.build({"mr_mtl": {}}), rounds=1).run().metrics
+    assert metrics["floats_down"] == 2 * metrics["floats_up"], "the mean of all models beside the client's"
 
 
-def test_the_network_changes_nothing_of_the_run(make_loop):
-    plain, simulated = make_loop(rounds=2), make_loop(rounds=2, network=SLOW)
-    plain.run(), simulated.run()
-    assert plain.state.models.equal(simulated.state.models)
-
-
-def test_simulated_time_and_clients_time_go_on_in_a_resumed_run(make_loop, tmp_path):
-    whole = make_loop(rounds=3, network=SLOW).run()
-    place = {"output_dir": tmp_path / "cut", "network": SLOW}
-    loop = make_loop(rounds=3, **place)
-    cut_at(loop, 3)
-    with pytest.raises(PowerCut):
-        loop.run()
-    before = loop.totals.client_seconds
-    resumed = make_loop(rounds=3, **place).run(resume=True)
-    assert resumed.metrics["network_seconds"] == whole.metrics["network_seconds"]
-    assert resumed.client_seconds > before * 0.5 > 0
-
-
-def test_clients_work_is_part_of_the_rounds(make_loop):
-    loop = make_loop(rounds=2)
-    result = loop.run()
-    assert 0 < result.client_seconds < result.training_seconds <= result.wall_seconds
-    assert json.loads((loop.output_dir / "result.json").read_text())["client_seconds"] == result.client_seconds
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ({"up_megabits_per_second": 0.0}, "network.up_megabits_per_second"),
-        ({"down_megabits_per_second": [1.0, 2.0]}, "network.down_megabits_per_second"),
-        ({"latency_seconds": -0.1}, "network.latency_seconds"),
-    ],
-)
-def test_bad_numbers_are_named(options, key, make_loop):
-    with pytest.raises(UserError, match=key):
-        make_loop(network=NetworkOptions(**options))
+def test_bad_numbers_are_named(make_loop):
+    for name, value in (
+        ("up_megabits_per_second", 0.0),
+        ("down_megabits_per_second", [1.0, 2.0]),
+        ("latency_seconds", -0.1),
+    ):
+        with pytest.raises(UserError, match=f"network.{name}"):
+            make_loop(network=NetworkOptions(**{name: value}))

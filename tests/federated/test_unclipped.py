@@ -1,7 +1,5 @@
 """Sums of gradients that nothing clips: the clipped sum's own numbers, sooner; and all else left to it."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

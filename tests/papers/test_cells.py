@@ -1,6 +1,4 @@
-"""Cells as files: where they lie, what is found again, and what a damaged one says."""
-
-from __future__ import annotations
+"""Cells as files: where they lie, what is read again, what a recorder writes, and what a damaged one says."""
 
 import json
 
@@ -10,20 +8,18 @@ from fake_experiments import CELL, fake, held
 from dpfl_lightning.errors import UserError
 from experiments.papers.cells import Cell, finished, missing_cells, path_of, read, required_cells, write
 from experiments.papers.experiment import Reference, Row
+from experiments.papers.recorder import Recorder, accuracies
 from experiments.papers.registry import experiments
 
 
-def test_each_cell_is_wanted_once_and_computed_ones_without_seed():
+def test_each_cell_is_required_once_with_the_declared_seeds_and_computed_ones_without():
     cells = required_cells(fake(), "small", [0, 3])
     assert len(cells) == len(set(cells)) == 2 * (2 * 2 + 1)
     assert {cell.seed for cell in cells if cell.row == "formulas"} == {None}
     assert {cell.seed for cell in cells if cell.row == "ours"} == {0, 3}
-
-
-def test_seeds_are_those_declared_for_the_scale():
     experiment = fake(seeds={"paper": (0, 1, 2)})
-    assert {cell.seed for cell in required_cells(experiment, "paper", None) if cell.row == "ours"} == {0, 1, 2}
-    assert {cell.seed for cell in required_cells(experiment, "small", None) if cell.row == "ours"} == {0}
+    for scale, seeds in (("paper", {0, 1, 2}), ("small", {0})):
+        assert {cell.seed for cell in required_cells(experiment, scale, None) if cell.row == "ours"} == seeds
 
 
 def test_what_is_written_is_found_with_every_seed(tmp_path, known):
@@ -45,11 +41,11 @@ def test_a_departure_is_another_cell(tmp_path, known):
     }
 
 
-@pytest.mark.parametrize("text", ["{name: uniform, low: 1/3}", "../../x", "a" * 300])
-def test_any_departure_is_one_folder_below_the_results(text, tmp_path):
-    cell = CELL._replace(overrides=(("privacy.epsilon", text),))
-    path = write(tmp_path, cell, held())
-    assert path.parent.parent == tmp_path / "fake.table1" and read(path)["overrides"] == {"privacy.epsilon": text}
+def test_any_override_is_one_folder_below_the_results(tmp_path):
+    for text in ("{name: uniform, low: 1/3}", "../../x", "a" * 300):
+        cell = CELL._replace(overrides=(("privacy.epsilon", text),))
+        path = write(tmp_path, cell, held())
+        assert path.parent.parent == tmp_path / "fake.table1" and read(path)["overrides"] == {"privacy.epsilon": text}
 
 
 def test_another_table_shows_the_same_cells(tmp_path, known):
@@ -83,9 +79,52 @@ def test_a_file_is_json_that_others_read(tmp_path):
     assert path == path_of(tmp_path, CELL) and not list(path.parent.glob("*.partial"))
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"values": {}}', '{"values": 3, "seconds": 1}'])
-def test_a_damaged_file_says_what_to_do(content, tmp_path, known):
+def test_a_damaged_file_says_what_to_do(tmp_path, known):
     path = write(tmp_path, CELL, held())
-    path.write_text(content)
-    with pytest.raises(UserError, match=r"must be a finished cell.*Delete it to make the cell again"):
-        finished(tmp_path, fake(), "small")
+    for content in ("", "[]", "{}", '{"values": {}}', '{"values": 3, "seconds": 1}'):
+        path.write_text(content)
+        with pytest.raises(UserError, match=r"must be a finished cell.*Delete it to make the cell again"):
+            finished(tmp_path, fake(), "small")
+
+
+# ---- what a recorder reads off a run
+
+
+def test_accuracies_and_how_equal_they_are():
+    clients = [{"accuracy": one, "num_records": 10 * (i + 1)} for i, one in enumerate((0.9, 0.5, 0.6, 0.7, 0.8, 1.0))]
+    found = accuracies([*clients, {"accuracy": None, "num_records": 1}], 0.25)
+    assert found["accuracy_std"] == pytest.approx(17.078, abs=1e-3)
+    expected = {"accuracy": 75.0, "test_accuracy": 25.0, "accuracy_gap": 50.0}
+    expected |= {"accuracy_worst": 50.0, "accuracy_best": 100.0, "accuracy_smallest": 90.0}
+    expected |= {"accuracy_worst_fifth": 55.0, "accuracy_best_fifth": 95.0}  # of six clients two
+    expected["accuracy_weighted"] = (90 + 2 * 50 + 3 * 60 + 4 * 70 + 5 * 80 + 6 * 100) / 21
+    assert {name: found[name] for name in expected} == pytest.approx(expected)
+    equal = [{"accuracy": 0.5, "num_records": 10}, {"accuracy": 0.7, "num_records": 10}]
+    assert accuracies(equal, None)["accuracy_smallest"] == pytest.approx(60.0), "the smallest together"
+    assert accuracies([{"accuracy": None, "num_records": 10}], None) == {}
+
+
+def test_a_run_is_read(make_loop):
+    recorder = Recorder()
+    result = make_loop(parts=[recorder], rounds=3, evaluate_every=2).run()
+    found = recorder.record
+    assert list(found["curve"]) == ["2", "3"] and found["curve"]["3"] == pytest.approx(found["values"]["accuracy"])
+    assert found["values"]["test_accuracy"] == pytest.approx(100 * result.test_accuracy)
+    assert found["clients"]["epsilon_budget"] == [4.0, 6.0, 8.0, 10.0] and recorder.device == "cpu"
+
+
+def test_a_resumed_run_is_read_as_a_whole(make_loop, tmp_path):
+    class StopsAfterTwo(Recorder):
+        def on_round_end(self, view, report):
+            super().on_round_end(view, report)
+            if report.round == 2:
+                raise KeyboardInterrupt
+
+    folder, again, whole = tmp_path / "run", Recorder(), Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        make_loop(parts=[StopsAfterTwo()], rounds=4, output_dir=folder).run()
+    make_loop(parts=[again], rounds=4, output_dir=folder).run(resume=True)
+    make_loop(parts=[whole], rounds=4).run()
+    assert list(whole.record["curve"]) == ["1", "2", "3", "4"]
+    assert again.record["values"] == whole.record["values"]
+    assert set(again.record["curve"].items()) <= set(whole.record["curve"].items()) and "4" in again.record["curve"]

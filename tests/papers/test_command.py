@@ -1,11 +1,8 @@
 """The command as a person meets it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,16 +10,9 @@ from experiments.papers.__main__ import main
 from experiments.papers.cells import read
 from experiments.papers.run import NOISE_KEY
 
-pytestmark = pytest.mark.e2e
-
-ROOT = Path(__file__).parents[2]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 QUIET = ["--tracking", "null", "--engine.device", "cpu"]
 EXAMPLE = ["example.digits", "--columns", "epsilon4", "--rows", "uniform"]
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
@@ -30,40 +20,42 @@ def places(tmp_path):
     return ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ([], ["NAME", "list"]),
-        (["example.digts"], ["NAME", "example.digts", "Did you mean `example.digits`?"]),
-        (["list", "nothing"], ["NAME", "nothing"]),
-        (["example.digits", "list"], ["NAME", "list"]),
-        (["example.digits", "--rows", "unifrm"], ["--rows", "unifrm", "Did you mean `uniform`?"]),
-        (["example.digits", "--columns", "epsilon5"], ["--columns", "epsilon4, epsilon16", "epsilon5"]),
-        (["example.digits", "--scale", "big"], ["--scale", "small, paper", "big"]),
-        (["example.digits", "--seeds", "0,0"], ["--seeds", "0,0"]),
-        (["example.digits", "--seed", "1"], ["--seed", "--seeds"]),
-        (["example.digits", "--output_dir", "x"], ["--output_dir", "--runs"]),
-        (["example.digits", "--jobs", "0"], ["--jobs", "at least 1"]),
-        (["example.digits", "--jobs", "x"], ["--jobs", "x"]),
-        (["example.digits", "--colums", "x"], ["--colums", "Did you mean `--columns`?"]),
-        (["example.digits", "--learning_rate", "1"], ["--learning_rate", "Did you mean `--clients.learning_rate`?"]),
-        (["example.digits", "--clients.lerning_rate", "1"], ["Did you mean `clients.learning_rate`?"]),
-        (["example.digits", "--clients.learning_rate", "-1"], ["clients.learning_rate", "above 0", "-1"]),
-        (["example.digits", "--clients.learning_rate"], ["clients.learning_rate", "value"]),
-        (["example.digits", "--no_table", "--json"], ["--no_table"]),
-        (["example.digits", "--page", "nowhere.md"], ["--page", "nowhere.md"]),
-        (["example.digits", "--page", "README.md"], ["--page", "README.md", "marks"]),
-        (["noise_aware.table3", "--rounds", "5"], ["--rounds", "privacy.accountant", "formulas"]),
-        (["noise_aware.table3", "--privacy.accountant", "nix"], ["privacy.accountant", "rdp", "nix"]),
-    ],
-)
-def test_a_mistake_is_one_line_and_makes_nothing(argv, words, capsys, places, tmp_path):
-    assert main([*argv, *places]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1 and not said.out, said
-    for word in words:
-        assert word in said.err
-    assert not list(tmp_path.iterdir())
+#: arguments, and words of the error
+MISTAKES = """
+ | NAME, list
+example.digts | NAME, example.digts, Did you mean `example.digits`?
+list nothing | NAME, nothing
+example.digits list | NAME, list
+example.digits --rows unifrm | --rows, unifrm, Did you mean `uniform`?
+example.digits --columns epsilon5 | --columns, epsilon4, epsilon16, epsilon5
+example.digits --scale big | --scale, small, paper, big
+example.digits --seeds 0,0 | --seeds, 0,0
+example.digits --seed 1 | --seed, --seeds
+example.digits --output_dir x | --output_dir, --runs
+example.digits --jobs 0 | --jobs, at least 1
+example.digits --jobs x | --jobs, x
+example.digits --colums x | --colums, Did you mean `--columns`?
+example.digits --learning_rate 1 | --learning_rate, Did you mean `--clients.learning_rate`?
+example.digits --clients.lerning_rate 1 | Did you mean `clients.learning_rate`?
+example.digits --clients.learning_rate -1 | clients.learning_rate, above 0, -1
+example.digits --clients.learning_rate | clients.learning_rate, value
+example.digits --no_table --json | --no_table
+example.digits --page nowhere.md | --page, nowhere.md
+example.digits --page README.md | --page, README.md, marks
+noise_aware.table3 --rounds 5 | --rounds, privacy.accountant, formulas
+noise_aware.table3 --privacy.accountant nix | privacy.accountant, rdp, nix
+"""
+
+
+def test_a_mistake_is_one_line_and_makes_nothing(capsys, places, tmp_path):
+    for line in MISTAKES.strip("\n").splitlines():
+        argv, words = line.split("|")
+        assert main([*argv.split(), *places]) == 2, line
+        printed = capsys.readouterr()
+        assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and not printed.out, printed
+        for word in words.strip().split(", "):
+            assert word in printed.err, line
+        assert not list(tmp_path.iterdir()), line
 
 
 def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_path):
@@ -71,16 +63,16 @@ def test_a_table_is_made_shown_and_skipped_the_next_time(capsys, places, tmp_pat
     page.write_text("<!-- papers example.digits small -->\n<!-- /papers -->\n")
     argv = ["example.digits", "--columns", "epsilon4", *places]
     assert main([*argv, *QUIET, "--json", "--page", str(page)]) == 0
-    said = capsys.readouterr().out
-    told = json.loads(said.splitlines()[-1])
-    assert told["missing"] == 0 and len(told["numbers"]) == 2 and all(one["ours"] for one in told["numbers"])
-    assert "cell 1 of 2, example.digits: epsilon4, uniform, seed 0: about" in said and "round 2/2" in said
-    assert "| uniform weights " in said and "| uniform weights " in page.read_text()
+    printed = capsys.readouterr().out
+    shown = json.loads(printed.splitlines()[-1])
+    assert shown["missing"] == 0 and len(shown["numbers"]) == 2 and all(one["ours"] for one in shown["numbers"])
+    assert "cell 1 of 2, example.digits: epsilon4, uniform, seed 0: about" in printed and "round 2/2" in printed
+    assert "| uniform weights " in printed and "| uniform weights " in page.read_text()
     files = {path: path.read_bytes() for path in tmp_path.glob("results/*/*/*.json")}
     assert len(files) == 2
     assert main([*argv, *QUIET]) == 0
-    said = capsys.readouterr().out
-    assert "round" not in said.partition("**example.digits**")[0] and "| uniform weights " in said
+    printed = capsys.readouterr().out
+    assert "round" not in printed.partition("**example.digits**")[0] and "| uniform weights " in printed
     assert {path: path.read_bytes() for path in files} == files
 
 
@@ -104,21 +96,21 @@ def test_what_cannot_be_made_is_status_1(capsys, places, monkeypatch, tmp_path):
     monkeypatch.setenv("DPFL_DATA", str(tmp_path / "no_data"))
     argv = ["noise_aware.figure13", "--data.download", "false", *places, "--tracking", "null"]
     assert main(argv) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "1 of 2 cells cannot be made" in said.err and "mnist" in said.err
-    assert "1 of 2 cells are made." in said.out and "| best weight of client 59 " in said.out
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and "1 of 2 cells cannot be made" in printed.err and "mnist" in printed.err
+    assert "1 of 2 cells are made." in printed.out and "| best weight of client 59 " in printed.out
     assert (tmp_path / "results/noise_aware.figure13/paper/figure.svg").read_text().count("<svg") == 1
 
 
 def test_a_cell_that_fails_is_status_1_and_told_at_the_end(capsys, places):
     argv = ["noise_aware.table3", "--privacy.accountant", "gdp", "--columns", "dist1", *places, "--tracking", "null"]
     assert main(argv) == 1
-    said = capsys.readouterr()
-    assert "not made: noise_aware.table3: dist1" in said.err and "full batches" in said.err
-    assert "0 of 1 cells are made." in said.out
+    printed = capsys.readouterr()
+    assert "not made: noise_aware.table3: dist1" in printed.err and "full batches" in printed.err
+    assert "0 of 1 cells are made." in printed.out
 
 
-def test_everything_is_tracked_in_one_experiment(places, new_store, tmp_path):
+def test_tables_and_figures_are_tracked_in_one_experiment(places, new_store, tmp_path):
     from mlflow.tracking import MlflowClient
 
     store = new_store(tmp_path)
@@ -127,26 +119,15 @@ def test_everything_is_tracked_in_one_experiment(places, new_store, tmp_path):
     (experiment,) = [one for one in client.search_experiments() if one.name != "Default"]
     assert experiment.name == "reproduce"
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
+    known = {run.info.run_id for run in runs.values()}
     assert set(runs) == {"example.digits/small/epsilon4_uniform_seed0", "example.digits/small"}
     tags = runs["example.digits/small/epsilon4_uniform_seed0"].data.tags
-    assert (tags["experiment"], tags["row"], tags["column"], tags["scale"], tags["seed"]) == (
-        "example.digits",
-        "uniform",
-        "epsilon4",
-        "small",
-        "0",
-    )
+    found = [tags[name] for name in ("experiment", "row", "column", "scale", "seed")]
+    assert found == ["example.digits", "uniform", "epsilon4", "small", "0"]
     table = client.list_artifacts(runs["example.digits/small"].info.run_id)
     assert [item.path for item in table] == ["table.md"]
-
-
-def test_a_figure_is_tracked(places, new_store, tmp_path):
-    from mlflow.tracking import MlflowClient
-
-    store = new_store(tmp_path)
     assert main(["noise_aware.figure8", *places, "--tracking.uri", store]) == 0
-    client = MlflowClient(store)
-    (run,) = client.search_runs([client.get_experiment_by_name("reproduce").experiment_id])
+    (run,) = [run for run in client.search_runs([experiment.experiment_id]) if run.info.run_id not in known]
     assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"table.md", "figure.png"}
 
 

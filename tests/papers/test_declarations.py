@@ -1,7 +1,5 @@
 """The declarations: every table is there, every cell is a valid run, and every finished cell is declared."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -10,6 +8,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from matplotlib.figure import Figure
 
 from dpfl_lightning import strategies
@@ -24,7 +23,6 @@ from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, declared_options, options_of, spec
 
 pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
-ROOT = Path(__file__).parents[2]
 
 
 @functools.cache
@@ -32,19 +30,11 @@ def options(cell: Cell) -> Options:
     return options_of(cell, RunnerOptions(None, Path("results"), Path("runs")))
 
 
-def of_paper(paper: str) -> list[Experiment]:
-    return [experiment for name, experiment in experiments().items() if name.startswith(f"{paper}.")]
-
-
 def trained(experiment: Experiment, scale: str) -> list[Cell]:
     return [cell for cell in required_cells(experiment, scale, [0]) if isinstance(spec(cell), Training)]
 
 
-# ---- finished cells
-
-
 def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
-    """The file of a cell is where its declaration says, its rows show it, and its command has the same options."""
     places = {
         path_of(RESULTS, cell._replace(seed=None)).as_posix()
         for experiment in experiments().values()
@@ -76,26 +66,16 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
             assert cell in required_cells(experiment, cell.scale, asked.seeds, cell.overrides), path
 
 
-# ---- all tables
-
-
 def test_every_table_and_figure_is_there():
-    tables = {
-        "noise_aware": [3, 4, *range(12, 23)],
-        "clustered": range(3, 11),
-        "selection": [1, 3],
-        "distillation": [1],
+    shown = {
+        "noise_aware": ([3, 4, *range(12, 23)], range(2, 14)),
+        "clustered": (range(3, 11), range(1, 6)),
+        "selection": ([1, 3], range(1, 6)),
+        "distillation": ([1], range(2, 11)),
     }
-    figures = {
-        "noise_aware": range(2, 14),
-        "clustered": range(1, 6),
-        "selection": range(1, 6),
-        "distillation": range(2, 11),
-    }
-    for paper in tables:
-        names = {f"{paper}.table{n}" for n in tables[paper]} | {f"{paper}.figure{n}" for n in figures[paper]}
-        assert names <= set(experiments())
-    assert {"clustered.revised_figure3", "clustered.revised_figure5", "clustered.revised_figure8"} <= set(experiments())
+    for paper, (tables, figures) in shown.items():
+        assert {f"{paper}.table{n}" for n in tables} | {f"{paper}.figure{n}" for n in figures} <= set(experiments())
+    assert {f"clustered.revised_figure{n}" for n in (3, 5, 8)} <= set(experiments())
     drawn = {name for name, experiment in experiments().items() if experiment.draw}
     assert {name for name in experiments() if "figure" in name} - drawn == {"selection.figure1"}  # in numbers
 
@@ -105,19 +85,15 @@ def scorer(cell: Cell) -> str:
     return cell.column if cell.experiment in ("distillation.nas", "distillation.hpo") else ""
 
 
-def test_every_cell_is_a_run_of_its_own():
-    """Of a table the options differ, but for runs without noise beside both kinds of noise, and studies of one run."""
-    for experiment in experiments().values():
+def test_every_cell_is_a_different_run_and_every_declared_kind_is_used():
+    """But for runs without noise, which stand beside both kinds of noise."""
+    for name, experiment in experiments().items():
+        used = {experiment.source(row, column)[1] for row in experiment.rows for column in experiment.columns}
+        assert set(experiment.cells) <= used, name
         for scale in experiment.scales:
             cells = [cell for cell in trained(experiment, scale) if cell.row != "fedsgd"]
             runs = {(repr(declared_options(cell)), spec(cell).study and (cell.row, scorer(cell))) for cell in cells}
-            assert len(runs) == len(cells), experiment.name
-
-
-def test_declared_kinds_of_cells_are_used():
-    for experiment in experiments().values():
-        used = {experiment.source(row, column)[1] for row in experiment.rows for column in experiment.columns}
-        assert set(experiment.cells) <= used, experiment.name
+            assert len(runs) == len(cells), name
 
 
 def test_every_cell_is_one_that_fit_takes():
@@ -151,18 +127,14 @@ def _clustered(cell: Cell, run: Options, small: bool) -> bool:
 def _selection(cell: Cell, run: Options, small: bool) -> bool:
     if cell.experiment == "selection.composed":
         return True
-    pure = (
-        run.privacy is None
-        or "laplace" not in cell.column
-        or (run.privacy.mechanism, run.privacy.delta) == ("laplace", 0)
-    )
+    privacy, pure = run.privacy, "laplace" in cell.column
     return (
         run.rounds == (100 if small else 200)
         and run.clients.batch_size is None
         and run.clients.count == (20 if run.data.name == "diabetes" else 100)
-        and (run.privacy is None) == (cell.row == "fedsgd")
-        and pure
-        and (run.privacy is None or run.privacy.adjacency == "replace_one")
+        and (privacy is None) == (cell.row == "fedsgd")
+        and (privacy is None or not pure or (privacy.mechanism, privacy.delta) == ("laplace", 0))
+        and (privacy is None or privacy.adjacency == "replace_one")
     )
 
 
@@ -182,179 +154,113 @@ def _distillation(cell: Cell, run: Options, small: bool) -> bool:
     return usual and (name in ("nas", "hpo", "search_set") or run.model["width"] == (32 if small else 128))
 
 
+def _example(cell: Cell, run: Options, small: bool) -> bool:
+    return run.rounds == (2 if small else 20)
+
+
 CHECKS = {
     "noise_aware": _noise_aware,
     "clustered": _clustered,
     "selection": _selection,
     "distillation": _distillation,
-    "example": lambda cell, run, small: run.rounds == (2 if small else 20),
+    "example": _example,
 }
 
-#: paper -> (table, row, column, scale, some of the options); `own` are the options of distillation
-SETTINGS = {
-    "noise_aware": [
-        ("table13", "weiavg", "dist7", "paper", {"clients.learning_rate": 5e-4, "privacy.epsilon": {"name": "dist7"}}),
-        (
-            "table13",
-            "pfa",
-            "dist6",
-            "paper",
-            {"clients.learning_rate": 5e-3, "strategies": {"pfa": {"variant": "hdpfl"}}},
-        ),
-        ("table13", "ours", "dist1", "paper", {"clients.learning_rate": 5e-3, "data.held_out_per_client": 600}),
-        ("table12", "min_eps", "dist6", "paper", {"clients.learning_rate": 1e-4, "data.name": "mnist"}),
-        ("table14", "dpfedavg", "dist8", "paper", {"clients.learning_rate": 5e-5, "model": {"name": "resnet18"}}),
-        (
-            "table14",
-            "weiavg",
-            "dist1",
-            "paper",
-            {"data.records_per_client": 2500, "data.partition": {"name": "stratified"}},
-        ),
-        (
-            "table15",
-            "weiavg",
-            "dist1",
-            "paper",
-            {"privacy.epsilon": {"name": "dist1", "scale": 10}, "data.name": "cifar10"},
-        ),
-        ("table15", "weiavg", "dist1", "paper", {"model": {"name": "resnet34", "norm": "none"}}),
-        ("table15", "weiavg_cifar100", "dist1", "paper", {"data.name": "cifar100", "clients.learning_rate": 1e-3}),
-        (
-            "table17",
-            "pfa",
-            "n40",
-            "paper",
-            {"clients.count": 40, "data.records_per_client": 1200, "clients.learning_rate": 1e-3},
-        ),
-        (
-            "table4",
-            "pfa",
-            "dist3",
-            "paper",
-            {"clients.batch_size": 128, "data.partition": {"name": "shards", "max_classes": 8}},
-        ),
-        ("table22", "pfa", "dist3", "paper", {"clients.batch_size": {"name": "published"}, "clients.count": 60}),
-        (
-            "table18",
-            "weiavg",
-            "dist3",
-            "paper",
-            {"clients.batch_size": 32, "data.partition": {"name": "dirichlet", "alpha": 1}},
-        ),
-        ("table19", "weiavg", "eps2.6", "paper", {"privacy.epsilon": 2.6, "clients.batch_size": {"name": "published"}}),
-        ("table20", "robust_hdp", "eps0.35", "paper", {"privacy.epsilon": 0.35, "clients.learning_rate": 2e-4}),
-        ("fedavg", "fedavg", "mnist", "paper", {"privacy": None, "data.name": "mnist"}),
-        ("table3_measured", "one_round", "dist9", "paper", {"privacy.accountant": "paper_ma", "rounds": 200}),
-    ],
-    "clustered": [
-        ("table5", "dpfedavg", "eps10", "small", {"strategies": {"size_weighted": {}}, "privacy.epsilon": 10.0}),
-        ("table5", "ours", "eps2", "small", {"data.records_per_client": 2285, "data.public_records": 12000}),
-        ("table3", "ifca", "eps5", "paper", {"data.name": "mnist", "data.partition": {"name": "overlapping"}}),
-        ("table3", "ifca", "eps5", "paper", {"data.records_per_client": 8000, "data.test_per_client": 1666}),
-        ("table7", "oracle", "eps4", "paper", {"model": {"name": "resnet18"}, "clients.learning_rate": 5e-4}),
-        ("table7", "oracle", "eps4", "paper", {"data.records_per_client": 6600, "privacy.clip_norm": 3.0}),
-        ("table9", "kmeans", "eps3", "small", {"data.groups": {"name": "label_shift", "sizes": [3, 6, 6, 6]}}),
-        ("reference", "reference", "cifar10", "small", {"privacy": None, "strategies": {"oracle_clusters": {}}}),
-        ("tuning", "ours_0.2", "eps2", "small", {"clients.learning_rate": 0.2, "data.use_public": True}),
-        ("found", "paper_auto", "none", "small", {"data.groups": None}),
-        ("found", "ours", "rotation_700", "small", {"data.records_per_client": 700}),
-        ("composed", "ours_noise", "dist3", "small", {"strategies": {"noise_aware": {}, "clustered": {}}}),
-        ("batch_sizes", "ours", "b128", "small", {"clients.batch_size": 128}),
-    ],
-    "selection": [
-        ("methods", "ours", "fashion_mnist_gaussian", "small", {"model": {"name": "cnn_tiny"}}),
-        ("methods", "ours", "fashion_mnist_gaussian", "paper", {"model": {"name": "lenet5"}}),
-        ("methods", "ours", "fashion_mnist_gaussian", "paper", {"clients.learning_rate": 0.05}),
-        ("methods", "ours", "fashion_mnist_gaussian", "small", {"clients.learning_rate": 0.1}),
-        ("methods", "ours", "mnist_laplace", "paper", {"privacy.clip_norm": 20.0}),
-        ("methods", "uniform", "cifar10_laplace", "paper", {"model": {"name": "resnet20"}}),
-        ("methods", "ours", "mnist_gaussian", "paper", {"privacy.epsilon": {"name": "uniform", "low": 0.1, "high": 3}}),
-        (
-            "methods",
-            "pfa",
-            "mnist_gaussian",
-            "paper",
-            {
-                "strategies": {
-                    "pfa": {"grouping": "top"},
-                    "uniform_selection": {"top_fraction": 0.1},
-                    "learning_rate_decay": {"half_after": 200},
-                }
-            },
-        ),
-        ("figure4", "ours", "fashion_mnist_gaussian_1", "paper", {"privacy.epsilon": {"low": 0.5, "high": 1}}),
-        (
-            "figure5",
-            "ours",
-            "mnist_laplace_0.5",
-            "paper",
-            {"data.partition": {"name": "dirichlet", "alpha": 0.5, "min_records": 10}},
-        ),
-    ],
-    "distillation": [
-        ("baselines", "one_step", "alpha1", "small", {"clients.count": 10, "privacy": None, "rounds": 100}),
-        ("baselines", "one_step", "alpha0.1", "small", {"data.partition.alpha": 0.1, "data.name": "fashion_mnist"}),
-        ("baselines", "one_step", "alpha1", "small", {"own.images_per_class": 10, "own.records_per_class": 64}),
-        ("baselines", "one_step", "alpha1", "small", {"own.participation_fraction": 0.5, "own.image_steps": None}),
-        ("baselines", "ten_steps", "alpha1", "small", {"own.image_steps": 10, "own.mode": None}),
-        ("baselines", "literal", "alpha1", "small", {"own.mode": "paper_literal"}),
-        ("baselines", "one_step", "alpha1", "small", {"own.image_learning_rate": 0.1}),
-        ("baselines", "ten_steps_dsa", "alpha1", "small", {"own.augmentation": "dsa", "own.image_steps": 10}),
-        ("baselines", "centralised", "alpha1", "small", {"clients.count": 1, "own.image_steps": 10}),
-        ("baselines", "random", "alpha1", "small", {"clients.count": 10, "own.images_per_class": 10}),
-        ("tuning", "lr1_steps30", "public", "small", {"data.use_public": True, "data.public_records": 12_000}),
-        ("baselines", "tuned", "alpha1", "small", {"data.public_records": 12_000, "data.use_public": False}),
-        ("private", "tuned", "eps8", "small", {"data.public_records": 12_000, "own.image_learning_rate": 3.0}),
-        ("tuning", "lr1_steps30", "public", "small", {"own.image_learning_rate": 1.0, "own.image_steps": 30}),
-        ("sizes", "tuned", "ipc50", "small", {"own.images_per_class": 50, "own.image_steps": 30, "rounds": 100}),
-        ("private", "noise_aware", "eps8", "small", {"privacy.epsilon": 8.0, "privacy.delta": 1e-5, "rounds": 50}),
-        ("private", "noise_aware", "eps8", "small", {"own.image_steps": 10, "own.participation_fraction": 1.0}),
-        ("private", "dpfedavg", "eps8", "small", {"privacy.epsilon": 8.0, "strategies": {"size_weighted": {}}}),
-        ("table1", "distdd_50", "mnist_0.5", "paper", {"clients.count": 50, "rounds": 500, "own.images_per_class": 50}),
-        ("table1", "distdd_100", "cifar10_0.1", "paper", {"data.name": "cifar10", "data.partition.alpha": 0.1}),
-        ("table1", "distdd_10", "cifar10_1", "paper", {"own.records_per_class": 256, "model.width": 128}),
-        ("table1", "fedprox", "mnist_1", "paper", {"strategies.fedprox.pull": 0.01, "rounds": 500}),
-        ("table1_centralised", "gm", "mnist", "small", {"clients.count": 1, "own.images_per_class": 100}),
-        ("default", "distdd", "default", "paper", {"clients.count": 20, "evaluation.every": 50, "rounds": 500}),
-        ("default", "median", "default", "small", {"own.aggregation": "median", "own.participation_fraction": 0.5}),
-        ("default", "full", "default", "small", {"own.participation_fraction": 1.0}),
-        ("figure2", "median", "clients_0.4", "small", {"data.label_noise": {"name": "clients", "share": 0.4}}),
-        ("figure2", "fedavg", "records_1", "small", {"data.label_noise": {"name": "records", "share": 1.0}}),
-        ("figure3", "distdd", "dir0.3", "small", {"data.partition.alpha": 0.3, "clients.count": 20}),
-        ("figure6", "sum", "sigma0.1", "small", {"privacy.noise_multiplier": 0.1, "own.noise_scale": "sum"}),
-        ("figure6", "paper_mean", "sigma100", "paper", {"own.noise_scale": "paper_mean", "own.sampling": "full"}),
-        ("figure7", "full", "n100", "small", {"clients.count": 100, "own.participation_fraction": 1.0}),
-        ("figure8", "gm", "ipc30", "small", {"clients.count": 1, "own.images_per_class": 30}),
-        ("figure10", "distdd", "share10", "small", {"own.participation_fraction": 0.1, "own.min_participants": 1}),
-        ("nas", "net00", "federated", "small", {"rounds": 10, "data.records_per_client": 1200, "clients.count": 10}),
-        ("nas", "net00", "early", "small", {"rounds": 1, "data.public_records": 12_000, "model.width": 32}),
-        ("hpo", "rate19", "distilled", "small", {"clients.learning_rate": 0.3, "clients.batch_size": 64}),
-        (
-            "search_set",
-            "distdd",
-            "set",
-            "small",
-            {"own.image_learning_rate": 3.0, "data.public_records": 12_000, "rounds": 100},
-        ),
-    ],
-}
+#: table, row, column and scale of a cell: some of its options; `set` is short for those of distillation
+SETTINGS = """
+noise_aware.table13 weiavg dist7 paper: {clients.learning_rate: 0.0005, privacy.epsilon: {name: dist7}}
+noise_aware.table13 pfa dist6 paper: {clients.learning_rate: 0.005, strategies: {pfa: {variant: hdpfl}}}
+noise_aware.table13 ours dist1 paper: {clients.learning_rate: 0.005, data.held_out_per_client: 600}
+noise_aware.table12 min_eps dist6 paper: {clients.learning_rate: 0.0001, data.name: mnist}
+noise_aware.table14 dpfedavg dist8 paper: {clients.learning_rate: 0.00005, model: {name: resnet18}}
+noise_aware.table14 weiavg dist1 paper: {data.records_per_client: 2500, data.partition: {name: stratified}}
+noise_aware.table15 weiavg dist1 paper:
+  {privacy.epsilon: {name: dist1, scale: 10}, data.name: cifar10, model: {name: resnet34, norm: none}}
+noise_aware.table15 weiavg_cifar100 dist1 paper: {data.name: cifar100, clients.learning_rate: 0.001}
+noise_aware.table17 pfa n40 paper: {clients.count: 40, data.records_per_client: 1200, clients.learning_rate: 0.001}
+noise_aware.table4 pfa dist3 paper: {clients.batch_size: 128, data.partition: {name: shards, max_classes: 8}}
+noise_aware.table22 pfa dist3 paper: {clients.batch_size: {name: published}, clients.count: 60}
+noise_aware.table18 weiavg dist3 paper: {clients.batch_size: 32, data.partition: {name: dirichlet, alpha: 1}}
+noise_aware.table19 weiavg eps2.6 paper: {privacy.epsilon: 2.6, clients.batch_size: {name: published}}
+noise_aware.table20 robust_hdp eps0.35 paper: {privacy.epsilon: 0.35, clients.learning_rate: 0.0002}
+noise_aware.fedavg fedavg mnist paper: {privacy: null, data.name: mnist}
+noise_aware.table3_measured one_round dist9 paper: {privacy.accountant: paper_ma, rounds: 200}
+clustered.table5 dpfedavg eps10 small: {strategies: {size_weighted: {}}, privacy.epsilon: 10.0}
+clustered.table5 ours eps2 small: {data.records_per_client: 2285, data.public_records: 12000}
+clustered.table3 ifca eps5 paper:
+  {data.name: mnist, data.partition: {name: overlapping}, data.records_per_client: 8000, data.test_per_client: 1666}
+clustered.table7 oracle eps4 paper:
+  {model: {name: resnet18}, clients.learning_rate: 0.0005, data.records_per_client: 6600, privacy.clip_norm: 3.0}
+clustered.table9 kmeans eps3 small: {data.groups: {name: label_shift, sizes: [3, 6, 6, 6]}}
+clustered.reference reference cifar10 small: {privacy: null, strategies: {oracle_clusters: {}}}
+clustered.tuning ours_0.2 eps2 small: {clients.learning_rate: 0.2, data.use_public: true}
+clustered.found paper_auto none small: {data.groups: null}
+clustered.found ours rotation_700 small: {data.records_per_client: 700}
+clustered.composed ours_noise dist3 small: {strategies: {noise_aware: {}, clustered: {}}}
+clustered.batch_sizes ours b128 small: {clients.batch_size: 128}
+selection.methods ours fashion_mnist_gaussian small: {model: {name: cnn_tiny}, clients.learning_rate: 0.1}
+selection.methods ours fashion_mnist_gaussian paper: {model: {name: lenet5}, clients.learning_rate: 0.05}
+selection.methods ours mnist_laplace paper: {privacy.clip_norm: 20.0}
+selection.methods uniform cifar10_laplace paper: {model: {name: resnet20}}
+selection.methods ours mnist_gaussian paper: {privacy.epsilon: {name: uniform, low: 0.1, high: 3}}
+selection.methods pfa mnist_gaussian paper:
+  {strategies: {pfa: {grouping: top}, uniform_selection: {top_fraction: 0.1}, learning_rate_decay: {half_after: 200}}}
+selection.figure4 ours fashion_mnist_gaussian_1 paper: {privacy.epsilon: {low: 0.5, high: 1}}
+selection.figure5 ours mnist_laplace_0.5 paper: {data.partition: {name: dirichlet, alpha: 0.5, min_records: 10}}
+distillation.baselines one_step alpha1 small:
+  {clients.count: 10, privacy: null, rounds: 100, set.images_per_class: 10, set.records_per_class: 64,
+   set.participation_fraction: 0.5, set.image_steps: null, set.image_learning_rate: 0.1}
+distillation.baselines one_step alpha0.1 small: {data.partition.alpha: 0.1, data.name: fashion_mnist}
+distillation.baselines ten_steps alpha1 small: {set.image_steps: 10, set.mode: null}
+distillation.baselines literal alpha1 small: {set.mode: paper_literal}
+distillation.baselines ten_steps_dsa alpha1 small: {set.augmentation: dsa, set.image_steps: 10}
+distillation.baselines centralised alpha1 small: {clients.count: 1, set.image_steps: 10}
+distillation.baselines random alpha1 small: {clients.count: 10, set.images_per_class: 10}
+distillation.tuning lr1_steps30 public small:
+  {data.use_public: true, data.public_records: 12000, set.image_learning_rate: 1.0, set.image_steps: 30}
+distillation.baselines tuned alpha1 small: {data.public_records: 12000, data.use_public: false}
+distillation.private tuned eps8 small: {data.public_records: 12000, set.image_learning_rate: 3.0}
+distillation.sizes tuned ipc50 small: {set.images_per_class: 50, set.image_steps: 30, rounds: 100}
+distillation.private noise_aware eps8 small:
+  {privacy.epsilon: 8.0, privacy.delta: 0.00001, rounds: 50, set.image_steps: 10, set.participation_fraction: 1.0}
+distillation.private dpfedavg eps8 small: {privacy.epsilon: 8.0, strategies: {size_weighted: {}}}
+distillation.table1 distdd_50 mnist_0.5 paper: {clients.count: 50, rounds: 500, set.images_per_class: 50}
+distillation.table1 distdd_100 cifar10_0.1 paper: {data.name: cifar10, data.partition.alpha: 0.1}
+distillation.table1 distdd_10 cifar10_1 paper: {set.records_per_class: 256, model.width: 128}
+distillation.table1 fedprox mnist_1 paper: {strategies.fedprox.pull: 0.01, rounds: 500}
+distillation.table1_centralised gm mnist small: {clients.count: 1, set.images_per_class: 100}
+distillation.default distdd default paper: {clients.count: 20, evaluation.every: 50, rounds: 500}
+distillation.default median default small: {set.aggregation: median, set.participation_fraction: 0.5}
+distillation.default full default small: {set.participation_fraction: 1.0}
+distillation.figure2 median clients_0.4 small: {data.label_noise: {name: clients, share: 0.4}}
+distillation.figure2 fedavg records_1 small: {data.label_noise: {name: records, share: 1.0}}
+distillation.figure3 distdd dir0.3 small: {data.partition.alpha: 0.3, clients.count: 20}
+distillation.figure6 sum sigma0.1 small: {privacy.noise_multiplier: 0.1, set.noise_scale: sum}
+distillation.figure6 paper_mean sigma100 paper: {set.noise_scale: paper_mean, set.sampling: full}
+distillation.figure7 full n100 small: {clients.count: 100, set.participation_fraction: 1.0}
+distillation.figure8 gm ipc30 small: {clients.count: 1, set.images_per_class: 30}
+distillation.figure10 distdd share10 small: {set.participation_fraction: 0.1, set.min_participants: 1}
+distillation.nas net00 federated small: {rounds: 10, data.records_per_client: 1200, clients.count: 10}
+distillation.nas net00 early small: {rounds: 1, data.public_records: 12000, model.width: 32}
+distillation.hpo rate19 distilled small: {clients.learning_rate: 0.3, clients.batch_size: 64}
+distillation.search_set distdd set small: {set.image_learning_rate: 3.0, data.public_records: 12000, rounds: 100}
+"""
 
 
 def test_settings():
-    for paper, cases in SETTINGS.items():
-        for name, row, column, scale, expected in cases:
-            run = options(Cell(f"{paper}.{name}", row, column, scale, 0))
-            for key, value in expected.items():
-                found = run.strategies["distillation"] if key.startswith("own.") else run
-                for part in key.removeprefix("own.").split("."):
-                    found = found.get(part) if isinstance(found, dict) else getattr(found, part)
-                if isinstance(value, dict) and "low" in value:
-                    found = {name: found[name] for name in value}
-                assert found == value, (paper, name, row, column, key)
+    for place, expected in yaml.safe_load(SETTINGS).items():
+        name, row, column, scale = place.split()
+        run = options(Cell(name, row, column, scale, 0))
+        for key, value in expected.items():
+            found = run.strategies["distillation"] if key.startswith("set.") else run
+            for part in key.removeprefix("set.").split("."):
+                found = found.get(part) if isinstance(found, dict) else getattr(found, part)
+            if isinstance(value, dict) and "low" in value:
+                found = {name: found[name] for name in value}
+            assert found == value, (place, key)
 
 
-def test_methods_of_a_column_differ_in_nothing_but_their_strategy():
+def test_methods_of_a_column_differ_only_in_their_strategy():
     for name, rows, column in (
         ("clustered.table5", ("dpfedavg", "ifca", "kmeans", "ours", "paper", "oracle"), "eps5"),
         ("distillation.baselines", ("literal", "one_step", "ten_steps", "ten_steps_dsa", "local", "random"), "alpha1"),
@@ -397,48 +303,40 @@ def numbers(name: str, row: str) -> tuple:
     return experiments()[name].paper[row]
 
 
-def test_the_papers_numbers_have_their_mean():
-    for number, row, mean in (
-        (12, "weiavg", 85.24),
-        (12, "robust_hdp", 86.51),
-        (13, "pfa", 71.36),
-        (13, "min_eps", 60.80),
-        (14, "dpfedavg", 20.62),
-        (15, "robust_hdp", 32.04),
-        (4, "dpfedavg", 74.78),
-        (18, "pfa", 24.49),
-        (22, "robust_hdp", 76.85),
-        (19, "weiavg", 28.29),
-        (20, "dpfedavg", 29.10),
-    ):
-        row_of_table = numbers(f"noise_aware.table{number}", row)
-        assert sum(row_of_table) / len(row_of_table) == pytest.approx(mean, abs=0.006)
-
-
-def test_where_the_paper_sees_robust_hdp_ahead():
-    """In so many columns it is the best or as good."""
-    for number, count in ((12, 7), (13, 5), (14, 8), (4, 5)):
-        columns = list(zip(*experiments()[f"noise_aware.table{number}"].paper.values(), strict=True))
-        assert sum(one[-1] == max(one) for one in columns) == count
-
-
 def of(number: int, row: str) -> tuple:
     return numbers(f"clustered.table{number}", row)
 
 
-def test_all_are_the_mean_of_majority_and_minority_but_for_two_methods():
-    def farthest(number: int, methods: list[str]) -> float:
+MEANS = """
+12 weiavg 85.24, 12 robust_hdp 86.51, 13 pfa 71.36, 13 min_eps 60.80, 14 dpfedavg 20.62, 15 robust_hdp 32.04,
+4 dpfedavg 74.78, 18 pfa 24.49, 22 robust_hdp 76.85, 19 weiavg 28.29, 20 dpfedavg 29.10
+"""
+
+
+def test_the_noise_aware_papers_numbers_have_their_mean_and_its_method_leads_where_it_says_so():
+    for number, row, mean in (case.split() for case in MEANS.split(",")):
+        row_of_table = numbers(f"noise_aware.table{number}", row)
+        assert sum(row_of_table) / len(row_of_table) == pytest.approx(float(mean), abs=0.006), (number, row)
+    for number, count in ((12, 7), (13, 5), (14, 8), (4, 5)):  # best or as good in so many columns
+        columns = list(zip(*experiments()[f"noise_aware.table{number}"].paper.values(), strict=True))
+        assert sum(one[-1] == max(one) for one in columns) == count, number
+
+
+def test_the_clustered_papers_tables_are_whole_and_agree_with_each_other():
+    for number in range(3, 11):
+        rows = experiments()[f"clustered.table{number}"].paper
+        assert len(rows) == (15 if number % 2 else 20) and all(len(row) == 5 for row in rows.values())
+    assert of(8, "paper_f_loss")[-1] == 0.68, "as printed"
+
+    def farthest_from_the_mean(number: int, methods: list[str]) -> float:
         rows = [[of(number, f"{name}_{key}") for key in ("all", "majority", "minority")] for name in methods]
         return max(abs(a - (18 * b + 3 * c) / 21) for row in rows for a, b, c in zip(*row, strict=True))
 
-    methods = ["dpfedavg", "ifca", "kmeans", "paper", "oracle"]
-    assert farthest(9, methods) < 0.4
-    assert max(farthest(number, ["ifca", "kmeans"]) for number in (3, 5)) == pytest.approx(4.51, abs=0.01)
+    assert farthest_from_the_mean(9, ["dpfedavg", "ifca", "kmeans", "paper", "oracle"]) < 0.4
+    wrong = max(farthest_from_the_mean(number, ["ifca", "kmeans"]) for number in (3, 5))
+    assert wrong == pytest.approx(4.51, abs=0.01)
 
-
-def test_where_the_paper_has_the_smallest_gap_between_majority_and_minority():
-    """In so many of the five columns, its oracle left aside."""
-    for number, count in ((3, 5), (5, 2), (7, 5), (9, 2)):
+    for number, count in ((3, 5), (5, 2), (7, 5), (9, 2)):  # columns where the gap of the paper's method is smallest
         gaps = {
             name: [
                 abs(a - b) for a, b in zip(of(number, f"{name}_majority"), of(number, f"{name}_minority"), strict=True)
@@ -449,68 +347,52 @@ def test_where_the_paper_has_the_smallest_gap_between_majority_and_minority():
         assert smallest.count("paper") == count, number
 
 
-def test_the_papers_tables_are_whole():
-    for number in range(3, 11):
-        rows = experiments()[f"clustered.table{number}"].paper
-        assert len(rows) == (15 if number % 2 else 20) and all(len(row) == 5 for row in rows.values())
-    assert of(8, "paper_f_loss")[-1] == 0.68, "as printed"
-
-
 def test_a_sweep_shows_the_usual_cell_where_it_passes_it():
     for name, column in (("figure4", "fashion_mnist_gaussian_4"), ("figure5", "mnist_laplace_3")):
         source = experiments()[f"selection.{name}"].source("ours", column)
         assert source == ("selection.methods", "ours", column.rpartition("_")[0])
 
 
-def test_the_papers_constants_contradict_each_other():
+def test_the_selection_papers_constants_contradict_each_other():
     """8 L / mu is not gamma, and L and mu depend on the noise."""
     table = experiments()["selection.table3"]
-    numbers = {key: dict(zip(table.columns, own, strict=True)) for key, own in table.paper.items()}
+    numbers = {key: dict(zip(table.columns, row, strict=True)) for key, row in table.paper.items()}
     assert numbers["decides"]["mnist_gaussian"] == pytest.approx(364.4, abs=0.1)
     assert numbers["decides"]["fashion_mnist_laplace"] == pytest.approx(25_589.3, abs=0.1)
     assert max(numbers["least_skew"].values()) > 1
-    assert all(
-        abs(numbers["offset"][column] / numbers["gamma"][column] - 1) > 0.1
-        for column in numbers["gamma"]
-        if not column.startswith("fashion_mnist_gaussian")
-    )
+    for column, gamma in numbers["gamma"].items():
+        assert abs(numbers["offset"][column] / gamma - 1) > 0.1 or column.startswith("fashion_mnist_gaussian")
 
 
 def test_figures_share_the_cells_of_their_common_setting():
-    shared = {
-        name: {row for row, column, *_ in _sources(f"distillation.{name}") if column == "default"}
-        for name in ("figure2", "figure3", "figure6", "figure7", "figure9", "figure10")
-    }
-    assert shared["figure2"] == {"fedavg", "local", "distdd", "median"} and shared["figure9"] == {"full", "distdd"}
-    assert shared["figure3"] == {"gm", "distdd", "local", "fedavg"} and shared["figure6"] == {"distdd"}
-    assert shared["figure7"] == {"local", "full", "distdd"} and shared["figure10"] == {"distdd", "local", "gm"}
+    for number, rows in {
+        2: {"fedavg", "local", "distdd", "median"},
+        3: {"gm", "distdd", "local", "fedavg"},
+        6: {"distdd"},
+        7: {"local", "full", "distdd"},
+        9: {"full", "distdd"},
+        10: {"distdd", "local", "gm"},
+    }.items():
+        cells = required_cells(experiments()[f"distillation.figure{number}"], "small", None)
+        assert {cell.row for cell in cells if cell.column == "default"} == rows, number
 
 
-def _sources(name: str) -> list[tuple[str, str]]:
-    return [(cell.row, cell.column) for cell in required_cells(experiments()[name], "small", None)]
-
-
-def test_the_papers_differences_are_those_between_its_rows():
+def test_the_distillation_papers_differences_are_those_between_its_rows():
     """DistDD with 100 images - FedAvg and FedProx, and the gaps to what is centralised, as worked out from Table 1."""
-    rows = experiments()["distillation.table1"].paper
-    centralised = experiments()["distillation.table1_centralised"].paper
-    assert _apart(rows["distdd_100"], rows["fedavg"]) == [-1.9, -1.1, -8.5, -2.4, -2.0, -1.8, -8.1, -6.1, -8.6]
-    assert _apart(rows["distdd_100"], rows["fedprox"]) == [-2.2, -2.5, -9.8, -2.5, -6.4, -13.7, -8.3, -10.9, -14.8]
+    table = experiments()["distillation.table1"]
+    rows, centralised = table.paper, experiments()["distillation.table1_centralised"].paper
     whole, gm = ([value for value in centralised[name] for _ in range(3)] for name in ("whole", "gm"))
-    assert _apart(rows["fedavg"], whole) == [-0.5, -5.0, -6.8, -1.1, -7.3, -19.3, -0.9, -11.9, -21.3]
-    assert _apart(rows["distdd_100"], gm) == [-0.3, -4.0, -13.2, -1.0, -6.8, -18.6, -2.5, -11.5, -23.4]
-
-
-def _apart(ours, theirs) -> list[float]:
-    return [round(a - b, 1) for a, b in zip(ours, theirs, strict=True)]
-
-
-def test_in_the_paper_more_images_are_better():
-    ten, fifty, hundred = (numbers("distillation.table1", f"distdd_{images}") for images in (10, 50, 100))
-    assert all(a < b < c for a, b, c in zip(ten, fifty, hundred, strict=True))
-    columns = list(experiments()["distillation.table1"].columns)
-    assert columns[:4] == ["mnist_1", "mnist_0.5", "mnist_0.1", "fashion_mnist_1"]
-    assert experiments()["distillation.table1"].paper_number("distdd_10", "cifar10_0.1") == 41.5
+    for ours, theirs, expected in (
+        (rows["distdd_100"], rows["fedavg"], [-1.9, -1.1, -8.5, -2.4, -2.0, -1.8, -8.1, -6.1, -8.6]),
+        (rows["distdd_100"], rows["fedprox"], [-2.2, -2.5, -9.8, -2.5, -6.4, -13.7, -8.3, -10.9, -14.8]),
+        (rows["fedavg"], whole, [-0.5, -5.0, -6.8, -1.1, -7.3, -19.3, -0.9, -11.9, -21.3]),
+        (rows["distdd_100"], gm, [-0.3, -4.0, -13.2, -1.0, -6.8, -18.6, -2.5, -11.5, -23.4]),
+    ):
+        assert [round(a - b, 1) for a, b in zip(ours, theirs, strict=True)] == expected
+    ten, fifty, hundred = (rows[f"distdd_{images}"] for images in (10, 50, 100))
+    assert all(a < b < c for a, b, c in zip(ten, fifty, hundred, strict=True)), "more images are better"
+    assert list(table.columns)[:4] == ["mnist_1", "mnist_0.5", "mnist_0.1", "fashion_mnist_1"]
+    assert table.paper_number("distdd_10", "cifar10_0.1") == 41.5
 
 
 # ---- figures

@@ -1,7 +1,5 @@
 """Making cells: finished ones are skipped, interrupted ones resumed, and the error of one cell stops no other."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import shlex
@@ -31,16 +29,11 @@ from experiments.papers.run import (
     without_data,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
 
 ROOT = Path(__file__).parents[2]
 QUIET = ("--tracking=null", "--engine.device=cpu")
 CELL = Cell("example.digits", "uniform", "epsilon4", "small", 0)
-
-
-@pytest.fixture(autouse=True)
-def in_the_repository(monkeypatch):
-    monkeypatch.chdir(ROOT)
 
 
 @pytest.fixture
@@ -48,107 +41,84 @@ def work(tmp_path):
     return RunnerOptions(fit, tmp_path / "results", tmp_path / "runs", QUIET)
 
 
-def cells_of(name: str, **restricted) -> list[Cell]:
-    return required_cells(
-        experiments()[name].restricted(restricted.get("rows"), restricted.get("columns")), "small", None
-    )
+def beside(work: RunnerOptions) -> Path:
+    return work.runs / CELL.place.with_name(f"{CELL.place.name}.2")
 
 
-def failing(how: Exception, at: str = "uniform"):
-    """As `fit`, but one row's runs end in an error."""
-
-    def run(options, resume, watchers):
-        if at in options.strategies:
-            raise how
-        return fit(options, resume, watchers)
-
-    return run
+def cells_of(name: str, rows=None, columns=None) -> list[Cell]:
+    return required_cells(experiments()[name].restricted(rows, columns), "small", None)
 
 
-class StopsAfter(Callback):
-    def __init__(self, round: int) -> None:
-        self.round = round
-
-    def on_round_end(self, view, report):
-        if report.round == self.round:
-            raise KeyboardInterrupt
-
-
-def test_a_cell_holds_what_it_came_to_and_how_to_get_there(work):
+def test_a_cell_holds_its_results_and_how_to_get_there(work):
     assert make([CELL], work) == []
-    held = read(path_of(work.results, CELL))
-    assert 20 < held["values"]["accuracy"] < 100 and held["epsilon_max"] == pytest.approx(4, abs=1e-3)
-    assert held["rounds"] == 2 and held["seconds"] > 0 and "differential privacy" in held["guarantee"]
-    assert held["machine"]["cores"] >= 1 and held["machine"]["device"] == "cpu" and held["versions"]["torch"]
-    assert (held["experiment"], held["row"], held["column"], held["seed"]) == (
-        "example.digits",
-        "uniform",
-        "epsilon4",
-        0,
-    )
+    cell = read(path_of(work.results, CELL))
+    assert 20 < cell["values"]["accuracy"] < 100 and cell["epsilon_max"] == pytest.approx(4, abs=1e-3)
+    assert cell["rounds"] == 2 and cell["seconds"] > 0 and "differential privacy" in cell["guarantee"]
+    assert cell["machine"]["cores"] >= 1 and cell["machine"]["device"] == "cpu" and cell["versions"]["torch"]
+    names = [cell[name] for name in ("experiment", "row", "column", "seed")]
+    assert names == ["example.digits", "uniform", "epsilon4", 0]
     assert str(ROOT) not in path_of(work.results, CELL).read_text()  # nothing of this machine
 
 
-@pytest.mark.parametrize("overrides", [(), (("clients.learning_rate", "0.1"), ("privacy.epsilon", "[1, 2, 3, 4, 5]"))])
-def test_its_command_is_the_run(overrides, work):
-    cell = CELL._replace(seed=3, overrides=overrides)
-    words = shlex.split(command_of(cell))
-    assert words[:3] == ["python", "-m", "dpfl_lightning.fit"]
-    ours = dataclasses.asdict(options_of(cell, RunnerOptions(fit, work.results, work.runs)))
-    typed = dataclasses.asdict(load(words[3:])[0])
-    changed = {key for key in ours if ours[key] != typed[key]}
-    assert changed == {"tracking"} and typed["seed"] == 3
+def test_its_command_is_the_run(work):
+    for overrides in ((), (("clients.learning_rate", "0.1"), ("privacy.epsilon", "[1, 2, 3, 4, 5]"))):
+        cell = CELL._replace(seed=3, overrides=overrides)
+        words = shlex.split(command_of(cell))
+        assert words[:3] == ["python", "-m", "dpfl_lightning.fit"]
+        ours = dataclasses.asdict(options_of(cell, RunnerOptions(fit, work.results, work.runs)))
+        typed = dataclasses.asdict(load(words[3:])[0])
+        assert {key for key in ours if ours[key] != typed[key]} == {"tracking"} and typed["seed"] == 3
 
 
-def test_an_error_is_reported_and_the_others_go_on(work, capsys):
-    cells = cells_of("example.digits", columns=["epsilon4"])
-    problems = make(cells, RunnerOptions(failing(RuntimeError("a bug")), work.results, work.runs, QUIET))
-    assert len(problems) == 1 and "uniform" in problems[0] and "RuntimeError: a bug" in problems[0]
+def test_an_error_is_reported_and_the_others_are_made(work, capsys):
+    def failing(options, resume, watchers):
+        if "uniform" in options.strategies:
+            raise RuntimeError("a bug")
+        return fit(options, resume, watchers)
+
+    (problem,) = make(cells_of("example.digits", columns=["epsilon4"]), dataclasses.replace(work, fit=failing))
+    assert "uniform" in problem and "RuntimeError: a bug" in problem
     assert "Traceback" in capsys.readouterr().err
     assert [row for row, _ in finished(work.results, experiments()["example.digits"], "small")] == ["size_weighted"]
 
 
-def test_an_interrupted_cell_is_gone_on_with(work):
+def test_an_interrupted_cell_is_resumed_and_no_client_is_charged_twice(work):
+    class StopsAfterOne(Callback):
+        def on_round_end(self, view, report):
+            if report.round == 1:
+                raise KeyboardInterrupt
+
     def interrupted(options, resume, watchers):
-        return fit(options, resume, [*watchers, StopsAfter(1)])
+        return fit(options, resume, [*watchers, StopsAfterOne()])
 
     with pytest.raises(KeyboardInterrupt):
-        make([CELL], RunnerOptions(interrupted, work.results, work.runs, QUIET))
+        make([CELL], dataclasses.replace(work, fit=interrupted))
     assert not path_of(work.results, CELL).exists()
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
     assert make([CELL], work) == []
-    assert not (work.runs / CELL.place).with_name(f"{CELL.place.name}.2").exists()
+    assert not beside(work).exists()
     lines = (work.runs / CELL.place / "ledger.jsonl").read_text().count('"round": 1,')
-    assert read(path_of(work.results, CELL))["rounds"] == 2 and lines == 5  # no client was charged twice
+    assert read(path_of(work.results, CELL))["rounds"] == 2 and lines == 5
 
 
-def test_a_finished_run_whose_cell_was_lost_is_read_again(work):
+def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_another(work):
     make([CELL], work)
     before = read(path_of(work.results, CELL))
     path_of(work.results, CELL).unlink()
     make([CELL], work)
     after = read(path_of(work.results, CELL))
     assert after["values"] == before["values"] and after["curve"] == before["curve"]
-
-
-def test_again_is_a_new_run_beside_the_old_one(work):
-    make([CELL], work)
-    before = read(path_of(work.results, CELL))["values"]
-    again = RunnerOptions(fit, work.results, work.runs, QUIET, again=True)
-    assert run_folder(CELL, again) == (work.runs / CELL.place.with_name(f"{CELL.place.name}.2"), False)
-    make([CELL], again)
-    assert (work.runs / CELL.place / "ledger.jsonl").is_file()  # no ledger is deleted
-    assert read(path_of(work.results, CELL))["values"] == before, "cells are simulations"
-
-
-def test_a_run_of_other_options_is_not_gone_on_with(work):
-    make([CELL], work)
-    beside = work.runs / CELL.place.with_name(f"{CELL.place.name}.2")
     assert run_folder(CELL, work) == (work.runs / CELL.place, True)
-    assert run_folder(CELL, RunnerOptions(fit, work.results, work.runs, (*QUIET, "--rounds=3"))) == (beside, False)
+    other_rounds = dataclasses.replace(work, free=(*QUIET, "--rounds=3"))
+    assert run_folder(CELL, other_rounds) == (beside(work), False)
+    again = dataclasses.replace(work, again=True)
+    assert run_folder(CELL, again) == (beside(work), False)
+    make([CELL], again)
     ledger = work.runs / CELL.place / "ledger.jsonl"
+    assert ledger.is_file(), "no ledger is deleted"
+    assert read(path_of(work.results, CELL))["values"] == before["values"], "cells are simulations"
     ledger.write_bytes(ledger.read_bytes().replace(b'"rounds": 2', b'"rounds": 4', 1))
-    assert run_folder(CELL, work) == (beside, False), "nor with one that was changed"
+    assert run_folder(CELL, work)[0] != work.runs / CELL.place, "a changed ledger is not resumed"
 
 
 def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
@@ -161,13 +131,13 @@ def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
     assert "\n" not in sentences[0]
 
 
-def test_time_is_told_from_finished_cells_of_the_row_else_as_declared(work):
+def test_time_is_estimated_from_finished_cells_of_the_row_else_as_declared(work):
     cells = cells_of("example.digits")
     assert seconds_of(cells, work.results) == pytest.approx(4 * 6)
     make([CELL], work)
-    own = read(path_of(work.results, CELL))["seconds"]
-    alike = sum(cell.row == CELL.row for cell in cells)
-    assert seconds_of(cells, work.results) == pytest.approx(alike * own + (4 - alike) * 6) and alike == 2
+    seconds = read(path_of(work.results, CELL))["seconds"]
+    assert sum(cell.row == CELL.row for cell in cells) == 2
+    assert seconds_of(cells, work.results) == pytest.approx(2 * seconds + 2 * 6)
     assert seconds_of([], work.results) == 0
 
 

@@ -1,7 +1,5 @@
 """Tables through the command, on a small data set."""
 
-from __future__ import annotations
-
 import pytest
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
@@ -12,19 +10,45 @@ from experiments.papers.clustered.recorder import fairness
 from experiments.papers.registry import experiments
 from experiments.papers.report import report
 
-pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository")]
+pytestmark = [pytest.mark.e2e, pytest.mark.usefixtures("in_the_repository"), pytest.mark.filterwarnings("ignore")]
 
 
-def test_one_round_says_how_near_each_estimate_is(small_fashion, tmp_path, capsys):  # noqa: F811
+@pytest.fixture
+def run(tmp_path):
+    """`run("TABLE --rows ...", **options)`: the cells that this makes, in the order of their files."""
+
+    def make(words: str, status=0, **options) -> list[dict]:
+        places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--jobs", "1"]
+        argv = [*words.split(), "--tracking", "null", "--engine.device", "cpu", *places]
+        for name, value in options.items():
+            argv += [f"--{name.replace('__', '.')}", str(value)]
+        assert main(argv) == status
+        return [read(path) for path in sorted(tmp_path.glob("results/*/*/*.json"))]
+
+    return make
+
+
+@pytest.fixture
+def few(small_fashion):  # noqa: F811
+    return {"data__folder": small_fashion, "data__records_per_client": 140, "data__held_out_per_client": 5}
+
+
+@pytest.fixture
+def groups(small_fashion):  # noqa: F811
+    sizes = {"data__records_per_client": 100, "data__test_per_client": 50, "data__public_records": 100}
+    return {"model__name": "logistic", "data__folder": small_fashion, **sizes}
+
+
+def table(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+
+
+def test_one_round_says_how_near_each_estimate_is(run, few, capsys):
     """20 clients of 140 records with random images: noise outweighs what they share, so every estimate is good."""
-    argv = ["noise_aware.table3_measured", "--columns", "dist1", "--tracking", "null", "--engine.device", "cpu"]
-    small = ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.held_out_per_client", "5"]
-    assert main([*argv, *small, "--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]) == 0
+    (cell,) = run("noise_aware.table3_measured --columns dist1", **few)
     assert "one round is all that is looked at" in capsys.readouterr().out
-    (path,) = tmp_path.glob("results/*/*/*.json")
-    held = read(path)
-    values, lists = held["values"], held["first_round"]
-    assert held["rounds"] == 1 and "experiments.papers noise_aware.table3_measured" in held["command"]
+    values, lists = cell["values"], cell["first_round"]
+    assert cell["rounds"] == 1 and "experiments.papers noise_aware.table3_measured" in cell["command"]
     for name in ("rpca", "hetero_pca", "raw_norm"):
         assert 1 <= values[f"{name}_excess"] < 1.02, name
         assert sum(lists[f"{name}_weights"]) == pytest.approx(1) and len(lists[f"{name}_variance"]) == 20
@@ -33,13 +57,9 @@ def test_one_round_says_how_near_each_estimate_is(small_fashion, tmp_path, capsy
     assert values["oracle_noise"] == pytest.approx(1 / sum(1 / one for one in lists["truth"]), rel=1e-6)
 
 
-def test_a_row_of_table_13(small_fashion, tmp_path, capsys):  # noqa: F811
-    argv = ["noise_aware.table13", "--rows", "weiavg,dpfedavg", "--columns", "dist7", "--tracking", "null"]
-    small = ["--data.folder", str(small_fashion), "--data.records_per_client", "140", "--data.held_out_per_client", "5"]
-    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
-    assert main([*argv, *small, *places, "--rounds", "1", "--engine.device", "cpu"]) == 0
-    text = capsys.readouterr().out
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+def test_a_row_of_table_13(run, few, tmp_path, capsys):
+    run("noise_aware.table13 --rows weiavg,dpfedavg --columns dist7 --rounds 1", **few)
+    lines = table(capsys.readouterr().out)
     assert ["the paper's", "66.80"] in lines and ["the paper's", "64.15"] in lines
     overrides = (("data.held_out_per_client", "5"), ("data.records_per_client", "140"), ("rounds", "1"))
     experiment = experiments()["noise_aware.table13"].restricted(["weiavg", "dpfedavg"], ["dist7"])
@@ -48,47 +68,13 @@ def test_a_row_of_table_13(small_fashion, tmp_path, capsys):  # noqa: F811
     assert "with rounds 1" in report(experiment, "small", tmp_path / "results", overrides)
 
 
-SMALL = [
-    "--model.name",
-    "logistic",
-    "--data.records_per_client",
-    "100",
-    "--data.test_per_client",
-    "50",
-    "--data.public_records",
-    "100",
-]
-
-
-def made(names, small_fashion, tmp_path, *more) -> list[dict]:  # noqa: F811
-    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs")]
-    argv = [
-        *names,
-        *SMALL,
-        "--data.folder",
-        str(small_fashion),
-        "--tracking",
-        "null",
-        "--engine.device",
-        "cpu",
-        "--jobs",
-        "1",
-    ]
-    assert main([*argv, *more, *places]) == 0
-    return [read(path) for path in sorted(tmp_path.glob("results/*/*/*.json"))]
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_holds_all_metrics_and_is_read_beside_its_reference(small_fashion, tmp_path, capsys):  # noqa: F811
-    some = ["clustered.table6", "--rows", "dpfedavg_f_acc,dpfedavg_gap,oracle_f_acc", "--columns", "eps5"]
-    cells = made(some, small_fashion, tmp_path, "--rounds", "2")
-    assert {(cell["experiment"], cell["row"]) for cell in cells} == {
-        ("clustered.table5", "dpfedavg"),
-        ("clustered.table5", "oracle"),
-        ("clustered.reference", "reference"),
-    }
-    oracle = next(cell for cell in cells if cell["row"] == "oracle")
-    values = oracle["values"]
+def test_a_run_has_all_metrics_and_is_read_beside_its_reference(run, groups, capsys):
+    rows = "dpfedavg_f_acc,dpfedavg_gap,oracle_f_acc"
+    cells = run(f"clustered.table6 --rows {rows} --columns eps5 --rounds 2", **groups)
+    cells = {(cell["experiment"], cell["row"]): cell for cell in cells}
+    assert len(cells) == 3
+    plain, oracle = (cells["clustered.table5", row] for row in ("dpfedavg", "oracle"))
+    reference, values = cells["clustered.reference", "reference"], oracle["values"]
     assert values["clustering_accuracy"] == 100 and values["clusters_perfect"] == 1 == values["adjusted_rand_index"]
     assert values["minority_recall"] == 100 and values["models_down"] == values["models_up"] == 2
     means = [values[f"accuracy_{group}"] for group in range(4)]
@@ -97,70 +83,48 @@ def test_a_run_holds_all_metrics_and_is_read_beside_its_reference(small_fashion,
     assert oracle["clients"]["true_group"] == [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
     assert len(set(oracle["clients"]["model"])) == 4 and all(loss > 0 for loss in oracle["clients"]["loss"])
     assert oracle["curves"]["clustering_accuracy"] == {"1": 100, "2": 100}
-    plain = next(cell for cell in cells if cell["row"] == "dpfedavg")
-    reference = next(cell for cell in cells if cell["row"] == "reference")
     assert "clustering_accuracy" not in plain["values"] and reference["epsilon_max"] is None
-    shown = f"{fairness(plain, reference)['fairness_gap_accuracy']:.2f}"
-    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
-    assert ["DPFedAvg: F_acc", shown] in rows and [
-        "DPFedAvg: best - worst",
-        f"{plain['values']['accuracy_gap']:.2f}",
-    ] in rows
+    shown = table(capsys.readouterr().out)
+    assert ["DPFedAvg: F_acc", f"{fairness(plain, reference)['fairness_gap_accuracy']:.2f}"] in shown
+    assert ["DPFedAvg: best - worst", f"{plain['values']['accuracy_gap']:.2f}"] in shown
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_groups_are_looked_for_after_one_round(small_fashion, tmp_path):  # noqa: F811
+def test_groups_are_looked_for_after_one_round(run, groups):
     """Random images: nothing can be found, and the run ends after a round all the same."""
-    (cell,) = made(
-        ["clustered.found", "--rows", "ours_num_clusters", "--columns", "rotation", "--seeds", "0"],
-        small_fashion,
-        tmp_path,
-    )
+    (cell,) = run("clustered.found --rows ours_num_clusters --columns rotation --seeds 0", **groups)
     values = cell["values"]
     assert cell["rounds"] == 1 and values["num_clusters"] >= 1 and values["confident"] in (0, 1)
     assert set(values) >= {"clusters_perfect", "adjusted_rand_index", "separation", "silhouette"}
     assert len(cell["points"]) == 21 and max(x * x + y * y for x, y in cell["points"]) == pytest.approx(1)
 
 
-def test_what_is_not_here_is_said_in_a_sentence(tmp_path, capsys, monkeypatch):
+def test_missing_data_is_one_sentence(run, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("DPFL_DATA", str(tmp_path))
-    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--data.download", "false"]
-    argv = ["clustered.table7", "--columns", "eps5", "--rows", "dpfedavg_all"]
-    assert main([*argv, *places, "--tracking", "null"]) == 1
-    said = capsys.readouterr()
-    assert said.err.count("\n") == 1 and "cifar10" in said.err and "Traceback" not in said.err
+    run("clustered.table7 --columns eps5 --rows dpfedavg_all --data.download false", status=1)
+    printed = capsys.readouterr()
+    assert printed.err.count("\n") == 1 and "cifar10" in printed.err and "Traceback" not in printed.err
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_run_holds_what_tables_and_figures_read(small_fashion, tmp_path, capsys):  # noqa: F811
+def test_a_selection_run_has_what_tables_and_figures_read(run, small_fashion):  # noqa: F811
     rows = "uniform,ours,two_stage,privatefl"
-    argv = ["selection.methods", "--rows", rows, "--columns", "fashion_mnist_gaussian", "--rounds", "12"]
-    argv += ["--clients.count", "20", "--model.name", "logistic", "--evaluation.every", "6"]
-    argv += ["--data.partition.min_records", "2", "--data.folder", str(small_fashion), "--tracking", "null"]
-    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--jobs", "1"]
-    assert main([*argv, "--engine.device", "cpu", *places]) == 0
-    cells = {cell["row"]: cell for cell in map(read, tmp_path.glob("results/*/*/*.json"))}
-    assert set(cells) == {"uniform", "ours", "two_stage", "privatefl"}
-    for cell in cells.values():
-        assert set(cell["test_curve"]) == {"6", "12"} and 0 <= cell["values"]["test_accuracy"] <= 100
+    words = f"selection.methods --rows {rows} --columns fashion_mnist_gaussian --rounds 12 --clients.count 20"
+    words += " --model.name logistic --evaluation.every 6 --data.partition.min_records 2"
+    cells = {cell["row"]: cell for cell in run(words, data__folder=small_fashion)}
+    assert set(cells) == set(rows.split(","))
+    values = {row: cell["values"] for row, cell in cells.items()}
+    for row, cell in cells.items():
+        assert set(cell["test_curve"]) == {"6", "12"} and 0 <= values[row]["test_accuracy"] <= 100
         counts = cell["clients"]["participations"]
-        assert sum(counts) == 12 * 4 and 0 < cell["values"]["equality"] <= 1
-        assert cell["values"]["never"] == 5 * sum(not count for count in counts)
-    assert cells["uniform"]["values"]["equality"] > max(
-        cells[row]["values"]["equality"] for row in ("ours", "two_stage")
-    )
+        assert sum(counts) == 12 * 4 and 0 < values[row]["equality"] <= 1
+        assert values[row]["never"] == 5 * sum(not count for count in counts)
+    assert values["uniform"]["equality"] > max(values[row]["equality"] for row in ("ours", "two_stage"))
     assert len(cells["two_stage"]["clients"]["unlikeness"]) == 20
-    assert min(cells["two_stage"]["values"][name] for name in ("decides", "fitted_smoothness")) > 0
+    assert min(values["two_stage"][name] for name in ("decides", "fitted_smoothness")) > 0
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_regression_is_read_by_its_test_loss(tmp_path):
-    argv = ["selection.regression", "--rows", "ours", "--seeds", "0", "--rounds", "5", "--tracking", "null"]
-    places = ["--results", str(tmp_path / "results"), "--runs", str(tmp_path / "runs"), "--jobs", "1"]
-    assert main([*argv, "--evaluation.every", "5", "--engine.device", "cpu", *places]) == 0
-    cells = [read(path) for path in tmp_path.glob("results/*/*/*.json")]
+def test_a_regression_is_read_by_its_test_loss(run):
+    cells = run("selection.regression --rows ours --seeds 0 --rounds 5 --evaluation.every 5")
     assert len(cells) == 2
     for cell in cells:
-        assert (
-            cell["values"]["test_loss"] == pytest.approx(cell["test_curve"]["5"]) and "accuracy" not in cell["values"]
-        )
+        assert cell["values"]["test_loss"] == pytest.approx(cell["test_curve"]["5"]), cell
+        assert "accuracy" not in cell["values"]

@@ -1,10 +1,7 @@
 """Noise multipliers, variances and prices from formulas alone."""
 
-from __future__ import annotations
-
 import pytest
 
-from experiments.papers.cells import RESULTS, finished
 from experiments.papers.clustered.formulas import (
     BATCH,
     RECORDS,
@@ -13,9 +10,8 @@ from experiments.papers.clustered.formulas import (
     selection_cost,
     update_variance,
 )
-from experiments.papers.registry import experiments
 
-#: computed once by an implementation of its own, with Opacus' accountant
+# Both tables were computed once by another implementation, with Opacus' accountant.
 #: epsilon -> z without a full batch, with it, epsilon of that round, z of the others beside 5
 FULL_BATCH = {
     2: (2.0005, 2.7065, 1.34, 2.1374),
@@ -38,34 +34,33 @@ BY_LATER_BATCH = {
 }
 
 
-@pytest.mark.parametrize("epsilon", FULL_BATCH)
-def test_what_a_full_first_round_costs(epsilon):
-    without, same, alone, own5 = FULL_BATCH[epsilon]
-    told = full_batch_cost(float(epsilon))
-    assert told["without"] == pytest.approx(without, rel=5e-3) and told["same"] == pytest.approx(same, rel=5e-3)
-    assert told["alone"] == pytest.approx(alone, abs=0.01) and told["own5"] == pytest.approx(own5, rel=5e-3)
-    assert told["increase"] == pytest.approx(100 * (same / without - 1), abs=0.5)
-    assert told["without"] < told["own5"] < told["own3"] < told["same"]
+def test_what_a_full_first_round_costs():
+    for epsilon, (without, same, alone, own5) in FULL_BATCH.items():
+        cost = full_batch_cost(float(epsilon))
+        found = [cost["without"], cost["same"], cost["own5"]]
+        assert found == pytest.approx([without, same, own5], rel=5e-3), epsilon
+        assert cost["alone"] == pytest.approx(alone, abs=0.01), epsilon
+        assert cost["increase"] == pytest.approx(100 * (same / without - 1), abs=0.5), epsilon
+        assert cost["without"] < cost["own5"] < cost["own3"] < cost["same"], epsilon
 
 
-@pytest.mark.parametrize(
-    ("epsilon", "expected"),
-    [(5, {"free": 1.310, "joint": 1.359, "subtracted": 1.605, "alone": 1.20}), (2, {"joint": 2.795, "alone": 0.43})],
-)
-def test_what_private_choices_cost(epsilon, expected):
-    told = selection_cost(float(epsilon))
-    for name, value in expected.items():
-        assert told[name] == pytest.approx(value, rel=5e-3, abs=0.005), name
-    assert told["free"] < told["joint"] < told["subtracted"] and told["alone_every_round"] > told["alone"]
+def test_what_private_choices_cost():
+    expected = {
+        5: {"free": 1.310, "joint": 1.359, "subtracted": 1.605, "alone": 1.20},
+        2: {"joint": 2.795, "alone": 0.43},
+    }
+    for epsilon, values in expected.items():
+        cost = selection_cost(float(epsilon))
+        assert {name: cost[name] for name in values} == pytest.approx(values, rel=5e-3, abs=0.005), epsilon
+        assert cost["free"] < cost["joint"] < cost["subtracted"] and cost["alone_every_round"] > cost["alone"]
 
 
-@pytest.mark.parametrize("later", BY_LATER_BATCH)
-def test_noise_by_the_batch_of_later_rounds(later):
-    z, of_first, of_later = BY_LATER_BATCH[later]
-    ours = noise_multiplier(5.0, RECORDS, later)
-    assert ours == pytest.approx(z, rel=5e-3)
-    assert update_variance(RECORDS, ours) == pytest.approx(of_first, rel=0.01)
-    assert update_variance(later, ours) == pytest.approx(of_later, rel=0.01)
+def test_noise_by_the_batch_of_later_rounds():
+    for later, (z, of_first, of_later) in BY_LATER_BATCH.items():
+        ours = noise_multiplier(5.0, RECORDS, later)
+        assert ours == pytest.approx(z, rel=5e-3), later
+        assert update_variance(RECORDS, ours) == pytest.approx(of_first, rel=0.01), later
+        assert update_variance(later, ours) == pytest.approx(of_later, rel=0.01), later
 
 
 def test_ten_times_the_batch_is_not_a_thousandth_of_the_variance():
@@ -77,33 +72,12 @@ def test_ten_times_the_batch_is_not_a_thousandth_of_the_variance():
     assert whole / small == pytest.approx(1.215, rel=2e-3)
 
 
-@pytest.mark.parametrize(
-    ("changed", "larger"),
-    [
+def test_what_raises_noise():
+    for less, more in (
         ({"first_batch": 2048}, {"first_batch": 6600}),
         ({"batch": 32}, {"batch": 64}),
         ({"epochs": 1}, {"epochs": 2}),
         ({"rounds": 100}, {"rounds": 200}),
         ({"records": 13_200}, {"records": 6600}),
-    ],
-)
-def test_what_raises_noise(changed, larger):
-    assert noise_multiplier(5.0, **changed) < noise_multiplier(5.0, **larger) < noise_multiplier(4.0, **larger)
-
-
-NAMES = ["full_batch_cost", "selection_cost", "figure5", "revised_figure3", "revised_figure8"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_kept_files_are_what_is_computed(name, request):
-    experiment = experiments()[f"clustered.{name}"]
-    found = finished(request.config.rootpath / RESULTS, experiment, "paper")
-    now = {column: experiment.cells["formulas"].compute(column, {}) for column in experiment.columns}
-    checked = 0
-    for (row, column), cells in found.items():
-        key = experiment.rows[row].value
-        assert (key in cells[0]["values"]) == (key in now[column]), (row, column)
-        if key in now[column]:
-            assert cells[0]["values"][key] == pytest.approx(now[column][key], rel=1e-6), (row, column)
-            checked += 1
-    assert checked >= len(experiment.rows) * len(experiment.columns) - 3
+    ):
+        assert noise_multiplier(5.0, **less) < noise_multiplier(5.0, **more) < noise_multiplier(4.0, **more), more

@@ -1,16 +1,12 @@
 """Made-up updates: their law, what finds their groups, and what is kept of it."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
 
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
-from experiments.papers.cells import RESULTS, finished
 from experiments.papers.clustered import simulation
 from experiments.papers.clustered.simulation import group_means, methods_at, recovery, true_groups, updates_at
-from experiments.papers.registry import experiments
 
 pytestmark = pytest.mark.e2e
 
@@ -64,16 +60,3 @@ def test_rules_for_the_number_of_groups(monkeypatch):
     assert recovery(0.0, CNN, "split")["found"] >= 80
     split, mss = (recovery(1.5, CNN, rule, nested=True) for rule in ("split", "mss"))
     assert split["ari"] > 0.9 and mss["found"] == 0, "mss sees the two pairs only"
-
-
-@pytest.mark.parametrize("name", ["simulation", "recovery"])
-def test_the_kept_files_are_what_is_computed(name, request):
-    """Two cells of each, the quick ones; the others were made by the same code."""
-    experiment = experiments()[f"clustered.{name}"]
-    found = finished(request.config.rootpath / RESULTS, experiment, "paper")
-    assert {column for _, column in found} == set(experiment.columns)
-    some = {"simulation": [("all", "p2000_s0")], "recovery": [("split_28938", "equal1"), ("mss_2000", "nested1")]}[name]
-    for cell, column in some:
-        now = experiment.cells[cell].compute(column, {})
-        row = next(row for row, line in experiment.rows.items() if line.cell == cell)
-        assert found[row, column][0]["values"] == pytest.approx(now, rel=1e-3, abs=1e-6)

@@ -1,7 +1,5 @@
 """What a federated set is compared with: made of what it says, by the same strategy, scored in the same way."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -14,6 +12,7 @@ from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 from experiments.papers.distillation.baselines import (
     centralised_matching,
@@ -49,61 +48,43 @@ def new_net(seed: int) -> nn.Module:
     return models.build("convnet", (1, 8, 8), 3, width=8, depth=2)
 
 
-def test_the_whole_data_are_all_clients_records(population):
+def test_the_whole_data_and_random_subsets_are_real_records(population):
     x, y = whole(population)
     assert y.bincount().tolist() == [40, 40, 40] and x.shape == (120, 1, 8, 8)
-
-
-def test_a_random_subset_is_of_real_records_of_each_class(population):
+    everything = {tuple(one.flatten().tolist()) for one in x}
     x, y = random_subset(population, 5)
     assert y.bincount().tolist() == [5, 5, 5]
-    everything = {tuple(one.flatten().tolist()) for one in whole(population)[0]}
     chosen = {tuple(one.flatten().tolist()) for one in x}
     assert len(chosen) == 15 and chosen <= everything
     assert not torch.equal(x, random_subset(population, 5, seed=1)[0])
     assert random_subset(population, 1000)[1].bincount().tolist() == [40, 40, 40]
 
 
-def test_noise_is_what_distillation_begins_with(population, make_loop):
-    own = Distillation(images_per_class=2, min_participants=1, evaluation_epochs=1)
-    loop = make_loop(
-        population=population,
-        module=ClientModule(new_net(3)),
-        new_net=new_net,
-        parts=[own],
-        clients=ClientOptions(count=4, batch_size=8),
+def run_of(strategy, make_loop, population, **options):
+    return make_loop(
+        population=population, module=ClientModule(new_net(3)), new_net=new_net, parts=[strategy], **options
     )
+
+
+def test_noise_is_what_distillation_begins_with(population, make_loop):
+    strategy = Distillation(images_per_class=2, min_participants=1, evaluation_epochs=1)
+    loop = run_of(strategy, make_loop, population, clients=ClientOptions(count=4, batch_size=8))
     loop.plan_schedule()
     x, y = noise_set(population, 2)
-    begins = own._synthetic(loop_view(loop))
+    begins = strategy._synthetic(loop.view(ServerState(loop.module.flat[None], (0,) * 4)))
     assert torch.equal(x, begins.images.flatten(0, 1)) and y.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def loop_view(loop):
-    from dpfl_lightning.federated.server.view import ServerState
-
-    return loop.view(ServerState(loop.module.flat[None], (0,) * 4))
 
 
 def test_centralised_matching_is_the_strategy_with_one_client(population, make_loop):
     found = centralised_matching(population, new_net, rounds=2, seed=3, **OPTIONS)
-    everything = dataclasses.replace(
-        population, train_of=[torch.cat(population.train_of)], held_out_of=[population.train_of[0][:0]]
-    )
+    train, nothing = torch.cat(population.train_of), population.train_of[0][:0]
+    everything = dataclasses.replace(population, train_of=[train], held_out_of=[nothing])
     options = {name: value for name, value in OPTIONS.items() if name != "device"}
-    own = Distillation(min_participants=1, min_records_per_target=1, **options)
+    strategy = Distillation(min_participants=1, min_records_per_target=1, **options)
+    clients = ClientOptions(count=1, batch_size=120)
     with pytest.warns(UserWarning, match="without noise"):
-        make_loop(
-            population=everything,
-            module=ClientModule(new_net(3)),
-            new_net=new_net,
-            parts=[own],
-            privacy=None,
-            rounds=2,
-            seed=3,
-            clients=ClientOptions(count=1, batch_size=120),
-        ).run()
-    assert torch.equal(found.x, own.state_dict()["images"].flatten(0, 1))
+        run_of(strategy, make_loop, everything, privacy=None, rounds=2, seed=3, clients=clients).run()
+    assert torch.equal(found.x, strategy.state_dict()["images"].flatten(0, 1))
     assert found.card["clients"] == 1 and found.card["records"] == 120
 
 
@@ -128,13 +109,10 @@ def test_nets_learn_more_from_more(population):
 
 
 def test_every_set_is_shown_to_the_same_nets(population):
-    how = Training(epochs=2)
-    three = train_and_score(new_net, population, random_subset(population, 2), how)
-    one = train_and_score(new_net, population, random_subset(population, 2), how, networks=1)
+    records, training = random_subset(population, 2), Training(epochs=2)
+    three = train_and_score(new_net, population, records, training)
+    one = train_and_score(new_net, population, records, training, networks=1)
     assert len(three.accuracies) == 3 and three.accuracies[0] == one.accuracies[0]
     assert three.mean == pytest.approx(sum(three.accuracies) / 3)
-
-
-def test_without_a_test_set_there_is_no_comparison(population):
     with pytest.raises(UserError, match="`test` must be given for a comparison"):
-        train_and_score(new_net, dataclasses.replace(population, test=None), whole(population))
+        train_and_score(new_net, dataclasses.replace(population, test=None), records)

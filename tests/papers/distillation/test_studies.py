@@ -1,7 +1,5 @@
 """Cells of the distillation paper, made on handwritten digits through the command."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path
@@ -34,15 +32,24 @@ FREE = ("--tracking=null", "--engine.device=cpu", "--engine.workers=1")
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """In the repository, with fewer passes over each set and two clients for all."""
+    """Fewer passes over each set, and two clients for all."""
     monkeypatch.chdir(ROOT)
-    for name in ("ON_A_SET", "ON_EVERYTHING"):
-        monkeypatch.setattr(studies, name, studies.Training(epochs=4, momentum=0.9, decayed=True))
-    monkeypatch.setattr(studies, "_AUGMENTED_EPOCHS", 3)
-    monkeypatch.setattr(studies, "_PASSES", 2)
-    monkeypatch.setattr(studies, "_NET_EPOCHS", 4)
-    monkeypatch.setattr(studies, "NETWORKS", 2)
-    monkeypatch.setattr(studies, "LOCAL_CLIENTS", {"small": 2})
+    fewer = {"_AUGMENTED_EPOCHS": 3, "_PASSES": 2, "_NET_EPOCHS": 4, "NETWORKS": 2, "LOCAL_CLIENTS": {"small": 2}}
+    training = studies.Training(epochs=4, momentum=0.9, decayed=True)
+    for name, value in {"ON_A_SET": training, "ON_EVERYTHING": training, **fewer}.items():
+        monkeypatch.setattr(studies, name, value)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """`calls(name)`: the arguments of every call of this function of `studies`."""
+
+    def watch(name):
+        function, found = getattr(studies, name), []
+        monkeypatch.setattr(studies, name, lambda *args: found.append(args) or function(*args))
+        return found
+
+    return watch
 
 
 @pytest.fixture
@@ -60,20 +67,22 @@ def made(work: RunnerOptions, *asked) -> dict:
     return read(path_of(work.results, one))
 
 
-def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
-    held = made(work, "baselines", "ten_steps", "alpha1", QUICK)
-    values, one = held["values"], cell("baselines", "ten_steps", "alpha1", QUICK)
-    assert 0 < values["test_accuracy"] < 100 and values["test_accuracy_std"] >= 0 and "accuracy" not in values
-    assert (
-        held["rounds"] == 2 and held["epsilon_max"] is None and held["guarantee"].startswith("No differential privacy")
-    )
-    assert list(held["curve"]) == ["2"] and held["curve"]["2"] == values["delivered_accuracy"]
-    assert "experiments.papers distillation.baselines --rows ten_steps --columns alpha1" in held["command"]
-    folder = work.runs / one.place
+def population_and_net(work, one):
     context = CellContext(one, work)
     population = studies.population_of(context)
-    build = studies.new_net(context.options, population)
-    records = DistilledSet.load(folder).records
+    return population, studies.new_net(context.options, population)
+
+
+def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
+    content = made(work, "baselines", "ten_steps", "alpha1", QUICK)
+    values, one = content["values"], cell("baselines", "ten_steps", "alpha1", QUICK)
+    assert 0 < values["test_accuracy"] < 100 and values["test_accuracy_std"] >= 0 and "accuracy" not in values
+    assert content["rounds"] == 2 and content["epsilon_max"] is None
+    assert content["guarantee"].startswith("No differential privacy")
+    assert list(content["curve"]) == ["2"] and content["curve"]["2"] == values["delivered_accuracy"]
+    assert "experiments.papers distillation.baselines --rows ten_steps --columns alpha1" in content["command"]
+    population, build = population_and_net(work, one)
+    records = DistilledSet.load(work.runs / one.place).records
     assert records[0].shape == (100, 1, 8, 8)
     again = studies.train_and_score(build, population, records, studies.ON_A_SET, 2, 0)
     assert values["test_accuracy"] == pytest.approx(100 * again.mean)
@@ -82,69 +91,45 @@ def test_a_set_is_scored_by_fresh_nets_on_the_test_set(work):
 def test_what_a_round_sends(work):
     """5 clients a round get the model, and send a matched gradient and two counts for each of 10 classes."""
     values = made(work, "baselines", "one_step", "alpha1", QUICK)["values"]
-    net = studies.new_net(CellContext(cell("baselines", "one_step", "alpha1", QUICK), work).options, _population(work))(
-        0
-    )
-    sizes = [parameter.numel() for parameter in net.parameters()]
-    matched = sum(parameter.numel() for parameter in net.parameters() if parameter.dim() >= 2)
-    assert values["gigabytes"] == pytest.approx(2 * 5 * 4 * (sum(sizes) + 10 * (matched + 2)) / 1e9)
+    _, build = population_and_net(work, cell("baselines", "one_step", "alpha1", QUICK))
+    parameters = list(build(0).parameters())
+    matched = sum(parameter.numel() for parameter in parameters if parameter.dim() >= 2)
+    every = sum(parameter.numel() for parameter in parameters)
+    assert values["gigabytes"] == pytest.approx(2 * 5 * 4 * (every + 10 * (matched + 2)) / 1e9)
 
 
-def _population(work):
-    return studies.population_of(CellContext(cell("baselines", "one_step", "alpha1", QUICK), work))
-
-
-@pytest.mark.parametrize("row", ["random", "random_dsa", "noise", "whole"])
-def test_yardsticks_need_no_run(row, work):
-    values = made(work, "baselines", row, "alpha1", DIGITS)["values"]
-    assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl"))
-
-
-def test_random_records_are_as_many_as_the_images(work, monkeypatch):
-    seen = []
-    real = studies.train_and_score
-
-    def watched(build, population, records, *rest):
-        seen.append(records[1].bincount().tolist())
-        return real(build, population, records, *rest)
-
-    monkeypatch.setattr(studies, "train_and_score", watched)
-    made(work, "baselines", "random", "alpha1", DIGITS)
-    made(work, "baselines", "noise", "alpha1", DIGITS)
-    made(work, "baselines", "whole", "alpha1", DIGITS)
-    assert seen[:2] == [[10] * 10] * 2 and sum(seen[2]) == 1100
+def test_baselines_need_no_run_and_random_records_are_as_many_as_the_images(work, calls):
+    scored = calls("train_and_score")
+    for row in ("random", "noise", "whole", "random_dsa"):
+        values = made(work, "baselines", row, "alpha1", DIGITS)["values"]
+        assert 0 <= values["test_accuracy"] <= 100 and not list(work.runs.glob("**/ledger.jsonl")), row
+    counts = [records[1].bincount().tolist() for _, _, records, *_ in scored]
+    assert counts[:2] == [[10] * 10] * 2 and sum(counts[2]) == 1100
 
 
 def test_local_matching_is_of_some_clients(work):
-    held = made(work, "baselines", "local", "alpha1", QUICK)
-    values = held["values"]
-    assert len(held["of_clients"]) == 2
+    content = made(work, "baselines", "local", "alpha1", QUICK)
+    values = content["values"]
+    assert len(content["of_clients"]) == 2
     assert values["test_accuracy_worst"] <= values["test_accuracy"] <= values["test_accuracy_best"]
-    assert values["test_accuracy"] == pytest.approx(sum(held["of_clients"]) / 2)
+    assert values["test_accuracy"] == pytest.approx(sum(content["of_clients"]) / 2)
 
 
-def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work, monkeypatch):
-    seen = []
-
-    def watched(build, population, records, *rest):
-        seen.append((records[1], population))
-        return train_and_score(build, population, records, *rest)
-
-    train_and_score = studies.train_and_score
-    monkeypatch.setattr(studies, "train_and_score", watched)
+def test_the_union_has_an_image_of_every_client_for_each_class_that_it_has(work, calls):
+    scored = calls("train_and_score")
     made(work, "baselines", "union", "alpha1", {**QUICK, "rounds": "1", "strategies.distillation.image_steps": "2"})
-    ((labels, population),) = seen
-    held = [population.y[rows].unique() for rows in population.train_of]
-    assert len(held) == 10 and labels.bincount().tolist() == torch.cat(held).bincount().tolist()
+    ((_, population, (_, labels), *_),) = scored
+    classes = [population.y[rows].unique() for rows in population.train_of]
+    assert len(classes) == 10 and labels.bincount().tolist() == torch.cat(classes).bincount().tolist()
 
 
 @pytest.mark.filterwarnings("ignore:`privacy.delta` should be below")
 def test_with_privacy_the_budget_holds(work):
     for row in ("noise_aware", "dpfedavg"):
         overrides = QUICK if row == "noise_aware" else {**DIGITS, "clients.batch_size": "16"}
-        held = made(work, "private", row, "eps8", overrides)
-        assert held["epsilon_max"] == pytest.approx(8, abs=0.01) and held["epsilon_max"] <= 8 + 1e-6
-        assert "differential privacy" in held["guarantee"] and held["values"]["gigabytes"] > 0
+        content = made(work, "private", row, "eps8", overrides)
+        assert content["epsilon_max"] == pytest.approx(8, abs=0.01) and content["epsilon_max"] <= 8 + 1e-6
+        assert "differential privacy" in content["guarantee"] and content["values"]["gigabytes"] > 0
 
 
 def test_few_records_are_given_away_unless_there_is_noise(work):
@@ -170,19 +155,10 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
     quick_set = dataclasses.replace(experiment, cells={"distdd": quick})
     monkeypatch.setitem(experiments(), experiment.name, quick_set)
     flags = ["--results", str(work.results), "--runs", str(work.runs), *FREE]
-    argv = [
-        "distillation.nas",
-        "--rows",
-        "net03,net16,net19",
-        "--columns",
-        "federated,distilled",
-        "--jobs",
-        "1",
-        *flags,
-    ]
+    argv = ["distillation.nas", "--rows", "net03,net16,net19", "--columns", "federated,distilled", "--jobs", "1"]
     overrides = {key: text for key, text in DIGITS.items() if not key.startswith("model")} | {"rounds": "1"}
     words = [f"--{key}={text}" for key, text in overrides.items()]
-    assert main([*argv, *words]) == 0
+    assert main([*argv, *flags, *words]) == 0
     text = capsys.readouterr().out
     assert re.search(r"\| trained on the distilled set +\| 3 ", text) and "Kendall" in text
     assert len(list(work.runs.glob("distillation.search_set/*/set_distdd_seed0*/distilled.pt"))) == 1
@@ -196,28 +172,19 @@ def test_a_search_uses_one_set_and_ranks_by_public_records(work, capsys, monkeyp
 
 def test_a_hold_out_is_of_public_records_alone(work):
     """A net that knows the public records by heart is right there, and only there."""
-    one = cell("hpo", "rate00", "random", {**DIGITS, "data.public_records": "20"})
-    context = CellContext(one, work)
-    population = studies.population_of(context)
-    build = studies.new_net(context.options, population)
-    x, y = population.public_records()
-    module = studies.ClientModule(build(0))
-    how = studies.Training(epochs=300, learning_rate=0.1, momentum=0.9)
-    learnt = studies.trained_on(module, module.flat, (x, y), how, 0)
+    few = {**DIGITS, "data.public_records": "20"}
+    population, build = population_and_net(work, cell("hpo", "rate00", "random", few))
+    module, training = studies.ClientModule(build(0)), studies.Training(epochs=300, learning_rate=0.1, momentum=0.9)
+    learnt = studies.trained_on(module, module.flat, population.public_records(), training, 0)
     found = studies.scored(build, population, learnt)
     assert found["holdout_accuracy"] == 100 and found["test_accuracy"] < 90
     rows = torch.cat([*population.train_of, population.test])
     assert not torch.isin(population.public, rows).any()
 
 
-def test_hyperparameters_are_tried_as_clients_would(work, monkeypatch):
-    seen = []
-    real = studies.trained_on
-
-    def watched(module, start, records, how, seed):
-        seen.append((how.epochs, how.learning_rate, how.batch_size, how.momentum))
-        return real(module, start, records, how, seed)
-
-    monkeypatch.setattr(studies, "trained_on", watched)
+def test_hyperparameters_are_tried_as_clients_would(work, calls):
+    trained = calls("trained_on")
     made(work, "hpo", "rate19", "random", DIGITS)
-    assert seen == [(2 * 2, 0.3, 64, 0.0)]
+    ((*_, training, _),) = trained
+    found = training.epochs, training.learning_rate, training.batch_size, training.momentum
+    assert found == (2 * 2, 0.3, 64, 0.0)

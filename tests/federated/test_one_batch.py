@@ -1,7 +1,5 @@
 """Clients with one step from one model are one batch: what each releases alone."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 
@@ -11,7 +9,7 @@ from conftest import blobs, small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import StackedEngine
@@ -54,7 +52,7 @@ def test_a_group_releases_what_its_clients_release_alone(engine, job, dtype, tol
     anchors = torch.linspace(-1, 1, 83, dtype=dtype)[None]
     plan = plan_of(job=job, anchors=anchors, anchor_of=(0,) * CLIENTS, pull=0.7)
     theirs = released(SerialEngine(), plan, dtype)
-    monkeypatch.setattr(one_step, "MOST_CLIENTS", 12)
+    monkeypatch.setattr(one_batch, "MOST_CLIENTS", 12)
     monkeypatch.setattr(SerialEngine, "release", None)  # all are in groups: nobody is trained in another way
     monkeypatch.setattr(StackedEngine, "stack_releases", None)
     ours = released(engine(), plan, dtype)
@@ -62,7 +60,7 @@ def test_a_group_releases_what_its_clients_release_alone(engine, job, dtype, tol
 
 
 def test_bits_do_not_depend_on_workers(monkeypatch):
-    monkeypatch.setattr(one_step, "MOST_CLIENTS", 6)
+    monkeypatch.setattr(one_batch, "MOST_CLIENTS", 6)
     one, two, three = (released(FastEngine(workers), plan_of()) for workers in (1, 2, 3))
     assert torch.equal(one, two) and torch.equal(one, three)
 
@@ -71,9 +69,9 @@ def test_bits_do_not_depend_on_workers(monkeypatch):
     "name, value, largest", [("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)]
 )
 def test_groups_cover_the_plan_within_their_limits(name, value, largest, monkeypatch):
-    monkeypatch.setattr(one_step, name, value)
+    monkeypatch.setattr(one_batch, name, value)
     plan = plan_of()
-    groups = one_step.groups(plan, ClientModule(small_net()))
+    groups = one_batch.groups(plan, ClientModule(small_net()))
     assert sorted(itertools.chain.from_iterable(groups)) == list(range(CLIENTS))
     assert max(map(len, groups)) == largest
     for rows in groups:
@@ -90,17 +88,17 @@ def test_a_group_does_not_depend_on_the_others_of_the_plan(most, kept, steps):
     """Parts of a plan may be trained elsewhere, as long as they are whole groups."""
     module = ClientModule(small_net())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(one_step, "MOST_CLIENTS", most)
+        patch.setattr(one_batch, "MOST_CLIENTS", most)
         plan = dataclasses.replace(plan_of(), steps=tuple(steps))
-        whole = [[plan.clients[row] for row in rows] for rows in one_step.groups(plan, module)]
+        whole = [[plan.clients[row] for row in rows] for rows in one_batch.groups(plan, module)]
         left = [clients for number, clients in enumerate(whole) if number in kept]
         part = plan.only(lambda client: any(client in clients for clients in left))
-        assert [[part.clients[row] for row in rows] for rows in one_step.groups(part, module)] == left
+        assert [[part.clients[row] for row in rows] for rows in one_batch.groups(part, module)] == left
 
 
 def test_nothing_is_grouped_that_is_not_one_step_from_one_start():
     alone = [[row] for row in range(CLIENTS)]
-    assert one_step.groups(plan_of(steps=2), ClientModule(small_net())) == alone
-    assert one_step.groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
+    assert one_batch.groups(plan_of(steps=2), ClientModule(small_net())) == alone
+    assert one_batch.groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
     own = type("Own", (ClientModule,), {"personal": ("0.bias",)})
-    assert one_step.groups(plan_of(), own(small_net())) == alone
+    assert one_batch.groups(plan_of(), own(small_net())) == alone
