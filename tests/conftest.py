@@ -62,6 +62,14 @@ def cut_at(loop, round: int) -> None:
     engine.train = failing
 
 
+def break_off(loop, round: int, resume: bool = False):
+    """Run until the power goes in `round`."""
+    cut_at(loop, round)
+    with pytest.raises(PowerCut):
+        loop.run(resume)
+    return loop
+
+
 @pytest.fixture(autouse=True)
 def no_calibrations_of_others(tmp_path_factory, monkeypatch):
     """What is solved in a test does not depend on what was solved on this machine before."""

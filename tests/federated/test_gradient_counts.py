@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
+from conftest import FIXED_KEY, blobs, break_off, small_net
 from reference import summed
 from rich.console import Console
 
@@ -154,9 +154,7 @@ def test_a_resumed_run_counts_on(make_loop):
     unbroken.run()
     broken = make_loop(with_broken_records(), privacy=PRIVACY)
     for round in (2, 3):
-        cut_at(broken, round)
-        with pytest.raises(PowerCut):
-            broken.run(resume=round > 2)
+        break_off(broken, round, resume=round > 2)
         so_far = noted(broken)
         assert 0 < so_far[1]["not_finite"] < expected(unbroken)[1]["not_finite"], "what the kept rounds came to"
         broken = make_loop(with_broken_records(), privacy=PRIVACY, output_dir=broken.output_dir)
@@ -260,9 +258,7 @@ def test_with_diagnostics_no_epsilon_is_claimed_anywhere(make_loop):
 def test_a_resumed_run_with_diagnostics_charges_them_once(key, make_loop):
     privacy = PrivacyOptions(**BUDGETS, diagnostics=True, noise_key=key, reserve_rounds=1)
     loop = make_loop(privacy=privacy)
-    cut_at(loop, 2)
-    with pytest.raises(PowerCut):
-        loop.run()
+    break_off(loop, 2)
     watcher = Watcher()
     result = make_loop(privacy=privacy, output_dir=loop.output_dir, parts=[watcher]).run(resume=True)
     purposes = [charge.purpose for charge in read_ledger(loop.clients.folder.ledger_file)]

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, blobs, cut_at
+from conftest import FIXED_KEY, blobs, break_off
 from torch import nn
 
 from dpfl_lightning.build import ENGINES
@@ -213,9 +213,7 @@ def common(**changed):
 def begun(make_loop):
     """A loop that is broken off in round 2, and the bytes of its ledger."""
     loop = make_loop(**common())
-    cut_at(loop, 2)
-    with pytest.raises(PowerCut):
-        loop.run()
+    break_off(loop, 2)
     return loop, loop.clients.folder.ledger_file.read_bytes()
 
 

@@ -8,6 +8,7 @@ import torch
 from conftest import FIXED_KEY, blobs, small_net
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.callback import Callback
@@ -15,6 +16,10 @@ from dpfl_lightning.federated.server.strategy import HOOKS, Strategy
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
+
+
+def a_strategy(**members):
+    return type("Odd", (Strategy,), members)()
 
 
 @pytest.fixture
@@ -75,19 +80,16 @@ def test_a_run_without_privacy_or_with_shuffled_batches_says_so(make_loop):
 
 def test_what_a_plan_solved_a_run_does_not_solve_again(make_loop, monkeypatch):
     planned = make_loop().plan_schedule()
-    monkeypatch.setattr(
-        "dpfl_lightning.privacy.accounting.schedule._smallest_noise", lambda plans, *_: {0: []}[len(plans)]
-    )
+    solve = "dpfl_lightning.privacy.accounting.schedule._smallest_noise"
+    monkeypatch.setattr(solve, lambda plans, *_: {0: []}[len(plans)])
     assert make_loop().plan_schedule() == planned
 
 
 def test_clients_with_spent_budgets_sit_out_and_the_run_ends_with_the_reason(make_loop):
     privacy = PrivacyOptions(noise_multiplier=2.0, epsilon=[2.5, 3.0, 4.0, 0.01], delta=1e-3, noise_key=FIXED_KEY)
     cohorts = []
-    loop = make_loop(
-        privacy=privacy, rounds=500, parts=[Uniform(), OnRound(lambda report: cohorts.append(report.clients))]
-    )
-    result = loop.run()
+    watcher = OnRound(lambda report: cohorts.append(report.clients))
+    result = make_loop(privacy=privacy, rounds=500, parts=[Uniform(), watcher]).run()
     assert "every client has spent its budget" in result.reason
     assert result.rounds < 500
     assert cohorts[0] == (0, 1, 2) and cohorts[-1] == (2,)
@@ -149,10 +151,6 @@ def test_round_order_and_that_charges_come_before_training(make_loop):
     assert calls[-1] == ("on_fit_end", 8)
 
 
-def a_strategy(**members):
-    return type("Odd", (Strategy,), members)()
-
-
 def test_strategies_that_do_not_fit_are_refused(make_loop):
     combine = {"combine": lambda self, updates, weights, view: None}
     for parts, words in (
@@ -188,31 +186,17 @@ def test_weights_of_another_shape_or_sign_are_refused(role, make_loop):
             make_loop(blobs(num_clients=3), clients=clients, parts=parts, privacy=None, rounds=1).run()
 
 
-class Breaks(Strategy):
-    """Its hook raises at the view of that round, until it is mended."""
-
-    mended = False
-    role = "base"
-
-    def __init__(self, hook: str, round: int) -> None:
-        self._where = (hook, round)
-
-    def _maybe(self, hook, view):
-        if (hook, view.round) == self._where and not Breaks.mended:
-            raise ZeroDivisionError("mine")
-
-    def weigh(self, updates, view):
-        self._maybe("weigh", view)
-        return torch.ones(len(updates.clients))
-
-    def metrics(self, view):
-        self._maybe("metrics", view)
-        return {}
-
-
 @pytest.mark.parametrize(("hook", "round", "when"), [("weigh", 2, "in round 2"), ("metrics", 3, "after round 2")])
-def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round, when, make_loop, monkeypatch):
-    loop = make_loop(parts=[Breaks(hook, round)])
+def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round, when, make_loop):
+    broken = True
+
+    def fail(self, *arguments):
+        if broken and arguments[-1].round == round:
+            raise ZeroDivisionError("mine")
+        return getattr(Uniform, hook)(self, *arguments)
+
+    breaks = type("Breaks", (Uniform,), {hook: fail})()
+    loop = make_loop(parts=[breaks])
     with pytest.raises(ZeroDivisionError) as caught:
         loop.run()
     again = f"run(resume=True) of a FederatedLoop with output_dir={str(loop.output_dir)!r}"
@@ -220,18 +204,17 @@ def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round
         f"This came from the hook `{hook}` of Breaks, {when}.",
         f"The run is kept; when this is mended, resume with: {again}",
     ]
-    monkeypatch.setattr(Breaks, "mended", True)
-    resumed = make_loop(parts=[Breaks(hook, round)], output_dir=loop.output_dir)
-    whole = make_loop(parts=[Breaks(hook, round)])
+    broken = False
+    resumed, whole = make_loop(parts=[breaks], output_dir=loop.output_dir), make_loop(parts=[breaks])
     assert resumed.run(resume=True).finished and whole.run().finished
     assert torch.equal(resumed.state.models, whole.state.models)
 
 
 def test_deltas_are_hidden_from_who_did_not_ask_for_them(make_loop):
     seen = []
-    peek = type("Peek", (Strategy,), {"weigh": lambda self, updates, view: seen.append(updates.deltas)})
-    reader = type("Reader", (peek,), {"needs_updates": lambda self, plan, view: True})
-    make_loop(parts=[SizeWeighted(), peek(), reader()], rounds=1).run()
+    peek = {"weigh": lambda self, updates, view: seen.append(updates.deltas)}
+    reader = a_strategy(**peek, needs_updates=lambda self, plan, view: True)
+    make_loop(parts=[SizeWeighted(), a_strategy(**peek), reader], rounds=1).run()
     assert seen[0] is None and seen[1].shape[0] == 4
 
 
@@ -248,7 +231,8 @@ class ReadsUpdates(Strategy):
 @pytest.mark.parametrize("parts", [[], [ReadsUpdates()]], ids=["streamed", "kept"])
 def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts):
     loop = make_loop(rounds=1, parts=parts)
-    only = make_loop(rounds=1, parts=[*parts, Without(1)])
+    without = a_strategy(plan_round=lambda self, plan, view: plan.only(lambda client: client != 1))
+    only = make_loop(rounds=1, parts=[*parts, without])
     only.run()
     releases = loop.clients.engine.releases
 
@@ -263,14 +247,6 @@ def test_a_client_with_a_broken_update_is_dropped_whole(make_loop, parts):
     loop.run()
     assert weights[0][0] == (0, 2, 3) and weights[0][1].shape == (1, 3)
     torch.testing.assert_close(loop.state.models, only.state.models, rtol=1e-6, atol=1e-7)
-
-
-class Without(Strategy):
-    def __init__(self, client):
-        self._client = client
-
-    def plan_round(self, plan, view):
-        return plan.only(lambda client: client != self._client)
 
 
 def test_a_round_in_which_every_update_is_broken_changes_nothing(make_loop):
@@ -316,28 +292,24 @@ class Sees(Strategy):
         self.seen = [*getattr(self, "seen", []), updates.deltas is not None]
 
 
-class Tells(Strategy):
-    def __init__(self, told):
-        self._told = told
-
-    def metrics(self, view):
-        return self._told
+def tells(metrics: dict) -> Strategy:
+    return a_strategy(metrics=lambda self, view: metrics)
 
 
-def test_what_strategies_tell_is_reported_and_kept(make_loop):
+def test_metrics_of_strategies_are_reported_and_kept(make_loop):
     reports = []
     of_clients = torch.tensor([1.0, 2.0, float("nan"), 4.0])
     sees = Sees()
-    loop = make_loop(parts=[sees, Tells({"mood": 3}), Tells({"height": of_clients}), OnRound(reports.append)])
+    loop = make_loop(parts=[sees, tells({"mood": 3}), tells({"height": of_clients}), OnRound(reports.append)])
     result = loop.run()
     assert sees.seen == [False, True, False], "single updates are seen in the rounds that ask for them"
     sizes = torch.tensor(loop.population.num_records, dtype=torch.float64)
     torch.testing.assert_close(reports[0].metrics["weight"], sizes / sizes.sum())
-    told = reports[2].metrics
-    assert told["weight"].isnan().tolist() == [False, True, False, False] and told["mood"] == 3.0
-    own = told["weight"][[0, 2, 3]]
-    assert told["largest_weight"] == float(own.max())
-    assert told["effective_clients"] == pytest.approx(float(1 / own.square().sum()))
+    last = reports[2].metrics
+    assert last["weight"].isnan().tolist() == [False, True, False, False] and last["mood"] == 3.0
+    weights = last["weight"][[0, 2, 3]]
+    assert last["largest_weight"] == float(weights.max())
+    assert last["effective_clients"] == pytest.approx(float(1 / weights.square().sum()))
     assert result.metrics["height"] == [1.0, 2.0, None, 4.0] and result.metrics["weight"][1] is None
     assert json.loads((loop.output_dir / "result.json").read_text())["metrics"] == result.metrics
     again = make_loop(parts=[Sees()], rounds=3, output_dir=loop.output_dir)
@@ -352,12 +324,11 @@ def test_metrics_of_a_taken_name_or_another_shape_are_refused(make_loop):
         ([{"mood": torch.ones(3)}], r"'mood' of shape \(3,\), not one for each client"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            make_loop(parts=[Tells(one) for one in told], rounds=1).run()
+            make_loop(parts=[tells(one) for one in told], rounds=1).run()
 
 
 def test_a_strategys_caveats_are_in_every_guarantee(make_loop):
-    own = type("Odd", (Strategy,), {"caveats": ("a toy",)})()
-    loop = make_loop(parts=[own], rounds=1)
+    loop = make_loop(parts=[a_strategy(caveats=("a toy",))], rounds=1)
     result = loop.run()
     assert "Caveat: a toy." in result.guarantee
     assert all(one.caveats[-1] == "a toy" for one in loop.clients.budgets.guarantees())
@@ -382,31 +353,14 @@ def test_a_delta_above_one_over_n_is_a_warning(make_loop):
         make_loop(privacy=PrivacyOptions(epsilon=5.0, delta=0.1))
 
 
-def test_your_own_data_and_model_in_ten_lines(tmp_path):
-    from dpfl_lightning import FederatedLoop, Population
-
-    hospitals = [(torch.randn(50, 4), torch.randint(2, (50,))) for _ in range(3)]
-    population = Population.from_datasets(hospitals)
-    module = ClientModule(torch.nn.Linear(4, 2))
-    clients, privacy = ClientOptions(batch_size=10), PrivacyOptions(epsilon=3.0, delta=1e-3)
-    loop = FederatedLoop(population, module, rounds=2, clients=clients, privacy=privacy, output_dir=tmp_path / "mine")
-    assert loop.run().finished
-
-
 def test_regression_reports_a_loss(make_loop):
-    from dpfl_lightning import Population
-
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(4, 50, 3, generator=generator)
     pairs = [(one, one @ torch.tensor([1.0, -2.0, 0.5])) for one in x]
-    loop = make_loop(
-        population=Population.from_datasets(pairs),
-        module=ClientModule(torch.nn.Linear(3, 1)),
-        clients=ClientOptions(count=4, batch_size=10, learning_rate=0.1),
-        privacy=PrivacyOptions(noise_multiplier=0.1, clip_norm=5.0, delta=1e-3),
-        rounds=5,
-    )
-    result = loop.run()
+    clients = ClientOptions(count=4, batch_size=10, learning_rate=0.1)
+    privacy = PrivacyOptions(noise_multiplier=0.1, clip_norm=5.0, delta=1e-3)
+    options = {"module": ClientModule(torch.nn.Linear(3, 1)), "clients": clients, "privacy": privacy}
+    result = make_loop(Population.from_datasets(pairs), rounds=5, **options).run()
     assert result.test_accuracy is None and result.test_loss < 0.3
 
 

@@ -65,17 +65,16 @@ def test_bits_do_not_depend_on_workers(monkeypatch):
     assert torch.equal(one, two) and torch.equal(one, three)
 
 
-@pytest.mark.parametrize(
-    "name, value, largest", [("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)]
-)
-def test_groups_cover_the_plan_within_their_limits(name, value, largest, monkeypatch):
-    monkeypatch.setattr(one_batch, name, value)
+def test_groups_cover_the_plan_within_their_limits():
     plan = plan_of()
-    groups = one_batch.groups(plan, ClientModule(small_net()))
-    assert sorted(itertools.chain.from_iterable(groups)) == list(range(CLIENTS))
-    assert max(map(len, groups)) == largest
-    for rows in groups:
-        assert len({(plan.model_of[row], plan.mechanism_of[row].clip_norm) for row in rows}) == 1
+    for name, value, largest in (("MOST_CLIENTS", 6, 2), ("FEW_RECORDS", 25.0, 3), ("MOST_BYTES", 83 * 8 * 9, 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(one_batch, name, value)
+            groups = one_batch.groups(plan, ClientModule(small_net()))
+        assert sorted(itertools.chain.from_iterable(groups)) == list(range(CLIENTS)), name
+        assert max(map(len, groups)) == largest, name
+        for rows in groups:
+            assert len({(plan.model_of[row], plan.mechanism_of[row].clip_norm) for row in rows}) == 1, name
 
 
 @settings(max_examples=50, deadline=None)

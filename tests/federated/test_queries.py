@@ -377,17 +377,17 @@ def test_every_answer_is_noised_or_makes_epsilon_infinite_in_every_place(name, o
     def is_bare(values):
         return {client for client, value in enumerate(values) if value is None or math.isinf(value)}
 
-    folder = loop.output_dir
-    results = json.loads((folder / "result.json").read_text())
-    promises = json.loads((folder / "guarantees.json").read_text())["clients"]
+    folder, last = loop.output_dir, live._reports[-1]
     page, ledger = (folder / "guarantee.html").read_text(), json.loads(report.splitlines()[-1])
-    assert is_bare([one["epsilon_spent"] for one in results["clients"]]) == bare
-    assert is_bare([one["epsilon"] for one in promises]) == bare
-    assert is_bare([one["epsilon"] for one in ledger["clients"]]) == bare
-    assert is_bare([one.epsilon for one in loop.clients.budgets.guarantees()]) == bare
-    assert is_bare(live._reports[-1].epsilon_spent) == bare
-    curves = _round_values(live._reports[-1], None)
-    assert math.isinf(curves["overall/epsilon_max"]) == bool(bare)
+    for place, epsilons in {
+        "result": [one["epsilon_spent"] for one in json.loads((folder / "result.json").read_text())["clients"]],
+        "guarantees": [one["epsilon"] for one in json.loads((folder / "guarantees.json").read_text())["clients"]],
+        "ledger": [one["epsilon"] for one in ledger["clients"]],
+        "account": [one.epsilon for one in loop.clients.budgets.guarantees()],
+        "live": last.epsilon_spent,
+    }.items():
+        assert is_bare(epsilons) == bare, place
+    assert math.isinf(_round_values(last, None)["overall/epsilon_max"]) == bool(bare)
     assert bare <= is_bare([one.guarantee.epsilon for one in planned]), "what is planned may not happen"
     assert ("do not have differential privacy" in page or "No client has" in page) == bool(bare)
     if words:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, cut_at, small_net
+from conftest import FIXED_KEY, PowerCut, break_off, small_net
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
@@ -25,13 +25,6 @@ BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS, reserve_rounds=2)
 
 
-def cut(loop, round: int, resume: bool = False):
-    cut_at(loop, round)
-    with pytest.raises(PowerCut):
-        loop.run(resume)
-    return loop
-
-
 def charged_rounds(loop) -> list[int]:
     return [charge.round for charge in read_ledger(loop.clients.folder.ledger_file)]
 
@@ -43,7 +36,7 @@ def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
     unbroken.run()
     broken = make_loop(engine=ENGINES[engine](), rounds=5)
     for round in (1, 4, 5):
-        cut(broken, round, resume=round > 1)
+        break_off(broken, round, resume=round > 1)
         assert len(read_ledger(broken.clients.folder.ledger_file)) == 4 * round, "what was trained is charged"
         broken = make_loop(engine=ENGINES[engine](), rounds=5, output_dir=broken.output_dir)
     result = broken.run(resume=True)
@@ -54,7 +47,7 @@ def test_a_resumed_simulation_equals_the_unbroken_one(engine, make_loop):
 def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop):
     loop = make_loop(privacy=PROTECTED, rounds=5)
     for round in (2, 4):
-        cut(loop, round, resume=round > 2)
+        break_off(loop, round, resume=round > 2)
         loop = make_loop(privacy=PROTECTED, rounds=5, output_dir=loop.output_dir)
     tries, train = [], loop.clients.engine.train
 
@@ -75,7 +68,7 @@ def test_a_round_that_was_broken_off_is_charged_again_from_the_reserve(make_loop
 
 def test_without_reserve_the_last_round_is_not_paid(make_loop):
     privacy = PrivacyOptions(**BUDGETS)
-    loop = cut(make_loop(privacy=privacy), 2)
+    loop = break_off(make_loop(privacy=privacy), 2)
     result = make_loop(privacy=privacy, output_dir=loop.output_dir).run(resume=True)
     assert result.rounds == 2 and "spent its budget" in result.reason
     assert all(client["epsilon_spent"] <= client["epsilon_budget"] for client in result.clients)
@@ -98,7 +91,7 @@ def test_a_round_that_was_shown_lies_on_disk_and_is_not_trained_again(make_loop)
 
 
 def test_a_folder_without_a_checkpoint_begins_anew_and_what_it_spent_stays_spent(make_loop):
-    loop = cut(make_loop(privacy=PROTECTED), 2)
+    loop = break_off(make_loop(privacy=PROTECTED), 2)
     loop.folder.checkpoint.unlink()
     again = make_loop(privacy=PROTECTED, output_dir=loop.output_dir)
     with pytest.warns(UserNotice, match="so the run begins anew; what it has spent stays spent"):
@@ -126,8 +119,8 @@ def test_fewer_rounds_stop_earlier_and_later_the_run_goes_on_to_its_end(make_loo
 
     unbroken = a_loop()
     unbroken.run()
-    folder = cut(a_loop(parts=[Counting()]), 2).output_dir
-    cut(a_loop(3, output_dir=folder), 3, resume=True)
+    folder = break_off(a_loop(parts=[Counting()]), 2).output_dir
+    break_off(a_loop(3, output_dir=folder), 3, resume=True)
     again = a_loop(output_dir=folder, parts=[Counting(), Counting()])
     assert again.run(resume=True).rounds == 4
     assert torch.equal(again.state.models, unbroken.state.models)

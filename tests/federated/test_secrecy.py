@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, cut_at, small_net
+from conftest import FIXED_KEY, break_off, small_net
 
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -38,13 +38,6 @@ def holders(folder, key: bytes) -> list[str]:
     forms = [form.lower() for form in (*raw, *(one.hex().encode() for one in raw), str(int.from_bytes(key)).encode())]
     files = [path for path in folder.rglob("*") if path.is_file()]
     return [path.name for path in files if any(form in path.read_bytes().lower() for form in forms)]
-
-
-def cut(loop, round: int):
-    cut_at(loop, round)
-    with pytest.raises(PowerCut):
-        loop.run()
-    return loop
 
 
 class Asking(Strategy):
@@ -85,7 +78,7 @@ def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, mak
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
     first, second = (make_loop(engine=ENGINES[engine](), privacy=privacy, parts=[Asking()]) for _ in range(2))
     first.run()
-    cut(second, 2)
+    break_off(second, 2)
     assert make_loop(privacy=privacy, parts=[Asking()], output_dir=second.output_dir).run(resume=True).finished
     keys[:] = [key for key in keys if len(key) == 32]
     each = 2 + 1  # noise and sampling of an update, noise of an answer
@@ -99,7 +92,7 @@ def test_every_release_has_a_key_of_its_own_that_no_file_holds(engine, keys, mak
 
 def test_the_data_key_lives_as_long_as_the_run(make_loop):
     """It is with the client alone, it alone makes the header's digests, and it is gone when they are of no more use."""
-    broken = cut(make_loop(privacy=PROTECTED), 2)
+    broken = break_off(make_loop(privacy=PROTECTED), 2)
     key = broken.clients.folder.data_key(ended=False)
     assert broken.clients.folder.key_file.stat().st_mode & 0o777 == 0o600
     assert holders(broken.output_dir, key) == ["data_key"], "an interrupted run needs it, and has it there only"
@@ -132,7 +125,7 @@ def test_nothing_of_a_finished_run_that_is_shown_is_for_its_owner_alone(tmp_path
 def test_a_copied_folder_goes_on_with_other_noise(make_loop, tmp_path):
     """Two copies of one broken run, of one configuration and one history: no client's update is the same."""
     privacy = PrivacyOptions(**BUDGETS, reserve_rounds=1)
-    loop, updates = cut(make_loop(privacy=privacy), 3), []
+    loop, updates = break_off(make_loop(privacy=privacy), 3), []
     for name in ("one", "other"):
         shutil.copytree(loop.output_dir, tmp_path / name)
         copy = make_loop(privacy=privacy, engine=SerialEngine(), output_dir=tmp_path / name)
@@ -222,6 +215,10 @@ def test_a_protected_run_learns_and_spends_its_budget(engine, make_loop):
     result = make_loop(engine=ENGINES[engine](), privacy=PROTECTED).run()
     assert result.test_accuracy > 0.5
     assert all(0.99 < one["epsilon_spent"] / one["epsilon_budget"] <= 1 for one in result.clients)
+    one_step = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)  # clients side by side
+    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
+    result = make_loop(engine=ENGINES[engine](), clients=one_step, privacy=privacy, rounds=2).run()
+    assert [one["steps"] for one in result.clients] == [2] * 4
 
 
 def test_a_question_asked_twice_is_two_releases(make_loop):
@@ -243,11 +240,3 @@ def test_the_command_protects_unless_a_key_is_given(tmp_path, capsys, monkeypatc
     assert fit([*argv, str(tmp_path / "simulated"), "--privacy.noise_key", FIXED_KEY]) == 0
     out = capsys.readouterr().out
     assert "noise simulated" in out and "Simulated, nobody is protected" in out
-
-
-def test_full_batches_and_many_steps(make_loop):
-    """Groups of clients that take one step, and the exact sum of steps, without a key."""
-    clients = ClientOptions(count=4, batch_size=[48, 56, 64, 72], learning_rate=0.3)
-    privacy = PrivacyOptions(noise_multiplier=1.0, delta=1e-3)
-    result = make_loop(clients=clients, privacy=privacy, rounds=2).run()
-    assert [one["steps"] for one in result.clients] == [2] * 4

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -127,13 +126,6 @@ def test_ragged_clients_release_what_they_release_alone(clients, deviations, bud
         assert_as_serial(clients, torch.float64, job=job)  # float32 may step across a kink
 
 
-@pytest.mark.parametrize("job", [LocalTraining(), ClassGradients(3)], ids=["training", "class gradients"])
-@pytest.mark.parametrize("deviations", [-20.0, 0.0, 3.0])
-def test_ragged_clients_in_single_precision(deviations, job, monkeypatch):
-    monkeypatch.setattr(stacked, "DEVIATIONS", deviations)
-    assert_as_serial(RAGGED, torch.float32, job=job)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_anchors_pull_each_client_to_its_own(dtype):
     anchors = torch.randn(2, 83, generator=torch.Generator().manual_seed(1), dtype=dtype)
@@ -155,43 +147,7 @@ def test_personal_parameters_stay_and_are_gone_on_with():
         torch.testing.assert_close(mine, true, rtol=1e-5, atol=1e-5)
 
 
-def test_a_record_without_a_finite_gradient_contributes_nothing():
-    population = population_of(RAGGED)
-    x = population.x.clone()
-    x[0] = math.nan  # the first client's first record: also what padding is filled with
-    x[1], x[45] = math.inf, 1e38
-    broken = dataclasses.replace(population, x=x)
-    assert assert_as_serial(RAGGED, population=broken).isfinite().all()
-
-
-def test_an_empty_draw_is_noised_and_a_client_that_is_done_draws_nothing():
-    clients = [dataclasses.replace(one, rate=1e-9, noise=1.0, clip_norm=1.0) for one in RAGGED]
-    draws = Counter()
-
-    class CountedNoise(Streams):
-        def generator(self, purpose, round, client, number=0):
-            generator = super().generator(purpose, round, client, number)
-            if purpose == "noise":
-                normals = generator.integer_normals
-                generator.integer_normals = lambda *args: draws.update([client]) or normals(*args)
-            return generator
-
-    engine = set_up(StackedEngine(), clients, streams=CountedNoise(bytes(32)))
-    deltas = released(engine, plan_of(clients))
-    assert draws == dict(enumerate([3, 1, 4, 2, 3]))
-    for delta, one in zip(deltas, clients, strict=True):
-        std = one.mechanism.noise_std(one.steps, one.learning_rate)
-        assert 0.7 * std < float(delta.std()) < 1.3 * std  # 83 values: false alarm below 1e-3
-
-
 # --- stacks and their shapes
-
-
-def test_splitting_by_memory_changes_rounding_only(monkeypatch):
-    whole = released(set_up(StackedEngine(), RAGGED), plan_of(RAGGED))
-    for budget in (1, 83 * 4 * 100, 83 * 4 * 400):
-        monkeypatch.setattr(stacked, "CPU_BYTES", budget)
-        torch.testing.assert_close(released(set_up(StackedEngine(), RAGGED), plan_of(RAGGED)), whole, rtol=0, atol=1e-6)
 
 
 @settings(max_examples=200, deadline=None)

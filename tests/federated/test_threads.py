@@ -32,26 +32,19 @@ def in_a_thread(work):
 
 
 @several_cores
-def test_a_new_thread_is_not_told_how_many_threads_are_within():
-    """Why pools are made by `thread_pool`; when torch tells new threads, it may go."""
-    assert not torch.equal(in_a_thread(kernel_gradient), kernel_gradient())
-
-
-@several_cores
 def test_threads_of_a_pool_have_as_many_within_as_they_are_told():
     def threads_within() -> int:
         return torch.get_num_threads()
 
+    assert not torch.equal(in_a_thread(kernel_gradient), kernel_gradient()), (
+        "torch sets new threads: drop `thread_pool`"
+    )
     for count in (1, 2, 1):
         with thread_pool(2, "some", threads_within=count) as pool:
             assert [pool.submit(threads_within).result() for _ in range(3)] == [count] * 3
             assert len(pool._threads) == 2
     with thread_pool(1, "some", threads_within=1) as pool:
         assert torch.equal(pool.submit(kernel_gradient).result(), kernel_gradient())
-
-
-@several_cores
-def test_the_servers_threads_give_the_main_threads_bits():
     with one_thread_an_operator():
         expected = kernel_gradient()
     assert all(torch.equal(found, expected) for found in side_by_side(lambda _: kernel_gradient(), range(2 * cores())))

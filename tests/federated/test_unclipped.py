@@ -34,10 +34,8 @@ def a_module(**convnet) -> ClientModule:
 
 
 def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
-    inner = Watched(module.net, module.sample_loss, chunk)
-    return UnclippedSum(
-        inner, FastLoss(module, torch.empty(0, 1, 12, 12), torch.empty(0, dtype=torch.long), second_order=False)
-    ), inner
+    inner, labels = Watched(module.net, module.sample_loss, chunk), torch.empty(0, dtype=torch.long)
+    return UnclippedSum(inner, FastLoss(module, torch.empty(0, 1, 12, 12), labels, second_order=False)), inner
 
 
 def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,18 +45,17 @@ def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("net", [{}, {"pooling": "max"}, {"norm": "none"}], ids=str)
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("only", [None, ("4.weight", "0.bias")])
-def test_the_sums_are_the_references(net, grouped, only):
+def test_the_sums_are_the_references(net):
     module = a_module(**net)
-    names = None if only is None else [name for name in module.named_trainable if name in only or "0." in name]
-    ours, inner = both(module)
     (x, y), params = batch(), module.unflatten(module.flat)
-    groups = (2 - y, 4) if grouped else (None, 1)  # a fourth group is empty
-    found = summed(ours, params, x, y, math.inf, *groups, only=names)
-    expected = summed(VmapClippedSum(module.sample_loss), params, x, y, math.inf, *groups, only=names)
-    torch.testing.assert_close(found, expected)
-    assert inner.asked == 0 and (not grouped or not found[3].any())
+    some = [name for name in module.named_trainable if name == "4.weight" or "0." in name]
+    for groups in ((None, 1), (2 - y, 4)):  # a fourth group is empty
+        for only in (None, some):
+            ours, inner = both(module)
+            found = summed(ours, params, x, y, math.inf, *groups, only=only)
+            expected = summed(VmapClippedSum(module.sample_loss), params, x, y, math.inf, *groups, only=only)
+            torch.testing.assert_close(found, expected)
+            assert inner.asked == 0 and (groups[0] is None or not found[3].any())
 
 
 def test_parameters_that_no_loss_reads_have_zeros():
@@ -83,24 +80,20 @@ def test_every_record_counts_as_neither_clipped_nor_broken():
     assert torch.cat(norms).shape == (RECORDS,) and torch.cat(norms).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("clip_norm", "records", "num_groups", "broken"),
-    [(1.0, RECORDS, 1, False), (math.inf, 3 * FEWEST - 1, 3, False), (math.inf, RECORDS, 1, True)],
-    ids=["clipped", "small groups", "a broken record"],
-)
-def test_all_else_is_the_clipped_sums_own(clip_norm, records, num_groups, broken):
+def test_all_else_is_left_to_the_clipped_sum():
     module = a_module()
-    ours, inner = both(module)
-    x, y = batch(records)
-    if broken:
-        x[5] = math.nan
-    norms, expected_norms = [], []
-    own = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
-    found = summed(ours, *own, norms=norms)
-    assert inner.asked == 1
-    expected = summed(FastClippedSum(module.net, module.sample_loss, 7), *own, norms=expected_norms)
-    assert torch.equal(found, expected) and found.isfinite().all()
-    torch.testing.assert_close(norms, expected_norms, equal_nan=True)
+    for clip_norm, records, num_groups in ((1.0, RECORDS, 1), (math.inf, 3 * FEWEST - 1, 3), (math.inf, RECORDS, 1)):
+        ours, inner = both(module)
+        x, y = batch(records)
+        if clip_norm == math.inf and num_groups == 1:
+            x[5] = math.nan  # a broken record
+        norms, expected_norms = [], []
+        arguments = (module.named_trainable, x, y, clip_norm, y % num_groups, num_groups)
+        found = summed(ours, *arguments, norms=norms)
+        assert inner.asked == 1
+        expected = summed(FastClippedSum(module.net, module.sample_loss, 7), *arguments, norms=expected_norms)
+        assert torch.equal(found, expected) and found.isfinite().all()
+        torch.testing.assert_close(norms, expected_norms, equal_nan=True)
 
 
 def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
@@ -113,16 +106,15 @@ def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
     assert torch.equal(summed(first.copy_for(other.net, other.sample_loss), *own), summed(first, *own))
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_threads_change_no_bit(grouped):
-    ours, (x, y) = both(a_module())[0], batch()
-    own = (a_module().named_trainable, x, y, math.inf, *((y, 3) if grouped else (None, 1)))
-    before, found = torch.get_num_threads(), []
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        found.append(summed(ours, *own))
-    torch.set_num_threads(before)
-    assert ours._pool is not None and torch.equal(*found)
+def test_threads_change_no_bit():
+    ours, (x, y), before = both(a_module())[0], batch(), torch.get_num_threads()
+    for groups in ((None, 1), (y, 3)):
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(summed(ours, a_module().named_trainable, x, y, math.inf, *groups))
+        torch.set_num_threads(before)
+        assert ours._pool is not None and torch.equal(*found)
 
 
 def test_the_fast_engine_has_it_only_for_nets_that_its_own_sum_serves(make_loop):
