@@ -317,22 +317,6 @@ def test_the_noise_of_a_reported_loss_is_that_of_its_event():
     assert event_of(query, 3) == mechanism.event(1)
 
 
-def test_a_loss_at_a_model_before_noise_moves_by_more_than_is_claimed_of_it():
-    """Why it is not asked for: ten records of 1, one replaced by -5; public model -0.4, losses at most 1, step 0.5."""
-
-    def loss(w, x):
-        return np.minimum(0.5 * (w - x) ** 2, 1.0).mean()
-
-    def stepped(w, x, rate=0.5, clip=1.0):
-        return w - rate * np.clip(w - x, -clip, clip).mean()
-
-    ones, other = np.ones(10), np.array([-5.0, *np.ones(9)])
-    claimed = 1.0 / 10
-    at_public = abs(loss(-0.4, ones) - loss(-0.4, other))
-    at_own = abs(loss(stepped(-0.4, ones), ones) - loss(stepped(-0.4, other), other))
-    assert at_public <= claimed + 1e-12 and at_own == pytest.approx(0.145) and at_own > claimed
-
-
 def test_quotas_of_the_second_stage_are_optimal_for_what_is_left(make_loop):
     """Recomputed from the ledger: mu^2 that is left, ratio 0."""
     own = two_stages(ratio=0.0)
