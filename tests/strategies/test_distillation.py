@@ -24,7 +24,6 @@ from few_digits import (
     distilled,
     few,
     images_of,
-    new_net,
     target_of,
     together,
 )
@@ -155,9 +154,7 @@ def test_sums_are_streamed_and_single_updates_are_kept_where_they_are_needed(mak
 @pytest.mark.slow
 @pytest.mark.parametrize("privacy", [None, PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)])
 def test_other_readers_of_updates_change_nothing(privacy, make_loop):
-    alone, read = (
-        distilled(make_loop, privacy=privacy, others=others)[1] for others in ([], [Recorder(updates=True)])
-    )
+    alone, read = (distilled(make_loop, privacy=privacy, others=others)[1] for others in ([], [Recorder(updates=True)]))
     assert torch.equal(images_of(alone), images_of(read))
 
 
@@ -327,7 +324,12 @@ def test_the_mode_decides_what_is_left_out_and_nothing_else():
         strategy = Distillation(mode=mode)
         assert {name: strategy._switches[name] for name in (*expected, *same)} == expected | same
         assert strategy._switches["net_epochs"] is None and strategy._between.epochs == loops(10)[1]
-    for name, value in {"aggregation": "median", "sampling": "full", "reinit_every": 7, "image_learning_rate": 0.3}.items():
+    for name, value in {
+        "aggregation": "median",
+        "sampling": "full",
+        "reinit_every": 7,
+        "image_learning_rate": 0.3,
+    }.items():
         switches = Distillation(mode="paper_literal", **{name: value})._switches
         assert {one: switches[one] for one in literal} == literal | {name: value}
 

@@ -9,7 +9,6 @@ from conftest import FIXED_KEY
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.options import PrivacyOptions
-from dpfl_lightning.errors import UserError
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets, projected_mean
 
 DIST2 = np.array([5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17])
@@ -89,17 +88,3 @@ def test_it_is_weiavg_when_all_claim_the_same(make_loop):
         return loop.state.models
 
     torch.testing.assert_close(trained("pfa"), trained("epsilon_weighted"))
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"variant": "liu"}, r"strategies\.pfa\.variant.*liu_code"),
-        ({"grouping": "mix"}, r"strategies\.pfa\.grouping.*mixture"),
-        ({"components": 0}, r"strategies\.pfa\.components.*>= 1"),
-        ({"top_fraction": 1.0}, r"strategies\.pfa\.top_fraction.*in \(0, 1\)"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(UserError, match=words):
-        strategies.build({"pfa": options})

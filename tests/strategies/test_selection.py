@@ -206,14 +206,14 @@ def test_bad_options_are_one_sentence(make_loop):
 
 def test_absent_clients_keep_their_slots(make_loop):
     """Three clients miss the first three rounds: nobody exceeds a quota, and all use theirs in the end."""
-    absent = Absent(dict.fromkeys((1, 2, 3), {1, 3, 5}))
+    absent = Absent(dict.fromkeys((1, 2, 3), (1, 3, 5)))
     result = federation(make_loop, absent, UniformSelection(COHORT), seen := Recorder()).run()
     assert all(not {1, 3, 5} & set(report.clients) for report in seen.reports[:3])
     assert [row["releases"] for row in result.clients] == [COHORT * ROUNDS // COUNT] * COUNT
 
 
 def test_slots_that_cannot_be_used_any_more_are_forfeited_and_reported(make_loop):
-    loop = federation(make_loop, Absent(dict.fromkeys(range(1, ROUNDS), {7})), BiasedSelection(COHORT))
+    loop = federation(make_loop, Absent(dict.fromkeys(range(1, ROUNDS), (7,))), BiasedSelection(COHORT))
     with pytest.warns(UserNotice, match="planned participations were not used, because clients were away"):
         result = loop.run()
     quota = loop.strategies[-1]._quota

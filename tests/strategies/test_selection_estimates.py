@@ -11,7 +11,6 @@ from dpfl_lightning.algorithms.selection_estimates import (
     FirstStage,
     estimated_skew,
     fit_constants,
-    least_differences,
     predicted_loss,
     shrunken_heterogeneity,
 )
@@ -70,14 +69,6 @@ def test_estimates_stay_in_range_and_the_unseen_get_the_mean():
     estimate, between = shrunken_heterogeneity([-50.0, 80.0, 7.0], [9, 9, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     assert between > 0 and estimate.tolist() == [0.0, 2.3, 2.3]
     assert shrunken_heterogeneity([0.0], [0], [1.0], 2.3) == (pytest.approx([0.0]), 0.0)
-
-
-def test_the_papers_minimum_makes_frequent_clients_look_alike():
-    """Noise alone, std 1 on each loss: mean of the minimum over 1, 2, 4 and 8 rounds, 4000 draws, seed 2."""
-    draw = np.random.default_rng(2)
-    for rounds, expected in ((1, 1.13), (2, 0.67), (4, 0.37), (8, 0.20)):
-        reports = [(n, *draw.standard_normal(2)) for n in range(4000) for _ in range(rounds)]
-        assert least_differences(reports, 4000).mean() == pytest.approx(expected, rel=0.06)
 
 
 def a_stage(loss=1.2):
