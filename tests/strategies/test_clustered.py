@@ -135,14 +135,6 @@ def test_models_after_the_first_round(start, reuse):
 
 
 @pytest.mark.slow
-def test_local_epochs_are_full_batches(start):
-    clients = ClientOptions(count=COUNT, batch_size=40, learning_rate=0.2, local_epochs=3)
-    loop = start(Clustered(), clients=clients, rounds=2)
-    loop.run()
-    assert loop.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, 5.0, 3)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "selected"),
     [
@@ -447,14 +439,16 @@ def test_separation_follows_the_design_law(make_loop, epochs, noise):
         x[:, 0] = far / 2 if client < 6 else -far / 2
         pairs.append((x, torch.zeros(records, dtype=torch.long)))
     clustered = Clustered(num_clusters=2, first_round_noise_multiplier=noise)
-    make_loop(
+    loop = make_loop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=2),
         module=Linear(nn.Linear(width, 1, bias=False)),
         parts=[SizeWeighted(), clustered],
         clients=ClientOptions(count=12, batch_size=50, learning_rate=0.01, local_epochs=epochs),
         privacy=private(epsilon=20.0, delta=1e-4, clip_norm=1.0),
         rounds=1,
-    ).run()
+    )
+    loop.run()
+    assert loop.clients.budgets.ledger.events(0)[0] == GaussianEvent(1.0, noise, epochs), "full batches"
     assert clustered.separation == pytest.approx(expected_separation(far, records, noise, epochs), rel=0.05)
 
 
@@ -514,22 +508,6 @@ def test_a_run_resumed_in_any_stage_equals_the_unbroken_one(start, mixture, cut)
     assert result.metrics == expected.metrics and result.client_embedding == expected.client_embedding
     ours, theirs = (read_ledger(loop.clients.folder.ledger_file) for loop in (again, unbroken))
     assert [(c.client, c.round, c.purpose) for c in ours] == [(c.client, c.round, c.purpose) for c in theirs]
-
-
-@pytest.mark.slow
-def test_the_papers_way(start):
-    clustered = Clustered(
-        num_clusters=3,
-        mixture="paper",
-        first_round_noise_multiplier="same",
-        reuse_first_round=False,
-        selection="paper_argmin",
-    )
-    loop = start(clustered, rounds=8)
-    result = loop.run()
-    assert PLAIN_CHOICES in result.guarantee and clustered.confident
-    assert result.metrics["clustering_accuracy"] == 1.0
-    assert paid(loop, "select") == list(range(clustered.last_drawn_round + 1, 9))
 
 
 @pytest.mark.parametrize(

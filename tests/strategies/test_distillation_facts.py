@@ -8,11 +8,8 @@ import pytest
 from conftest import FIXED_KEY, private
 from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, few
 
-from dpfl_lightning import models
-from dpfl_lightning.algorithms.gradient_matching import matched_names
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.strategies.distillation.costs import (
@@ -51,21 +48,6 @@ def test_a_set_pays_from_as_many_trainings_as_the_formula_says():
     of_set = traffic(rounds * cohort, params, classes * matched)
     of_training = traffic(training_rounds * training_cohort, params, params)
     assert break_even(of_set, of_training) == 1 + 30 * 4 * (50 + 3 * 40) / (2 * 8 * 16 * 50)
-
-
-def test_bytes_of_the_papers_largest_net():
-    """CIFAR-10, 500 rounds: 25 of 50 clients, and 10 of 20."""
-    net = models.build("convnet", (3, 32, 32), 10, width=128, depth=3)
-    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    params, matched = sum(sizes.values()), sum(sizes[name] for name in matched_names(shapes, "layerwise_cosine"))
-    assert (params, matched) == (320_010, 318_848) and BYTES == 4
-
-    def sent(cohort, release):
-        return round(BYTES * traffic(500 * cohort, params, release).total / 1e9, 1)
-
-    assert (sent(25, params), sent(25, 10 * params), sent(25, 10 * matched)) == (32.0, 176.0, 175.4)
-    assert (sent(10, params), sent(10, 10 * params)) == (12.8, 70.4)
 
 
 GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta=1e-3, noise_key=FIXED_KEY)

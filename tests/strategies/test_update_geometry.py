@@ -10,7 +10,6 @@ import torch
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.stats import multivariate_normal
 
-from dpfl_lightning.algorithms.noise_estimators import update_noise_var
 from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred_gram, overlap
 
 RECORDS, ROUNDS, DELTA = 6600, 200, 1e-4
@@ -130,18 +129,3 @@ def test_without_noise_separations_are_infinite():
     updates = plain(x, 0.0)
     assert updates.separation([np.array([0, 1]), np.array([2])]) == math.inf
     assert updates.separation([np.array([0]), np.array([1])]) == 0.0
-
-
-def test_variance_of_an_update_is_that_of_noise_and_of_sampled_records():
-    """64 records, batches of 16, 50 parameters, z 2, rate 0.1: the lemma without sampling, and the formula with it."""
-    torch.manual_seed(0)
-    gradients = torch.nn.functional.normalize(torch.randn(64, 50, dtype=torch.float64), dim=1)
-    whole = dict(noise_multiplier=[2.0], expected_batch_size=[16.0], steps=[4], learning_rate=0.1, clip_norm=1.0)
-    spread = (1 - float(gradients.mean(dim=0).square().sum())) / 16
-    lemma = float(update_noise_var(**whole, num_params=50))
-    full = float(update_noise_var(**whole, num_params=50, sampling_var=spread))
-    assert lemma == pytest.approx(0.03125) and full == pytest.approx(0.0337, rel=5e-3)
-    drawn = torch.rand(20_000, 4, 64).argsort(dim=2)[:, :, :16]
-    steps = gradients[drawn].mean(dim=2) + 2.0 * torch.randn(20_000, 4, 50, dtype=torch.float64) / 16
-    seen = float((0.1 * steps.sum(dim=1)).var(dim=0).sum())
-    assert seen == pytest.approx(full, rel=0.05) and seen == pytest.approx(lemma, rel=0.15)
