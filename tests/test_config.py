@@ -273,19 +273,18 @@ except SystemExit as end:
 
 def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
-    from dpfl_lightning.data.datasets import names as dataset_names
-    from dpfl_lightning.data.groups import names as group_names
-    from dpfl_lightning.data.label_noise import UNITS
-    from dpfl_lightning.data.partition import names as partition_names
+    from dpfl_lightning.data.datasets import NAMES
+    from dpfl_lightning.data.groups import GROUPS, UNITS
+    from dpfl_lightning.data.partition import PARTITIONS
     from dpfl_lightning.privacy.accounting.accountant import get_accountant
 
     assert data is not None
     for key, names in {
-        "data.name": dataset_names(),
-        "data.partition": partition_names(),
-        "data.groups": group_names(),
+        "data.name": NAMES,
+        "data.partition": PARTITIONS,
+        "data.groups": GROUPS,
         "data.mislabelled": list(UNITS),
-        "model": models.names(),
+        "model": models.MODELS,
         "strategies": list(strategies.STRATEGIES),
     }.items():
         for name in names:

@@ -178,7 +178,7 @@ def test_container_commands_name_real_options(monkeypatch):
 
 
 def test_the_recipe_of_strategies_runs_and_names_every_hook():
-    page = (ROOT / "docs" / "strategies.md").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
     (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(block, names := {})
     assert names["Uniform"].role == "base"

@@ -15,26 +15,17 @@ SAMPLERS = ("quota_systematic", "weighted_without_replacement", "with_replacemen
 def draw_cohort(
     sampler: str, quota: Counts, taken: Counts, rounds_left: int, cohort_size: int, generator: np.random.Generator
 ) -> Counts:
-    """Draw the clients of one round by one of three samplers.
+    """Draw the clients of one round, ascending.
 
     Args:
-        sampler: `quota_systematic` (the default everywhere) draws distinct clients, gives client n the inclusion
-            probability (quota_n - taken_n) / rounds_left exactly, and uses up every quota; see `systematic`.
-            `weighted_without_replacement` (the paper's text: by their shares, until the quota is used) draws one client
-            after another in proportion to quotas; large quotas are then drawn too rarely, and late rounds may lack
-            clients. `with_replacement` (the assumption of the paper's analysis) may draw a client twice, which then
-            releases twice, in the end beyond its quota; it is for simulations, as a round holds each client once.
-        quota: participations in the whole run, `[N]`, >= 0; 0 for an absent client.
-        taken: participations so far, `[N]`.
+        sampler: `quota_systematic` (the default everywhere): see `systematic`. `weighted_without_replacement` (the
+            paper's text) draws one client after another in proportion to quotas; large quotas are then drawn too
+            rarely, and late rounds may lack clients. `with_replacement` (the paper's analysis) may draw a client twice,
+            which then releases twice, in the end beyond its quota; it is for simulations.
+        quota, taken: participations in the whole run and so far, `[N]`, >= 0.
         rounds_left: number of rounds left, including this one, >= 1.
         cohort_size: K, for the two weighted samplers.
         generator: a public generator: participation is public, and amplifies nothing.
-
-    Returns:
-        Client numbers, ascending.
-
-    Raises:
-        UserError: the sampler is unknown.
     """
     must, hint = f"be one of {', '.join(SAMPLERS)}", nearest(sampler, SAMPLERS)
     require(sampler in SAMPLERS, "sampler", must, sampler, hint)
@@ -42,26 +33,21 @@ def draw_cohort(
     if sampler == "quota_systematic":
         return systematic(remaining, rounds_left, generator)
     share = np.where(remaining > 0, quota, 0).astype(float)
-    if sampler == "with_replacement":
-        return np.sort(generator.choice(len(share), cohort_size, p=share / share.sum())) if share.any() else _nobody()
-    return _one_after_the_other(share, cohort_size, generator)
+    if sampler == "with_replacement" and share.any():
+        return np.sort(generator.choice(len(share), cohort_size, p=share / share.sum()))
+    eligible = np.flatnonzero(share > 0)
+    waits = generator.exponential(size=len(eligible)) / share[eligible]  # the shortest waiting times are drawn first
+    if cohort_size < len(eligible):
+        eligible = eligible[np.argpartition(waits, cohort_size - 1)[:cohort_size]]
+    return np.sort(eligible)
 
 
 def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generator) -> Counts:
     """Draw the clients whose intervals on a shuffled line hold a point s, s + h, s + 2h, ..., with s uniform below h.
 
-    The interval of client n is as long as the participations it has left, but at most h, the number of rounds left. All
-    numbers are integers, so nothing is rounded.
-
-    Args:
-        remaining: participations left, `[N]`, >= 0; what exceeds `rounds_left` cannot be used any more.
-        rounds_left: h, including this round, >= 1.
-
-    Returns:
-        Client numbers, ascending: floor or ceiling of sum(min(remaining, h)) / h clients, exactly K if that is K.
-
-    **Guarantees** Each client is drawn at most once, with probability min(remaining_n, h) / h. If no quota exceeds the
-    rounds and their sum is K times the rounds, every round has K clients, and every quota is used up.
+    The interval of client n has the length min(remaining_n, h), h being `rounds_left`, all in integers. Each client is
+    drawn at most once, with probability min(remaining_n, h) / h. If no quota exceeds the rounds and their sum is K
+    times the rounds, every round has K clients, and every quota is used up.
 
     >>> draw, remaining = np.random.default_rng(0), np.array([4, 1, 2, 1])
     >>> rounds = []
@@ -75,15 +61,3 @@ def systematic(remaining: Counts, rounds_left: int, generator: np.random.Generat
     ends = np.cumsum(np.minimum(remaining, rounds_left)[order])
     points = np.arange(generator.integers(rounds_left), ends[-1], rounds_left)
     return np.sort(order[np.searchsorted(ends, points, side="right")])
-
-
-def _one_after_the_other(share: NDArray[np.float64], count: int, generator: np.random.Generator) -> Counts:
-    """Draw one client after another in proportion to the shares: the smallest of exponential waiting times."""
-    eligible = np.flatnonzero(share > 0)
-    waits = generator.exponential(size=len(eligible)) / share[eligible]
-    chosen = eligible[np.argpartition(waits, count - 1)[:count]] if count < len(eligible) else eligible
-    return np.sort(chosen)
-
-
-def _nobody() -> Counts:
-    return np.empty(0, dtype=np.int64)

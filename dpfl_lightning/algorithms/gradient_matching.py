@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +22,9 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the e
 _IMAGES_AT_ONCE = 128  # images in a vectorised pass: more fill an accelerator's memory
 
 ByClass = Mapping[str, Tensor]  # parameter name -> [G, *shape], one gradient for each class
+#: (loss, all parameters of the net, names, images `[g, n, *X]`, classes `[g]`) -> the gradient of the mean loss of each
+#: class's images, by name `[g, *shape]`, differentiable in the images
+ClassGradientsOf = Callable[[SampleLoss, Params, Sequence[str], Tensor, Tensor], dict[str, Tensor]]
 
 
 def matched_names(shapes: Mapping[str, Sequence[int]], matching: str) -> tuple[str, ...]:
@@ -43,16 +45,10 @@ def num_rows(shapes: Mapping[str, Sequence[int]]) -> int:
 def distances(ours: ByClass, theirs: ByClass, matching: str, row_weights: ByClass | None = None) -> Tensor:
     """Return the distance between the two gradients of each class, `[G]`; differentiable in `ours`.
 
-    - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows]; a row holds the inputs of one output
-      node of a layer. Parameters of one dimension (biases, norms) are ignored.
+    - layerwise_cosine: `sum_rows 1 - <a, b> / (|a| |b| + 1e-6)`, in [0, 2 rows], weighted by `row_weights` (`[G, rows]`
+      by name, in [0, 1]); a row holds the inputs of an output node. One-dimensional parameters are ignored.
     - cos: the same with all parameters as one row, in [0, 2].
     - mse: `|a - b|^2` over all parameters; the only one that depends on the length of the gradients.
-
-    Args:
-        ours: gradients of the synthetic set.
-        theirs: target gradients with the same names.
-        matching: one of `MATCHINGS`.
-        row_weights: weights for layerwise_cosine: `[G, rows]` for each name, in [0, 1].
 
     Reference: Zhao, Mopuri and Bilen (2021), their code (layerwise_cosine); Wang and Wang (2024), eq. 27 (mse).
 
@@ -78,7 +74,6 @@ def _cosine(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _flat(by_class: ByClass) -> Tensor:
-    """Return all gradients in one matrix `[G, d]`."""
     return torch.cat([gradients.flatten(1) for gradients in by_class.values()], dim=1)
 
 
@@ -86,13 +81,7 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
     """Return weights of the target's rows, `[G, rows]` for each name: ~ `max(0, 1 - n s^2 / |row|^2)` for n numbers.
 
     A row of pure noise has a random direction and should not move the images. The weights of a class sum to its number
-    of rows, so that the images move as fast as without weights; if all rows are noise, the weights are zeros.
-
-    Args:
-        target: released gradients.
-        noise_std: noise std s of one number of `target`, >= 0; it is public, as the mechanism is.
-
-    **Privacy** Post-processing.
+    of rows, or are zeros if all rows are noise. s is the public `noise_std` >= 0 of one number. Post-processing.
     """
     weights = {}
     for name, gradient in target.items():
@@ -104,49 +93,21 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
     return {name: torch.where(mean > 0, weight / mean.clamp_min(_NEAR_ZERO), 0.0) for name, weight in weights.items()}
 
 
-def coordinate_median(blocks: Tensor, holds: Tensor, fewest: int = 3) -> Tensor:
+def coordinate_median(blocks: Tensor, holds: Tensor) -> Tensor:
     """Return the median of every coordinate over the clients that hold the class, `[G, d]`.
 
-    For an even number of clients it is the mean of the two middle values. Fewer than `fewest` clients give their mean;
-    no client gives zeros.
-
-    Args:
-        blocks: each client's mean gradient of each class, `[C, G, d]`.
-        holds: `[C, G]` bool.
-        holds: `[C, G]` bool.
-
-    Reference: Yin et al. (2018), coordinate-wise median.
+    For an even number of clients it is the mean of the two middle values; no client gives zeros. `blocks` `[C, G, d]`
+    are each client's mean gradients, `holds` is `[C, G]` bool. Reference: Yin et al. (2018).
     """
     rows = []
     for class_blocks, class_holds in zip(blocks.unbind(dim=1), holds.unbind(dim=1), strict=True):
         values = class_blocks[class_holds]
-        if len(values) >= fewest:
+        if len(values) >= 3:
             # in pieces, because torch.quantile takes at most 16 million numbers
-            rows.append(torch.cat([_median(part) for part in values.split(1 << 16, dim=1)]))
+            rows.append(torch.cat([part.quantile(0.5, dim=0) for part in values.split(1 << 16, dim=1)]))
         else:
             rows.append(values.mean(dim=0) if len(values) else torch.zeros_like(class_blocks[0]))
     return torch.stack(rows)
-
-
-def _median(rows: Tensor) -> Tensor:
-    """Return the median of each column; `torch.median` would return the lower of two middle values."""
-    return rows.quantile(0.5, dim=0)
-
-
-class ClassGradientsOf(Protocol):
-    """Computes the gradient of the mean loss of each class's images, by name `[g, *shape]`; differentiable in `images`.
-
-    Args (of a call):
-        loss: `(params, x [B, *X], y [B]) -> [B]`.
-        params: all parameters of the net.
-        names: parameters whose gradients are computed.
-        images: `[g, n, *X]`.
-        classes: class of each row, `[g]`.
-    """
-
-    def __call__(
-        self, loss: SampleLoss, params: Params, names: Sequence[str], images: Tensor, classes: Tensor
-    ) -> dict[str, Tensor]: ...
 
 
 def class_by_class(
@@ -181,12 +142,7 @@ def fastest_class_gradients(
 ) -> ClassGradientsOf:
     """Return `all_classes_at_once` if it moves random images of this net like `class_by_class`, otherwise the latter.
 
-    This guards against silent errors: under `vmap`, torch's LayerNorm treats its mean and deviation as constants in
-    second derivatives.
-
-    Args:
-        loss, params, names: see `ClassGradientsOf`.
-        input_shape: X.
+    Under `vmap`, torch's LayerNorm silently treats its mean and deviation as constants in second derivatives.
     """
     like, generator = next(iter(params.values())), torch.Generator().manual_seed(0)
 
@@ -248,33 +204,18 @@ class SyntheticSet:
     def is_finite(self) -> bool:
         return bool(self.images.isfinite().all()) and bool(self.velocity.isfinite().all())
 
-    def moved(self, rows: Tensor, slope: Tensor, learning_rate: float, momentum: float) -> SyntheticSet:
-        """Return the set after one step of gradient descent with momentum; other classes than `rows` stay unchanged.
-
-        Args:
-            rows: classes to move, `[g]`.
-            slope: gradients of the images, `[g, n, *X]`.
-        """
-        velocity, images = self.velocity.clone(), self.images.clone()
-        velocity[rows] = momentum * velocity[rows] + slope
-        images[rows] -= learning_rate * velocity[rows]
-        return SyntheticSet(images, velocity)
-
 
 @dataclass(frozen=True)
 class Matching:
     """Moves images towards target gradients.
 
     Args:
-        loss: `(params, x [B, *X], y [B]) -> [B]`.
         names: parameters whose gradients are matched.
         distance: one of `MATCHINGS`.
-        learning_rate: learning rate of the images, > 0.
-        momentum: momentum of the images, in [0, 1).
-        gradients: computes the gradients of the synthetic set; see `fastest_class_gradients`.
+        gradients: see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.
-        at_once: images in a pass, >= 1; a pass has at least one class.
-        threads: whether passes run in parallel threads; `loss` must then be thread-safe, and `gradients` use autograd.
+        threads: process one class at a time in parallel threads; `loss` must then be thread-safe, and `gradients` use
+            autograd. Otherwise classes are processed together.
     """
 
     loss: SampleLoss
@@ -284,7 +225,6 @@ class Matching:
     momentum: float
     gradients: ClassGradientsOf = class_by_class
     augment: Callable[[Tensor, Tensor], Tensor] | None = None
-    at_once: int = _IMAGES_AT_ONCE
     threads: bool = False
 
     @classmethod
@@ -299,15 +239,12 @@ class Matching:
     ) -> Matching:
         """Create the fastest form for the module's device: one class on each core at a time, or vectorised passes.
 
-        Args:
-            module: module that defines the loss; its parameters are neither read nor changed.
-            names, distance, learning_rate, momentum: see above.
-            input_shape: X.
+        The module defines the loss; its parameters are neither read nor changed.
         """
         settings = (tuple(names), distance, learning_rate, momentum)
         if module.flat.device.type == "cpu":
             like = torch.empty(0, *input_shape), torch.empty(0, dtype=torch.long)
-            return cls(FastLoss(module, *like), *settings, at_once=1, threads=True)
+            return cls(FastLoss(module, *like), *settings, threads=True)
         params = module.unflatten(module.flat)
         gradients = fastest_class_gradients(module.sample_loss, params, names, input_shape)
         return cls(module.sample_loss, *settings, gradients=gradients)
@@ -315,15 +252,7 @@ class Matching:
     def slope(
         self, images: Tensor, classes: Tensor, params: Params, target: ByClass, row_weights: ByClass | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the gradient of the distance with respect to the images, `[g, n, *X]`, and each distance, `[g]`.
-
-        Args:
-            images: `[g, n, *X]`.
-            classes: class of each row, `[g]`.
-            params: all parameters of the net.
-            target: `[g, *shape]` for each name.
-            row_weights: see `distances`.
-        """
+        """Return the slope `[g, n, *X]` of the distances by the images of `classes` `[g]`, and each distance `[g]`."""
         with torch.enable_grad():
             leaf = images.detach().requires_grad_()
             net_input = leaf
@@ -345,12 +274,8 @@ class Matching:
     ) -> tuple[SyntheticSet, Tensor]:
         """Return the set after one step towards `target`, and the distances before it, `[G]`, NaN for absent classes.
 
-        The images of a class do not influence the distances of other classes, so passes may have any number of classes.
-
-        Args:
-            params: all parameters of the net.
-            target: `[G, *shape]` for each name.
-            present: `[G]` bool; absent classes and their momentum stay exactly unchanged.
+        Absent classes (False in `present` `[G]`) and their momentum stay exactly unchanged. The images of a class do
+        not influence the distances of other classes, so passes may have any number of classes.
         """
 
         def one_pass(classes: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,8 +287,11 @@ class Matching:
         rows = present.nonzero().flatten()
         if len(rows) == 0:  # `split` of an empty tensor would give one pass without classes
             return synthetic, distance
-        passes = rows.split(max(1, self.at_once // synthetic.images.shape[1]))
+        passes = rows.split(1 if self.threads else max(1, _IMAGES_AT_ONCE // synthetic.images.shape[1]))
         results = side_by_side(one_pass, passes) if self.threads else list(map(one_pass, passes))
         slopes, distances_before = zip(*results, strict=True)
         distance[rows] = torch.cat(distances_before)
-        return synthetic.moved(rows, torch.cat(slopes), self.learning_rate, self.momentum), distance
+        velocity, images = synthetic.velocity.clone(), synthetic.images.clone()
+        velocity[rows] = self.momentum * velocity[rows] + torch.cat(slopes)
+        images[rows] -= self.learning_rate * velocity[rows]
+        return SyntheticSet(images, velocity), distance

@@ -19,34 +19,20 @@ def weights(
     floor: float = 1e-6,
     max_weight: float = 1.0,
 ) -> Tensor:
-    """Return `w_i = (1 / v_i) / sum_j (1 / v_j)`, or with the steps of each update, `w_i ~ steps_i / v_i`.
+    """Return weights `[C]` (float64, CPU, of sum 1): `w_i ~ 1 / v_i`, or `w_i ~ steps_i / v_i`; post-processing.
 
     Args:
-        noise_var: variances v >= 0 up to a common factor, `[C]`; a client with an infinite or NaN variance gets no
-            weight.
+        noise_var: variances v >= 0 up to a common factor, `[C]`; infinite and NaN ones give weight 0.
         steps: local steps of each update, length C; for `max_snr` only.
-        objective: `min_variance` minimises the noise of the sum of the updates. It prefers clients with large batches,
-            whose updates also hold fewer steps. `max_snr` maximises the ratio of signal to noise of the sum, assuming
-            that every step moves in the same direction by the same amount.
-        floor: a variance counts as at least this share of the median, >= 0, so that a zero update does not divide by
-            zero. Such an update still gets nearly all the weight; only `max_weight` bounds that.
-        max_weight: upper bound of a weight, in (0, 1]; the excess goes to the other clients in proportion. If there are
-            fewer than 1 / max_weight clients, they get equal weights.
-
-    Returns:
-        `[C]` float64 on the CPU, >= 0, of sum 1; all zero if no variance is finite.
-
-    **Privacy** Post-processing.
-
-    Raises:
-        UserError: the objective is unknown, the floor is negative, or the cap is outside (0, 1].
+        objective: `min_variance` minimises the noise of the sum, and so prefers large batches, whose updates hold fewer
+            steps. `max_snr` maximises its ratio of signal to noise if all steps move alike.
+        floor: a variance counts as at least this share of the median, >= 0. An update with the variance 0 still gets
+            nearly all the weight; only `max_weight` bounds that.
+        max_weight: upper bound of a weight, in (0, 1]; the excess goes to the other clients in proportion. Fewer than
+            1 / max_weight clients get equal weights.
 
     Reference: Malekmohammadi et al. (2024), Eq. 8. `max_snr`, floor and cap are not in the paper.
 
-    >>> weights(torch.tensor([1.0, 2.0, 2.0]))
-    tensor([0.5000, 0.2500, 0.2500], dtype=torch.float64)
-    >>> weights(torch.tensor([1.0, 2.0, 2.0]), steps=[10, 10, 30], objective="max_snr")
-    tensor([0.3333, 0.1667, 0.5000], dtype=torch.float64)
     >>> weights(torch.tensor([0.0, 2.0, 2.0]), max_weight=0.4)
     tensor([0.4000, 0.3000, 0.3000], dtype=torch.float64)
     """

@@ -26,23 +26,16 @@ _SETTLED = 25  # iterations in which the weights must be stable; no check before
 
 @dataclass(frozen=True)
 class PcpSettings:
-    """Penalty and stop rule of the iteration.
-
-    The optimum does not depend on the penalty mu, but the result after a finite number of iterations does. The
-    iteration stops when (a) the primal residual is at most `primal_tol` and the dual one at most `dual_tol`, or (b) the
-    weights of the noise variances moved by at most `weight_tol` (total variation) within 25 iterations, the dual
-    residual is at most 0.1, 50 iterations are done, and mu is at most Candes' value, because the weights change slowly
-    with a larger mu.
+    """Penalty mu and stop rule; the optimum does not depend on mu, but a result after few iterations does.
 
     Args:
         mu_scale: mu / (`C P / (4 |M|_1)`), > 0.
-        mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: the largest such sum of a
-            client.
+        mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: the largest client's sum.
         primal_tol: tolerance of `|M - L - S|_F`, relative to `|M|_F` unless `absolute`; >= 0.
         dual_tol: tolerance of `mu |S_new - S|_F / |Y|_F`, >= 0; infinite disables this test.
-        weight_tol: >= 0; 0 disables rule (b).
-        absolute: do not divide the primal residual by `|M|_F`, so that the result depends on the scale of the updates.
-        max_iterations: >= 1.
+        weight_tol: also stop if the weights of the noise variances moved by less (total variation) within 25
+            iterations, the dual residual is at most 0.1, 50 iterations are done and mu is at most Candes' value (with a
+            larger mu, weights change slowly); 0 disables this rule.
         double: work in float64 for any type of the updates; tolerances below 1e-6 need it.
     """
 
@@ -78,10 +71,8 @@ class Split:
 
     Args:
         noise_var: `|S_i|^2` of each client's row, `[C]` float64 on the CPU.
-        iterations: number of iterations.
         primal_residual: `|M - L - S|_F / |M|_F` (not divided if `absolute`).
         dual_residual: `mu |S_new - S|_F / |Y|_F`.
-        converged: whether the stop rule was met.
         rank: rank of L.
         singular_values: those of M and of L, `[2, C]` float64, descending.
         dual_norm: largest singular value of Y; 1 at the optimum, unless L = 0.
@@ -122,32 +113,13 @@ class Split:
 def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers: int | None = None) -> Split:
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
-    It alternates directions, for few rows and many columns: singular values come from the `[C, C]` Gram matrix, and an
-    iteration is one pass over blocks of columns that never stores S. Memory holds the updates and two arrays of their
-    size, `M - S + Y / mu` and `Y / mu`, plus one more if the updates must be converted.
+    M are finite updates `[C, P]` in any layout. Singular values come from the `[C, C]` Gram matrix, and an iteration is
+    one pass over blocks of columns. The result is bitwise equal for any number of `workers` (threads; None is one for
+    each core). A `UserNotice` warns if it did not converge. Post-processing.
 
-    Float32 updates are processed in float32, with Gram matrices and norms accumulated in float64 over blocks: the
-    weights equal those of float64 to 1e-6 in two thirds of the time. Float64 is used throughout for settings with
-    `double`, for updates whose squares may overflow float32, and if torch is set to less precise products.
-
-    Args:
-        deltas: finite updates `[C, P]`, in any layout; contiguous rows are fastest.
-        settings: penalty and stop rule.
-        workers: number of threads, >= 1; None is one for each core.
-
-    Returns:
-        The split. If it did not converge, a `UserNotice` warns.
-
-    Stopping early has two limits. Rule (b) watches the weights: variances of noisy clients, which have little weight,
-    may be several times too small. And an update with far less noise than the mean needs many iterations before its S
-    leaves 0: its estimate may be no noise at all, and it gets nearly all the weight (as with the true variances).
-
-    **Guarantees** The result is bitwise equal for any number of workers. Permuted or rescaled updates give permuted or
-    equal weights, up to rounding (not with `absolute`).
-    **Guarantees** The same bits for any number of workers. Permuted or rescaled updates give permuted or the same
-    weights, up to rounding (not with `absolute`).
-
-    **Privacy** Post-processing of released updates: costs nothing.
+    Float32 is used, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch
+    uses less precise products. If it stops early, variances of noisy clients (of little weight) may be several times
+    too small, and an update with far less noise than the mean may get nearly all the weight.
 
     Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, which prints a wrong sign of Y in the
     step for L: with it the residual vanishes as well, but at a wrong result.
@@ -170,17 +142,9 @@ def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers:
 
 
 def shrinkage(gram: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """Return `W` such that `W @ A` is A with its singular values reduced by `threshold`, at least to 0.
+    """Return `W` `[C, C]` such that `W @ A` is A with its singular values reduced by `threshold`, and these `[C]`.
 
-    Args:
-        gram: `A @ A.T`, `[C, C]` float64.
-        threshold: > 0.
-
-    Returns:
-        W `[C, C]`, and the reduced singular values `[C]`, descending.
-
-    >>> shrinkage(torch.diag(torch.tensor([9.0, 1.0])), 2.0)[1]
-    tensor([1., 0.])
+    `gram` is `A @ A.T`, `[C, C]` float64; the values are descending and at least 0.
     """
     squares, vectors = torch.linalg.eigh(gram)
     values = squares.clamp_min(0).sqrt()
@@ -243,15 +207,10 @@ def _iterate(sweep: _Sweep, mu: float, settings: PcpSettings, settle: bool) -> S
 
 
 class _Sweep:
-    """Passes over the columns of M, of `ahead` = M - S + Y / mu (which is shrunk next) and of Y / mu.
+    """Passes over the columns of M `[C, P]`, of `ahead` = M - S + Y / mu (which is shrunk next) and of Y / mu.
 
-    Parts and blocks depend on the shape alone, and their sums are added in order, so the result does not depend on the
-    number or the timing of the workers.
-
-    Args:
-        matrix: M `[C, P]`.
-        bound: lambda / mu; the largest entry of Y / mu.
-        workers: number of threads.
+    Parts and blocks depend on the shape alone, and their sums are added in order, so the number of workers does not
+    change the result. `bound` = lambda / mu is the largest entry of Y / mu.
     """
 
     def __init__(self, matrix: Tensor, bound: float, workers: int) -> None:
@@ -301,11 +260,9 @@ class _Sweep:
         return self._product(dual), (dual.abs() < self.bound).sum()
 
     def advance(self, shrink: Tensor, check: bool, columns: slice, scratch: Tensor) -> tuple[Tensor, Tensor]:
-        """Run one iteration on some columns.
+        """Run one iteration on some columns, and return their part of the next Gram matrix.
 
-        Returns:
-            Their part of the next Gram matrix; if `check`, their part of the squares `[4, C]` of Y's change and S's
-            change (both over mu), of Y / mu, and of S.
+        If `check`, also return their part of the squares `[4, C]` of Y's and S's change (over mu), of Y / mu, and of S.
         """
         matrix, ahead, dual = (full[:, columns] for full in (self.matrix, self.ahead, self.scaled_dual))
         previous = (dual.clone(), dual - ahead) if check else None

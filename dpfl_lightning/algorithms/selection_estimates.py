@@ -1,8 +1,6 @@
-"""Estimates of each client's heterogeneity from noised losses: a shrunken mean, and the paper's estimators.
+"""The selection paper's formulas: noise of an update, estimates of heterogeneity from noised losses, fitted constants.
 
-The paper's constants come from one equation with five unknowns (`fit_constants`), so the start values determine them.
-
-Reference: Ma et al., "The Power of Bias", equations 8 to 10 and problem P2.
+Reference: Ma et al., "The Power of Bias", Lemmas 1 and 2, equations 8 to 10, problems P1 and P2.
 """
 
 from __future__ import annotations
@@ -16,18 +14,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 
-from dpfl_lightning.algorithms.selection_noise import PAPER_BIAS, NoiseModel
+from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 
 Vector = NDArray[np.float64]
+
+#: c in the bias term `c L / mu` as printed. The proof supports only 2: one step uses an inequality in the wrong
+#: direction if the selected clients' losses are below those at the optimum, which is what biased means.
+PAPER_BIAS = 1.5
 
 
 def shrunken_heterogeneity(
     mean_report: ArrayLike, reports: ArrayLike, noise_std: ArrayLike, max_loss: float
 ) -> tuple[Vector, float]:
-    """Shrink each client's mean noised loss towards the mean of all, as far as noise explains the differences, `[N]`.
+    """Shrink each client's mean noised loss `[N]` towards the mean of all, as far as noise explains the differences.
 
-    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. If noise explains all differences, the estimates
-    are equal, and allocation minimises noise alone.
+    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. Post-processing of noised reports.
 
     Args:
         mean_report: mean of a client's noised losses, not clipped, `[N]`; any value for a client without reports.
@@ -36,13 +37,9 @@ def shrunken_heterogeneity(
         max_loss: estimates are clipped to [0, max_loss].
 
     Returns:
-        Estimates `[N]`, and the variance between clients without noise.
+        Estimates `[N]`, and the variance between clients without noise; if it is 0, the estimates are equal.
 
-    **Privacy** Post-processing of noised reports.
-
-    Reference: DerSimonian and Laird (1986), with a test for the presence of that variance. It is not in the paper,
-        whose
-    minimum of differences (`least_differences`) makes clients that report often look alike.
+    Reference: DerSimonian and Laird (1986), with a test for the presence of that variance; not in the paper.
 
     >>> estimate, between = shrunken_heterogeneity([0.9, 1.1, 0.0], [4, 4, 0], [1.0, 1.0, 1.0], max_loss=2.3)
     >>> estimate.round(3).tolist(), between
@@ -64,16 +61,11 @@ def shrunken_heterogeneity(
     return np.clip(estimate, 0.0, max_loss), between_variance
 
 
-# ---- estimators of the paper
-
-
 def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: int) -> Vector:
     """Return Gamma_n of equation 8: the smallest difference of a client's two losses in a round, else their mean.
 
-    Noise dominates it: the minimum decreases with the number of rounds.
-
-    Args:
-        reports: (client, loss at the server's model, loss at the client's model), noised.
+    `reports` are (client, loss at the server's model, loss at the client's model), noised. Noise dominates the minimum,
+    which makes clients that report often look alike.
 
     >>> least_differences([(0, 2.0, 1.5), (0, 2.0, 1.9), (1, 1.0, 1.3)], num_clients=3).round(3).tolist()
     [0.1, 0.3, 0.2]
@@ -88,9 +80,8 @@ def least_differences(reports: Sequence[tuple[int, float, float]], num_clients: 
 def estimated_skew(counts: ArrayLike, last_losses: dict[int, float], max_loss: float) -> float:
     """Return rho_min of equation 9, with F_n* = 0; it may exceed 1, which the true value cannot.
 
-    Args:
-        counts: participations before the last round of the first stage, `[N]`.
-        last_losses: noised losses of that round's clients at the server's model; clipped to [0, max_loss] here.
+    `counts` `[N]` are participations before the last round of the first stage, `last_losses` the noised losses of that
+    round's clients at the server's model, clipped to [0, max_loss] here.
     """
     counts = np.asarray(counts, dtype=float)
     known = {client: min(max(loss, 0.0), max_loss) for client, loss in last_losses.items()}
@@ -147,25 +138,20 @@ def predicted_loss(constants: Constants, stage: FirstStage) -> float:
     )
 
 
-def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int = 200) -> tuple[Constants, float]:
+def fit_constants(stage: FirstStage, start: Constants | None = None) -> tuple[Constants, float]:
     """Fit constants whose predicted loss equals the reported one, by cyclic scalar searches; also return the residual.
 
     One equation has five unknowns, so any start gives another exact solution. Give the ratio of bias to noise if you
     can.
 
-    Args:
-        start: start values; None is 1, 8, 1, 1, 0.1.
-        cycles: largest number of cycles over all five constants.
-
-    Reference: Ma et al., problem P2. The start values, the bounds [1e-6, 1e3] and the stop rule are ours, because the
-    paper gives none.
+    Reference: Ma et al., problem P2. The start values, the bounds [1e-6, 1e3] and the stop rule are ours.
     """
     constants = start or Constants()
 
     def residual(constants: Constants) -> float:
         return abs(stage.loss - predicted_loss(constants, stage))
 
-    for _ in range(cycles):
+    for _ in range(200):
         for name in vars(constants):
             low, high = 1e-6, 1e3
             if name == "smoothness":
@@ -183,3 +169,68 @@ def fit_constants(stage: FirstStage, start: Constants | None = None, cycles: int
             if residual(constants) < 1e-6:
                 return constants, residual(constants)
     return constants, residual(constants)
+
+
+def bias_noise_ratio(constants: Constants, rounds: int, cohort_size: int) -> float:
+    """Return `K (L + c mu (gamma + T) / 4)`, the one number that determines P1: bias over noise, times Lambda.
+
+    >>> round(bias_noise_ratio(Constants(lr_offset=0.277, smoothness=0.997, strong_convexity=0.239), 190, 20) / 20, 1)
+    18.1
+    """
+    last = constants.lr_offset + rounds
+    return cohort_size * (constants.smoothness + PAPER_BIAS / 4 * constants.strong_convexity * last)
+
+
+# ---- noise
+
+
+@dataclass(frozen=True)
+class NoiseModel:
+    """`E|Z_n|^2 = scale learning_rate^2 T_n^exponent factor_n`: noise of one update if T_n updates share the budget.
+
+    Args:
+        scale: Lambda, the factor common to all clients, > 0.
+        exponent: z, 1 for Gaussian noise, 2 for Laplace noise.
+        factor: Phi, the factor of each client, `[N]`, >= 0.
+    """
+
+    scale: float
+    exponent: float
+    factor: Vector
+
+    def variance(self, quota: ArrayLike, learning_rate: float = 1.0) -> Vector:
+        return self.scale * learning_rate**2 * np.asarray(quota, dtype=float) ** self.exponent * self.factor
+
+
+def gaussian_noise(
+    clip_norm: float, num_params: int, epsilon: ArrayLike, delta: ArrayLike, num_records: ArrayLike
+) -> NoiseModel:
+    """Return the model of full batches with Gaussian noise under replacement of one record, composed exactly.
+
+    Gradients are clipped in L2; epsilon, delta and num_records are `[N]` or one value.
+
+    >>> model = gaussian_noise(clip_norm=1.0, num_params=10, epsilon=[1.0], delta=1e-5, num_records=100)
+    >>> round(float(model.variance(40)[0]), 4)  # 4 d 40 (3.7306 / 100)^2
+    2.2268
+    """
+    epsilon, delta, records = np.broadcast_arrays(*(np.asarray(v, dtype=float) for v in (epsilon, delta, num_records)))
+    return NoiseModel(4 * clip_norm**2 * num_params, 1, 1 / (gaussian_mu(epsilon, delta) * records) ** 2)
+
+
+def laplace_noise(clip_norm: float, num_params: int, epsilon: ArrayLike, num_records: ArrayLike) -> NoiseModel:
+    """Return the model of full batches with Laplace noise of scale `2 clip_norm T_n / (num_records epsilon)` (Lemma 2).
+
+    Gradients are clipped in L1.
+
+    >>> laplace_noise(clip_norm=1.0, num_params=10, epsilon=[1.0], num_records=100).variance(40).tolist()
+    [12.8]
+    """
+    epsilon, records = np.broadcast_arrays(np.asarray(epsilon, dtype=float), np.asarray(num_records, dtype=float))
+    return NoiseModel(8 * num_params * clip_norm**2, 2, 1 / (records * epsilon) ** 2)
+
+
+def jain_index(quota: ArrayLike) -> float:
+    """Return how equally clients take part: `(sum T_n)^2 / (N sum T_n^2)`, from 1 (equal quotas) to 1 / N."""
+    participations = np.asarray(quota, dtype=float)
+    squares = float((participations**2).sum())
+    return math.nan if squares == 0 else float(participations.sum() ** 2 / (len(participations) * squares))

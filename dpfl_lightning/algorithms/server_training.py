@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.models.augmentation import augmented
+from dpfl_lightning.models.augmentation import NUMBERS, OPERATIONS
 from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.noise import stream_words
 
 
 def public_generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """Return the run's generator for a public choice. Never use it for noise or sampling.
-
-    The same arguments give the same stream.
-
-    >>> bool(public_generator(0, "participants", 3).random() == public_generator(0, "participants", 3).random())
-    True
-    """
+    """Return the run's generator for a public choice, fixed by the arguments; never use it for noise or sampling."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=stream_words(purpose, *numbers)))
 
 
@@ -32,25 +24,12 @@ def torch_seed(generator: np.random.Generator) -> int:
     return int(generator.integers(2**32))
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's global generators with `seed`, and restore their state afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield
-
-
 @dataclass(frozen=True)
 class Training:
     """Settings of training a net on a set: SGD on shuffled batches.
 
     Args:
-        epochs: passes over the set, >= 0.
-        learning_rate: > 0.
-        momentum: in [0, 1).
-        weight_decay: >= 0.
         decayed: whether the learning rate is divided by ten in the second half of the epochs.
-        batch_size: >= 1.
         augmentations: names of operations, may be empty. Each batch is augmented by one of them, each image separately.
     """
 
@@ -66,10 +45,8 @@ class Training:
 def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how: Training, seed: int) -> Tensor:
     """Return the parameters `[P]` after training from `start` `[P]` on `records`: mean loss, no clipping, no noise.
 
-    Args:
-        module: module that defines the loss; its parameters are neither read nor changed.
-        records: x `[n, *X]`, y `[n]`, on the module's device: a synthetic or a public set.
-        seed: seed of order, augmentation and dropout, in [0, 2^32).
+    The records are x `[n, *X]` and y `[n]` on the module's device; the module defines the loss and is not changed.
+    `seed` in [0, 2^32) determines order, augmentation and dropout.
 
     **Privacy** None: use it only on public or synthetic data.
     """
@@ -77,19 +54,19 @@ def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
     sample_loss = FastLoss(module, x[:0], y[:0], second_order=False)
-    with _seeded(seed, x.device), torch.enable_grad():
+    with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(seed)
         for epoch in range(how.epochs):
             if how.decayed and epoch == (how.epochs + 1) // 2:
                 optimizer.param_groups[0]["lr"] = 0.1 * how.learning_rate
             for rows in torch.randperm(len(x)).to(x.device).split(how.batch_size):
-                loss = sample_loss(module.unflatten(theta), _changed(x[rows], how.augmentations), y[rows]).mean()
+                batch = x[rows]
+                if how.augmentations:
+                    operation = how.augmentations[int(torch.randint(len(how.augmentations), ()))]
+                    numbers = torch.rand(len(batch), NUMBERS, dtype=torch.float64)
+                    batch = OPERATIONS[operation](batch, numbers.to(batch.device, batch.dtype))
+                loss = sample_loss(module.unflatten(theta), batch, y[rows]).mean()
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
     return theta.detach()
-
-
-def _changed(x: Tensor, augmentations: Sequence[str]) -> Tensor:
-    if not augmentations:
-        return x
-    return augmented(x, augmentations[int(torch.randint(len(augmentations), ()))])

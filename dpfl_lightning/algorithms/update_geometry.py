@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,21 +17,22 @@ from torch import Tensor
 _COLUMNS = 1 << 13  # columns that are converted to float64 at once
 
 
+def double_columns(deltas: Tensor) -> Iterator[Tensor]:
+    """Yield blocks of columns of `deltas` `[n, P]` in float64."""
+    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
+    for columns in deltas.split(_COLUMNS, dim=1):
+        yield columns.double()
+
+
+def gram_of(blocks: Iterable[Tensor]) -> Tensor:
+    """Return the sum of `block @ block.T` over blocks of columns, `[n, n]` float64 on the CPU."""
+    return sum((block @ block.T for block in blocks), torch.zeros((), dtype=torch.float64)).cpu()
+
+
 @torch.no_grad()
 def centred_gram(deltas: Tensor) -> np.ndarray:
-    """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs.
-
-    >>> centred_gram(torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
-    array([[ 1., -1.],
-           [-1.,  1.]])
-    """
-    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
-    total = torch.zeros(len(deltas), len(deltas), dtype=torch.float64, device=deltas.device)
-    for columns in deltas.split(_COLUMNS, dim=1):
-        columns = columns.double()
-        columns = columns - columns.mean(dim=0)
-        total += columns @ columns.T
-    return total.cpu().numpy()
+    """Return `(X - mean) (X - mean)'` of updates X `[n, P]`: `[n, n]` float64, all that the search for groups needs."""
+    return gram_of(columns - columns.mean(dim=0) for columns in double_columns(deltas)).numpy()
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,8 @@ class Updates:
     Args:
         gram: `[n, n]` float64, see `centred_gram`.
         noise_std: noise std in each parameter of each update, `[n]`, >= 0.
-        num_params: P.
-        sampling_std: upper bound of the distance (a length) between an update and the mean of its group because the
-            client's records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
+        sampling_std: upper bound of the distance between an update and the mean of its group because the client's
+            records are a sample, `[n]`: `steps * learning_rate * clip_norm / sqrt(records)`; 0 neglects it.
     """
 
     gram: np.ndarray
@@ -104,11 +104,7 @@ class Updates:
 
 
 class WardTree:
-    """Ward's hierarchical clustering: nodes 0..n-1 are the points, the next n-1 nodes are the merges in order.
-
-    Args:
-        squares: `[n, n]` squared distances.
-    """
+    """Ward's clustering of `[n, n]` squared distances: nodes 0..n-1 are the points, the others the merges in order."""
 
     def __init__(self, squares: np.ndarray) -> None:
         self.size = len(squares)
@@ -128,7 +124,6 @@ class WardTree:
         return int(left), int(right)
 
     def members(self, node: int) -> np.ndarray:
-        """Return the points of a node, ascending."""
         return np.sort(self._members[node])
 
     def cut(self, groups: int) -> list[np.ndarray]:
@@ -142,7 +137,6 @@ class WardTree:
 
 
 def in_order(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Sort groups by their first members."""
     return sorted(groups, key=lambda members: int(members[0]))
 
 
@@ -152,11 +146,7 @@ def least(matrix: np.ndarray) -> float:
 
 
 def overlap(separation: float) -> float:
-    """Return the overlap of two Gaussians of equal weight and spread, `2 Q(separation)`, Q the standard normal tail.
-
-    >>> [round(overlap(s), 4) for s in (0.0, 1.0, 3.0)]
-    [1.0, 0.3173, 0.0027]
-    """
+    """Return the overlap of two Gaussians of equal weight and spread, `2 Q(separation)`, Q the standard normal tail."""
     return float(erfc(separation / math.sqrt(2)))
 
 
@@ -165,14 +155,9 @@ def expected_separation(
 ) -> float:
     """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`, for any clip norm and learning rate.
 
-    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches.
-
-    Args:
-        gradient_distance: distance g between two groups' mean clipped gradients at the start / clip norm, in [0, 2].
-        num_records: N, of one client.
-        noise_multiplier: z of the first round, > 0.
-        epochs: number of local epochs K.
-        batch_size: b; None is the full batch.
+    It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches. g in [0, 2]
+    is the distance between two groups' mean clipped gradients at the start / clip norm, N the records of one client, z
+    the noise multiplier of the first round, K the local epochs, b the batch size (None: full).
 
     >>> expected_separation(0.1, 6600, 1.31)
     251.9...

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 
-from dpfl_lightning.algorithms.null_separation import MOST_GROUPS
-from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, least, overlap
-from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
+from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram, double_columns, least, overlap
+from dpfl_lightning.algorithms.update_groups import MOST_GROUPS, GroupOptions, find_groups
 
-_COLUMNS = 1 << 13  # columns that are converted to float64 at once
 _SMALL = 1e-6  # tolerance of EM, and the term it adds to variances
 _ROUNDING = 1e-6  # bound of the relative rounding of float32 updates; serves as noise if there is no other
 
@@ -29,8 +27,7 @@ class Mixture:
         responsibilities: `[n, M]` float64, rows of sum 1.
         embedding: two-dimensional picture of the updates, `[n, 2]` float64.
         separation: least separation of two groups: half the distance of their means / standard deviation.
-        overlap: `2 Q(separation)`; 1 unless `confident`.
-        confident: whether the groups are more than noise.
+        overlap: `2 Q(separation)`; 1 unless `confident`, which means that the groups are more than noise.
         diagnostics: numbers to log.
     """
 
@@ -43,7 +40,6 @@ class Mixture:
 
     @property
     def num_groups(self) -> int:
-        """M."""
         return self.responsibilities.shape[1]
 
 
@@ -52,16 +48,8 @@ def robust_mixture(
 ) -> Mixture:
     """Find groups that noise and sampling do not explain, and fit a spherical mixture of Gaussians from them.
 
-    Args:
-        deltas: released updates `[n, P]`, all from one model.
-        noise_std: length n, known from each mechanism: see `Updates`.
-        sampling_std: length n, see `Updates`.
-        options: options of the search for groups.
-
-    Returns:
-        The mixture. Its separation is in units of the noise std, without the contribution of noise.
-
-    **Privacy** Post-processing.
+    `deltas` are released updates `[n, P]`, all from one model; the others are those of `Updates` and `find_groups`.
+    The separation is in units of the noise std, without the contribution of noise. Post-processing.
 
     Reference: the mixture of Malekmohammadi et al., with groups by Ward's linkage instead of EM from random starts,
     distances without the contribution of noise, and separations compared with a bootstrap instead of with 3.
@@ -73,7 +61,7 @@ def robust_mixture(
     ([0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1], True)
     """
     # personal parameters have no noise
-    noisy_params = sum(int(part.any(dim=0).sum()) for part in deltas.split(_COLUMNS, dim=1))
+    noisy_params = sum(int(part.any(dim=0).sum()) for part in double_columns(deltas))
     lengths = np.array([float(vector_norm(row, dtype=torch.float64)) for row in deltas])
     rounding = _ROUNDING * lengths / math.sqrt(max(noisy_params, 1))
     noise = np.maximum(np.asarray(noise_std, dtype=float), rounding)
@@ -98,6 +86,7 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
 
     EM runs once, from the groups' means. The result is one-hot if EM fails, or if a component has less than one client.
     """
+    from sklearn.exceptions import ConvergenceWarning
     from sklearn.mixture import GaussianMixture
 
     count, number = len(updates.gram), len(groups)
@@ -121,8 +110,13 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
         precisions_init=1 / (square @ shares + _SMALL),
         random_state=0,
     )
-    fitted = _fitted(mixture, points)
-    if fitted is None or not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ConvergenceWarning)
+        try:
+            fitted = mixture.fit(points).predict_proba(points)
+        except (ConvergenceWarning, ValueError):  # ValueError: a component collapsed
+            return one_hot
+    if not np.isfinite(fitted).all() or fitted.sum(axis=0).min() < 1:
         return one_hot
     return fitted / fitted.sum(axis=1, keepdims=True)
 
@@ -130,23 +124,16 @@ def memberships(updates: Updates, groups: Sequence[np.ndarray]) -> np.ndarray:
 def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixture:
     """Return the mixture of the papers' code: spherical, in the first two principal coordinates, scaled to [0, 1].
 
-    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2.
-
-    Args:
-        deltas: released updates `[n, P]`.
-        num_groups: M; None takes the number of 2..10 (below n) with the largest least separation.
-        seed: seed of k-means++.
-
-    **Privacy** Post-processing.
+    It is never uncertain: without any separation it still shows about 1.2, an overlap near 0.2. `num_groups` None takes
+    the number of 2..10 (below n) with the largest least separation; `seed` is that of k-means++. Post-processing.
 
     Reference: Malekmohammadi et al., with the public code's scaling, and its weights made equal after EM.
     """
     points = scaled_principal_coordinates(deltas)
-    most = min(MOST_GROUPS, len(points) - 1)
     if num_groups is None:
-        numbers = range(2, most + 1) if most >= 2 else range(1, 2)
+        numbers = list(range(2, min(MOST_GROUPS, len(points) - 1) + 1)) or [1]
     else:
-        numbers = range(min(num_groups, len(points)), min(num_groups, len(points)) + 1)
+        numbers = [min(num_groups, len(points))]
     fits = {number: _paper_fit(points, number, seed) for number in numbers}
     number = max(fits, key=lambda count: fits[count][1])
     responsibilities, separation = fits[number]
@@ -159,18 +146,14 @@ def paper_mixture(deltas: Tensor, num_groups: int | None, seed: int = 0) -> Mixt
 def scaled_principal_coordinates(deltas: Tensor) -> np.ndarray:
     """Return coordinates `[n, 2]` in [0, 1]: directions from standardised updates, applied to the unscaled updates.
 
-    This equals fitting scikit-learn's `PCA` to the result of `StandardScaler`, applying it to the unscaled updates, and
-    `MinMaxScaler`; a coordinate in which all updates are equal is 0. It needs no second `[n, P]` matrix.
+    As scikit-learn's `StandardScaler`, `PCA` and `MinMaxScaler`, but without a second `[n, P]` matrix; a coordinate in
+    which all updates are equal is 0.
     """
-    deltas = deltas.cpu() if deltas.device.type == "mps" else deltas  # MPS has no float64
-    count = len(deltas)
-    gram, cross = torch.zeros(2, count, count, dtype=torch.float64, device=deltas.device)
-    for part in deltas.split(_COLUMNS, dim=1):
-        columns = part.double()
+    gram = cross = torch.zeros((), dtype=torch.float64)
+    for columns in double_columns(deltas):
         spread = columns.std(dim=0, correction=0)
         scaled = (columns - columns.mean(dim=0)) / torch.where(spread > 0, spread, 1.0)
-        gram += scaled @ scaled.T
-        cross += columns @ scaled.T
+        gram, cross = gram + scaled @ scaled.T, cross + columns @ scaled.T
     values, vectors = np.linalg.eigh(gram.cpu().numpy())
     values, vectors = values[::-1][:2], vectors[:, ::-1][:, :2]
     nonzero = values > 1e-12 * max(values[0], 0.0)
@@ -199,18 +182,6 @@ def _paper_fit(points: np.ndarray, number: int, seed: int) -> tuple[np.ndarray, 
     gaps = np.linalg.norm(mixture.means_[:, None] - mixture.means_[None], axis=2)
     separation = least(gaps / (2 * np.maximum(spread[:, None], spread[None, :])))
     return mixture.predict_proba(points), separation
-
-
-def _fitted(mixture: object, points: np.ndarray) -> np.ndarray | None:
-    """Return responsibilities, or None if EM does not converge."""
-    from sklearn.exceptions import ConvergenceWarning
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ConvergenceWarning)
-        try:
-            return mixture.fit(points).predict_proba(points)  # type: ignore[attr-defined]
-        except (ConvergenceWarning, ValueError):  # ValueError: a component collapsed
-            return None
 
 
 def switch_round(overlap: float, rounds: int) -> int:

@@ -374,7 +374,7 @@ REGISTRIES = {
     "model": Registry("models", "MODELS", 2),
     "data.partition": Registry("data.partition", "PARTITIONS", 3),
     "data.groups": Registry("data.groups", "GROUPS", 3),
-    "data.mislabelled": Registry("data.label_noise", "UNITS", 2),
+    "data.mislabelled": Registry("data.groups", "UNITS", 2),
 }
 
 

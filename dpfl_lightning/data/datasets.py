@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,17 +14,16 @@ from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
 from dpfl_lightning.errors import nearest, require
 
+NAMES = (*SOURCES, "digits", "diabetes")
+
 
 @dataclass(frozen=True)
 class Dataset:
     """One public data set in memory.
 
     Args:
-        name: registry name.
-        x: [n, *X] float32, normalised training inputs.
-        y: [n] int64, labels in [0, num_classes); float32 targets of a regression.
-        test_x: [m, *X] float32, the official test set.
-        test_y: [m], like `y`.
+        x, test_x: [n, *X] and [m, *X] float32, normalised inputs.
+        y, test_y: [n] and [m] int64 labels in [0, num_classes), or float32 targets of a regression.
         num_classes: number of classes; 1 for a regression.
     """
 
@@ -36,36 +36,29 @@ class Dataset:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape X of one record."""
         return tuple(self.x.shape[1:])
 
 
 def load(name: str, folder: str | None = None, download: bool = True) -> Dataset:
     """Return a data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
+    Nothing is charged for the constants, as they are not from the records; those of `diabetes` were computed from all
+    its records when it was published. IDX and CIFAR files keep their official split.
+
     Args:
-        name: `fashion_mnist`, `mnist`, `cifar10`, `cifar100`, or scikit-learn's `digits` and `diabetes` (a regression),
-            which are always available.
+        name: one of `NAMES`; scikit-learn's `digits` and `diabetes` (a regression) are always available.
         folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
             cache.
         download: whether to download missing files; False never opens a connection.
 
-    Returns:
-        The training and test records; IDX and CIFAR files keep their official split.
-
     Raises:
-        UserError: the name is unknown, or a file is missing, truncated or corrupt. `DataMissing`: nothing was found or
-            downloaded.
-
-    Privacy:
-        The constants come from the literature, not from the records, so nothing is charged for them. Those of
-        `diabetes` were computed from all its records when it was published.
+        UserError: the name is unknown, or a file is missing (`DataMissing`), truncated or corrupt.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require(name in names(), "data.name", f"be one of {', '.join(names())}", name, nearest(name, names()))
+    require(name in NAMES, "data.name", f"be one of {', '.join(NAMES)}", name, nearest(name, NAMES))
     if name == "digits":
         return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
     if name == "diabetes":
@@ -75,15 +68,6 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     raw = source.layout.read(place)
     check_labels(raw, source.num_classes, place)
     return _normalised(name, raw, source.num_classes, scale=255, mean=source.mean, std=source.std)
-
-
-def names() -> list[str]:
-    """Return the names of the data sets of `load`.
-
-    >>> names()
-    ['fashion_mnist', 'mnist', 'cifar10', 'cifar100', 'digits', 'diabetes']
-    """
-    return [*SOURCES, "digits", "diabetes"]
 
 
 def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float, std: float) -> Dataset:
@@ -103,9 +87,7 @@ def _read_digits() -> Raw:
     from sklearn.datasets import load_digits  # slow to import, and only this data set needs it
 
     bunch = load_digits()
-    x, y = bunch.images[:, None], bunch.target
-    train, test = _public_split(len(y))
-    return x[train], y[train], x[test], y[test]
+    return _public_split(bunch.images[:, None], bunch.target)
 
 
 def _read_diabetes() -> Dataset:
@@ -115,12 +97,10 @@ def _read_diabetes() -> Dataset:
     bunch = load_diabetes()
     x = torch.from_numpy((bunch.data * len(bunch.data) ** 0.5).astype(np.float32))
     y = torch.from_numpy(((bunch.target - 152) / 77).astype(np.float32))
-    train, test = _public_split(len(y))
-    return Dataset("diabetes", x[train], y[train], x[test], y[test], num_classes=1)
+    return Dataset("diabetes", *_public_split(x, y), num_classes=1)
 
 
-def _public_split(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return training and test rows, always the same."""
-    order = np.random.default_rng(0).permutation(count)
-    train, test = np.split(order, [round(0.8 * count)])
-    return train, test
+def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
+    """Return x, y, test_x and test_y, always the same."""
+    train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
+    return x[train], y[train], x[test], y[test]

@@ -70,14 +70,9 @@ def content_of(path: Path) -> bytes:
 
 @dataclass(frozen=True)
 class CifarFiles:
-    """The binary distribution of a CIFAR set, as tar.gz or unpacked: label bytes, then 3 x 32 x 32 pixels.
+    """The binary distribution of a CIFAR set, as tar.gz or unpacked into `folder`.
 
-    Args:
-        archive: name of the tar.gz.
-        folder: folder inside it.
-        train: training files, in order.
-        test: test file.
-        label_bytes: bytes before the pixels; the last of them is the label (CIFAR-100: coarse, then fine).
+    A record is `label_bytes`, of which the last is the label (CIFAR-100: coarse, then fine), and 3 x 32 x 32 pixels.
     """
 
     archive: str
@@ -104,7 +99,6 @@ class CifarFiles:
 
     @property
     def files(self) -> tuple[str, ...]:
-        """All files, the test file last."""
         return (*self.train, self.test)
 
     def _unpacked(self, folder: Path) -> Path | None:

@@ -1,16 +1,14 @@
-"""Simulated groups of clients with different data: rotated images (covariate shift) or renamed classes (concept shift).
-
-Each kind of groups is a function `(num_clients, input_shape, num_classes, **options) -> Groups`; `grouped` finds one by
-its name. The partition decides which records a client has, and its group how they are shifted.
-"""
+"""Simulated differences between clients: groups with rotated images or renamed classes, and wrong labels."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,22 +32,17 @@ class Groups:
 
 
 def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_classes: int, /, **options: Any) -> Groups:
-    """Return the groups called `name`.
+    """Return the groups called `name`, a key of `GROUPS`.
 
     Args:
-        name: one of `names()`.
-        num_clients: N, >= 1.
-        input_shape: shape X of one record.
-        num_classes: number of classes; 1 for a regression.
-        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum N); or `count`, the
-            number of groups, whose sizes are then as equal as possible, the smaller ones first.
+        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum `num_clients`); or
+            `count`, the number of groups, whose sizes are then as equal as possible, the smaller ones first.
 
     Raises:
         UserError: a name or option is unknown, sizes do not fit, or records cannot be shifted this way.
 
-    Reference:
-        Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in Federated
-        Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
+    Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
+    Federated Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
 
     >>> grouped("rotation", 5, (1, 8, 8), 10, sizes=[1, 2, 2]).of
     (0, 1, 1, 2, 2)
@@ -57,15 +50,6 @@ def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_class
     (0, 0, 1, 1, 1)
     """
     return call("data.groups", GROUPS, name, num_clients, input_shape, num_classes, **options)
-
-
-def names() -> list[str]:
-    """Return the names of the groups of `grouped`.
-
-    >>> names()
-    ['rotation', 'label_shift']
-    """
-    return list(GROUPS)
 
 
 def rotation(
@@ -99,20 +83,12 @@ GROUPS: dict[str, Callable[..., Groups]] = {"rotation": rotation, "label_shift":
 
 
 def turned(x: Tensor, y: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """Rotate images [..., S, S] by 90 * `group` degrees counter-clockwise; labels are unchanged.
-
-    >>> turned(torch.tensor([[1, 2], [3, 4]]), torch.tensor(0), 1)[0].tolist()
-    [[2, 4], [1, 3]]
-    """
+    """Rotate images [..., S, S] by 90 * `group` degrees counter-clockwise; labels are unchanged."""
     return torch.rot90(x, group, dims=(-2, -1)), y
 
 
 def renamed(y: Tensor, group: int, num_classes: int) -> Tensor:
-    """Return labels (y + `group`) mod `num_classes`.
-
-    >>> renamed(torch.tensor([0, 8, 9]), 1, num_classes=10).tolist()
-    [1, 9, 0]
-    """
+    """Return labels (y + `group`) mod `num_classes`."""
     return (y + group) % num_classes
 
 
@@ -121,16 +97,8 @@ def stored(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Build one storage of shifted records: a copy of each record for each group that uses it.
 
-    Args:
-        x: [n, *X] inputs before the shift.
-        y: [n] labels before the shift.
-        rows_of: lists of rows of `x`, in which a row may occur several times.
-        group_of: group of each list.
-        shift: shift of the records of a group.
-
-    Returns:
-        Shifted x [m, *X] and y [m], and the lists as rows of these. If no row occurs twice, m is the sum of their
-        lengths.
+    `rows_of` are lists of rows of x [n, *X] and y [n], in which a row may occur several times, and `group_of` the group
+    of each list. Returned are the shifted x [m, *X] and y [m], and the lists as rows of these.
     """
     total, last = len(y), max(group_of)
     pairs = torch.cat([group * total + rows for rows, group in zip(rows_of, group_of, strict=True)])
@@ -144,17 +112,62 @@ def stored(
 
 
 def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, most: int, why: str) -> tuple[int, ...]:
-    """Return the group of each client, [N], group 0 first."""
     key, advice = "data.groups.sizes", "Give sizes: [3, 6, 6, 6], or count: 4 for sizes as equal as possible."
     require((sizes is None) != (count is None), key, "be given, or else data.groups.count, not both", sizes, advice)
     if sizes is None:
         assert count is not None  # for mypy
         limit = min(most, num_clients)
         require(1 <= count <= limit, "data.groups.count", f"be from 1 to {limit}: {why}, {num_clients} clients", count)
-        each, larger = divmod(num_clients, count)
-        sizes = [each] * (count - larger) + [each + 1] * larger
+        sizes = sorted(map(len, np.array_split(range(num_clients), count)))
     require(1 <= len(sizes) <= most, key, f"have from 1 to {most} sizes, one a group: {why}", list(sizes))
     require(min(sizes) >= 1, key, "be at least 1 each", list(sizes))
     total = f"It is {sum(sizes)}."
     require(sum(sizes) == num_clients, key, f"have the sum {num_clients}, clients.count", list(sizes), total)
-    return tuple(group for group, size in enumerate(sizes) for _ in range(size))
+    return tuple(np.repeat(range(len(sizes)), sizes).tolist())
+
+
+# ---- wrong labels
+
+
+def mislabelled(
+    name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
+) -> Tensor:
+    """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name`.
+
+    Raises:
+        UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.
+
+    Reference: Wang and Wang (2024), who do not state whether a portion is one of records or of clients.
+
+    >>> y, clients = torch.tensor([0, 1, 2, 0]), [torch.tensor([0, 1]), torch.tensor([2])]
+    >>> mislabelled("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()
+    [1, 2, 0, 0]
+    """
+    must, rows = "be null if there are no classes", torch.cat(list(rows_of))
+    require(num_classes > 1 and not y.is_floating_point(), "data.mislabelled", must, name)
+    must = "be null if clients share records, because a record has one label"
+    require(len(rows.unique()) == len(rows), "data.mislabelled", must, name)
+    wrong = call("data.mislabelled", UNITS, name, rows_of, rng, **options)
+    changed = y.clone()
+    changed[wrong] = renamed(y[wrong], 1, num_classes)
+    return changed
+
+
+def of_records(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+    """Return rows of this share of each client's records."""
+    return torch.cat([rows[_some(len(rows), rng, share)] for rows in rows_of])
+
+
+def of_clients(rows_of: Sequence[Tensor], rng: np.random.Generator, share: float) -> Tensor:
+    """Return all rows of this share of the clients."""
+    chosen = _some(len(rows_of), rng, share)
+    return torch.cat([rows_of[client] for client in chosen.tolist()] or [rows_of[0][:0]])
+
+
+UNITS: dict[str, Callable[..., Tensor]] = {"records": of_records, "clients": of_clients}
+
+
+def _some(total: int, rng: np.random.Generator, share: float) -> Tensor:
+    """Draw a share of `total` at random; a half is rounded up."""
+    require(0 <= share <= 1, "data.mislabelled.share", "be in [0, 1]", share)
+    return torch.from_numpy(rng.permutation(total)[: math.floor(share * total + 0.5)])

@@ -1,8 +1,4 @@
-"""Partitions: pure functions from labels to one array of indices per client.
-
-Each partition is a function `(labels [n], num_clients, rng, **options) -> list of num_clients index arrays` into
-`labels`; all but `overlapping` give every record to at most one client. `partition` finds one by its name.
-"""
+"""Partitions: functions `(labels [n], num_clients, rng, **options) -> one array of indices into labels per client`."""
 
 from __future__ import annotations
 
@@ -18,25 +14,14 @@ Parts = list[np.ndarray]
 
 
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
-    """Divide records among clients by the partition called `name`.
+    """Divide records among clients by the partition called `name`, a key of `PARTITIONS`; no client gets none.
 
-    Args:
-        name: one of `names()`.
-        labels: [n], the class of each record.
-        num_clients: number of clients, >= 1.
-        rng: generator of all randomness.
-        options: options of the partition, and for all but `sizes` also `records_per_client`: then as many records as
-            all clients need are drawn first, and only these are divided. It is the exact size if the partition makes
-            equal parts, otherwise the mean size; without it all records are divided.
-
-    Returns:
-        num_clients arrays of indices into `labels`, none of them empty.
+    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee. All but
+    `overlapping` give every record to at most one client. The option `records_per_client` (not for `sizes`) first draws
+    as many records as all clients need; it is the exact size in equal parts, otherwise the mean.
 
     Raises:
         UserError: a name or option is unknown, there are too few records, or a value is out of range.
-
-    Privacy:
-        The division reads labels: it simulates how records are distributed in reality, and is outside any guarantee.
 
     >>> labels, rng = np.zeros(10), np.random.default_rng(0)
     >>> [part.size for part in partition("iid", labels, 3, rng)]
@@ -47,37 +32,19 @@ def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Ge
     if name in ("overlapping", "sizes") or "records_per_client" not in options:
         chosen = np.arange(len(labels))
     else:
-        chosen = _some(len(labels), num_clients, options.pop("records_per_client"), rng)
+        each, most = options.pop("records_per_client"), len(labels) // max(num_clients, 1)
+        must = f"be a whole number from 1 to {most}: {num_clients} clients share {len(labels)} records"
+        advice = "The partition `overlapping` lets clients share records."
+        require(isinstance(each, int) and 1 <= each <= most, "data.records_per_client", must, each, advice)
+        chosen = rng.permutation(len(labels))[: num_clients * each]
     enough = 1 <= num_clients <= len(chosen) or (name == "overlapping" and num_clients >= 1)
     require(enough, "num_clients", f"be from 1 to the number of records, {len(chosen)}", num_clients)
     parts = call("data.partition", PARTITIONS, name, labels[chosen], num_clients, rng, **options)
     return [chosen[part] for part in parts]
 
 
-def _some(total: int, num_clients: int, each: Any, rng: np.random.Generator) -> np.ndarray:
-    """Draw `each` records for each client at random, not yet divided."""
-    most = total // max(num_clients, 1)
-    must = f"be a whole number from 1 to {most}: {num_clients} clients share {total} records"
-    advice = "The partition `overlapping` lets clients share records."
-    require(isinstance(each, int) and 1 <= each <= most, "data.records_per_client", must, each, advice)
-    return rng.permutation(total)[: num_clients * each]
-
-
-def names() -> list[str]:
-    """Return the names of the partitions of `partition`.
-
-    >>> names()
-    ['iid', 'stratified', 'dirichlet', 'shards', 'sizes', 'overlapping']
-    """
-    return list(PARTITIONS)
-
-
 def iid(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -> Parts:
-    """Random equal parts; sizes differ by at most one.
-
-    >>> sorted(np.concatenate(iid(np.zeros(5), 2, np.random.default_rng(0))).tolist())
-    [0, 1, 2, 3, 4]
-    """
+    """Random equal parts; sizes differ by at most one."""
     return np.array_split(rng.permutation(len(labels)), num_clients)
 
 
@@ -85,10 +52,6 @@ def stratified(labels: np.ndarray, num_clients: int, rng: np.random.Generator) -
     """Equal parts with equal shares of every class: records are sorted by class and assigned to clients in turn.
 
     Sizes differ by at most one, and so do the clients' counts of any class.
-
-    >>> labels = np.array([0, 0, 1, 1])
-    >>> [sorted(labels[part].tolist()) for part in stratified(labels, 2, np.random.default_rng(0))]
-    [[0, 1], [0, 1]]
     """
     order = rng.permutation(len(labels))
     order = order[np.argsort(labels[order], kind="stable")]
@@ -105,25 +68,14 @@ def dirichlet(
 ) -> Parts:
     """Cut every class in proportions drawn from Dir(alpha, ..., alpha) over the clients.
 
-    The whole draw is repeated until every client has `min_records`, so that no batch size exceeds a client's
-    records.
+    The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
 
     Args:
-        labels, num_clients, rng: see `partition`.
         alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
         min_records: smallest number of records of a client, >= 1.
         max_draws: largest number of draws.
 
-    Raises:
-        UserError: a value is out of range, or no draw in `max_draws` gave every client `min_records`.
-
-    Reference:
-        Class-wise as in the public code of the papers, which state neither a minimum nor what to do below it.
-
-    >>> labels = np.repeat([0, 1], 50)
-    >>> parts = dirichlet(labels, 4, np.random.default_rng(0), alpha=0.5, min_records=10)
-    >>> min(part.size for part in parts) >= 10
-    True
+    Reference: class-wise as in the public code of the papers, which state no minimum.
     """
     require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
     mean = len(labels) // num_clients
@@ -145,30 +97,19 @@ def dirichlet(
             f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
             f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
         )
-    parts: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
-    for label, cuts in zip(classes, ends[:, :-1], strict=True):
-        for part, piece in zip(parts, np.split(_shuffled(labels, label, rng), cuts), strict=True):
-            part.append(piece)
-    return [np.concatenate(part) for part in parts]
+    cuts_of = zip(classes, ends[:, :-1], strict=True)
+    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in cuts_of]
+    return [np.concatenate(part) for part in zip(*pieces, strict=True)]
 
 
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
     """Each client gets `max_classes` random shards of one class each, and so has at most that many classes.
 
-    If the whole list sorted by label is cut, as in the papers' code, shards may contain two classes and violate the
-    bound.
+    Unlike in the papers' code, no shard contains two classes.
 
     Args:
-        labels, num_clients, rng: see `partition`.
-        max_classes: number of shards of a client; large enough that every class has a shard.
-
-    Raises:
-        UserError: there are fewer shards than classes, or a class has fewer records than shards.
-
-    >>> labels = np.repeat(np.arange(10), 60)
-    >>> parts = shards(labels, 20, np.random.default_rng(0), max_classes=3)
-    >>> max(np.unique(labels[part]).size for part in parts) <= 3
-    True
+        max_classes: number of shards of a client; large enough that every class has a shard, and small enough that
+            every shard has a record.
     """
     classes, sizes = np.unique(labels, return_counts=True)
     total = num_clients * max_classes
@@ -187,11 +128,7 @@ def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_c
 
 
 def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes: Sequence[int]) -> Parts:
-    """Random parts of the given sizes; records beyond their sum belong to no client.
-
-    >>> [part.size for part in partition("sizes", np.zeros(10), 2, np.random.default_rng(0), sizes=[3, 5])]
-    [3, 5]
-    """
+    """Random parts of the given sizes; records beyond their sum belong to no client."""
     key = "data.partition.sizes"
     require(len(sizes) == num_clients, key, f"have one size for each of {num_clients} clients", len(sizes))
     require(min(sizes) >= 1, key, "be at least 1 each", min(sizes))
@@ -202,14 +139,8 @@ def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes:
 def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
     """Each client draws records from all of them, without repetition.
 
-    It is for simulations of more clients than there are records for.
-
-    Privacy:
-        A record may be at several clients. The guarantee of a client then covers only that client's releases, which
-        `Population.caveats` states.
-
-    >>> [part.size for part in overlapping(np.zeros(10), 4, np.random.default_rng(0), records_per_client=8)]
-    [8, 8, 8, 8]
+    It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
+    of a client then covers only that client's releases, which `Population.caveats` states.
     """
     most = len(labels)
     must = f"be from 1 to the {most} records"
@@ -230,13 +161,7 @@ PARTITIONS: dict[str, Callable[..., Parts]] = {
 def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
     """Return the classes that partitions use: labels unchanged, targets of a regression as `bins` equal classes.
 
-    Args:
-        targets: [n], integers or real numbers.
-
-    Privacy:
-        The bins depend on all clients' targets: like the division itself they are outside any guarantee.
-
-    Reference: Ma et al., "The Power of Bias", divide a regression's records by classes; the bins are ours.
+    The bins depend on all clients' targets: like the division itself they are outside any guarantee.
 
     >>> as_classes(np.array([5.0, 1.0, 3.0, 9.0]), bins=2).tolist(), as_classes(np.array([2, 7])).tolist()
     ([1, 0, 0, 1], [2, 7])
@@ -249,22 +174,9 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Return disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
 
-    One rate (test records per training record) is used for all clients and classes: the largest for which no class runs
-    out of test records. A non-integer count is rounded at random to a neighbour (systematic sampling), so a client's
-    share is accurate to one record in each class.
-
-    Args:
-        test_labels: [m], the class of each test record.
-        class_counts: [num_clients, num_classes], training records of each client and class.
-        rng: generator of all randomness.
-
-    Returns:
-        One array of indices into `test_labels` per client, disjoint; empty if a client's share rounds to 0.
-
-    >>> counts = np.array([[20, 0], [0, 20]])
-    >>> shares = matched_shares(np.array([0, 0, 1, 1]), counts, np.random.default_rng(0))
-    >>> [sorted(share.tolist()) for share in shares]
-    [[0, 1], [2, 3]]
+    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) is
+    used for all clients and classes: the largest for which no class runs out of test records. Counts are rounded at
+    random (systematic sampling), so a share is accurate to one record in each class; it may be empty.
     """
     num_clients, num_classes = class_counts.shape
     needed, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]
@@ -272,15 +184,12 @@ def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.ra
     if not both.any():
         return [np.empty(0, dtype=np.int64) for _ in range(num_clients)]
     rate = (available[both] / needed[both]).min()
-    shares: list[list[np.ndarray]] = [[] for _ in range(num_clients)]
+    pieces = []
     for label in np.flatnonzero(both):
         ends = np.floor(rate * np.cumsum(class_counts[:, label]) + rng.uniform()).astype(int)
-        pieces = np.split(_shuffled(test_labels, label, rng), ends)[:num_clients]
-        for share, piece in zip(shares, pieces, strict=True):
-            share.append(piece)
-    return [np.concatenate(share) for share in shares]
+        pieces.append(np.split(_shuffled(test_labels, label, rng), ends)[:num_clients])
+    return [np.concatenate(share) for share in zip(*pieces, strict=True)]
 
 
 def _shuffled(labels: np.ndarray, label: np.integer, rng: np.random.Generator) -> np.ndarray:
-    """Return the indices of one class in random order."""
     return rng.permutation(np.flatnonzero(labels == label))

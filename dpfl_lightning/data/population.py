@@ -15,7 +15,7 @@ from torch import Tensor
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.given import check_alike, pair
 from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.label_noise import mislabelled as with_wrong_labels
+from dpfl_lightning.data.groups import mislabelled as with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
@@ -32,21 +32,17 @@ _SHARED = (
 class Population:
     """The private records of N clients. Clients hold row numbers, never copies.
 
+    Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover training
+    records, and reports say that held-out records are not covered.
+
     Args:
-        x: [n, *X] inputs of the records of all clients.
-        y: [n] int64 labels, or float32 targets of a regression.
-        train_of: [N] rows of each client's training records.
-        held_out_of: [N] rows of each client's held-out records, disjoint from the training rows; may be empty.
+        x, y: [n, *X] inputs and [n] int64 labels, or float32 targets of a regression, of all clients.
+        train_of, held_out_of: [N] rows of each client's training and held-out records, disjoint.
         test: [m] rows of the test set of the run, or None.
         num_classes: number of classes; 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
         caveats: caveats about the data for guarantees of this run.
-        groups: [N] true group of each client in a simulation with groups, else None; `x` and `y` hold the records as
-            shifted for the groups.
-
-    Privacy:
-        Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover
-        training records, and reports say that held-out records are not covered.
+        groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
     """
 
     x: Tensor
@@ -61,7 +57,6 @@ class Population:
 
     @property
     def num_clients(self) -> int:
-        """N."""
         return len(self.train_of)
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
@@ -71,7 +66,6 @@ class Population:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape X of one record."""
         return tuple(self.x.shape[1:])
 
     def records(self, client: int, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -96,9 +90,8 @@ class Population:
     def to(self, device: torch.device | str) -> Population:
         """Return the same population on a device: records move once, and the rows of all clients together."""
         moved: dict[str, Any] = {
-            name: value.to(device)
+            name: None if (value := getattr(self, name)) is None else value.to(device)
             for name in ("x", "y", "test", "public")
-            if (value := getattr(self, name)) is not None
         }
         for name in ("train_of", "held_out_of"):
             rows = getattr(self, name)
@@ -121,36 +114,15 @@ class Population:
         mislabelled: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
-        """Divide a public data set among simulated clients.
+        """Divide a public data set among simulated clients; the result is on the CPU.
 
-        Args:
-            dataset: data set from `load`; its test set is the test set of the run.
-            num_clients: N.
-            partition: a partition of `dpfl_lightning.data.partition` and its options.
-            records_per_client: number of *training* records of each client (the mean if the partition makes unequal
-                parts); None divides all records.
-            held_out_per_client: number of records that a client holds out in addition to its training records: a count,
-                or a share in (0, 1). With 0 each client gets a disjoint share of the test set instead, whose classes
-                match those of its training records.
-            test_per_client: if it is given, each client instead draws this number of test records whose classes match
-                those of its training records, without repetition and independently of the other clients.
-            public_records: number of last training records that belong to no client and are declared public.
-            use_public: divide the public records instead, and use their last sixth as the test set: for choosing
-                settings without reading private records.
-            groups: groups of `dpfl_lightning.data.groups` and their options: all training and test records of a client
-                are shifted for its group. Then there is no common test set (a test record differs between groups), and
-                the mean over clients on their held-out records replaces it. Public records are not shifted.
-                Partitions and test shares use the labels before the shift.
-            mislabelled: units of `dpfl_lightning.data.label_noise` and their options: which training records have wrong
-                labels. Partitions and test shares use the correct labels.
-            seed: seed of the division (public).
-
-        Returns:
-            The population, on the CPU.
+        The arguments are the keys `data.*` of the configuration (`DataOptions`); partition, groups and mislabelled are
+        a name and its options. `records_per_client` is a mean if the partition makes unequal parts. Shares of the test
+        set and draws from it match the classes of a client's training records. With groups there is no common test set,
+        and public records are not shifted. Partitions and test shares use the labels before any shift or mistake.
 
         Raises:
-            UserError: there are fewer records than clients or than requested, the partition is unknown, or the groups
-                do not fit.
+            UserError: there are fewer records than clients or than requested, or an option does not fit.
 
         >>> from dpfl_lightning.data import load
         >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
@@ -168,15 +140,18 @@ class Population:
         if records_per_client is not None:
             once = "records_per_client" not in options
             require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
-            options["records_per_client"] = _with_held_out(records_per_client, held_out_per_client)
+            if held_out_per_client >= 1:
+                options["records_per_client"] = records_per_client + int(held_out_per_client)
+            else:
+                options["records_per_client"] = round(records_per_client / (1 - held_out_per_client))
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
         labels = as_classes(y.numpy())
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
         parts = divide(name, labels[pool], num_clients, rng, **options)
         train, held_out = _cut([pool.start + part for part in parts], held_out_per_client, rng)
         if not held_out_per_client:
-            arguments = (name, labels[test], [labels[rows] for rows in train], kinds, rng)
-            shares = _test_shares(*arguments) if test_per_client is None else _test_draws(*arguments, test_per_client)
+            labels_of = [labels[rows] for rows in train]
+            shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
         population = cls(
             x=x,
@@ -191,27 +166,18 @@ class Population:
         population = population if client_groups is None else population._shifted(client_groups)
         if mislabelled is None:
             return population
-        y = with_wrong_labels(
-            mislabelled[0], population.y, population.train_of, population.num_classes, rng, **mislabelled[1]
-        )
+        unit, unit_options = mislabelled
+        y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **unit_options)
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
         """Return the same clients with records shifted for their groups, and no common test set."""
         public = [] if self.public is None else [self.public]
-        rows_of, group_of = [*self.train_of, *self.held_out_of, *public], [*groups.of, *groups.of, *(0 for _ in public)]
-        x, y, rows_of = stored(self.x, self.y, rows_of, group_of, groups.shift)
-        clients = self.num_clients
-        return dataclasses.replace(
-            self,
-            x=x,
-            y=y,
-            train_of=rows_of[:clients],
-            held_out_of=rows_of[clients : 2 * clients],
-            test=None,
-            public=rows_of[-1] if public else None,
-            groups=groups.of,
-        )
+        rows_of = [*self.train_of, *self.held_out_of, *public]
+        x, y, rows_of = stored(self.x, self.y, rows_of, [*groups.of, *groups.of, *(0 for _ in public)], groups.shift)
+        train_of, held_out_of = rows_of[: self.num_clients], rows_of[self.num_clients : 2 * self.num_clients]
+        shifted = dataclasses.replace(self, x=x, y=y, train_of=train_of, held_out_of=held_out_of, test=None)
+        return dataclasses.replace(shifted, public=rows_of[-1] if public else None, groups=groups.of)
 
     @classmethod
     def from_datasets(
@@ -222,19 +188,14 @@ class Population:
         seed: int = 0,
         num_classes: int | None = None,
     ) -> Population:
-        """Create a population from your data, one source for each client.
+        """Create a population from your data, on the CPU.
 
         Args:
             clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
                 floating: a regression), or a map-style torch Dataset of such (x, y).
             test: the test set of the run in the same form, or None.
-            held_out: share in [0, 1) of each client's records to hold out, chosen at random.
-            seed: seed of that choice.
-            num_classes: number of classes; None is the largest label + 1, which reveals to the server that this label
-                exists.
-
-        Returns:
-            The population, on the CPU.
+            held_out: share in [0, 1) of each client's records to hold out, chosen at random by `seed`.
+            num_classes: None is the largest label + 1, which reveals to the server that this label exists.
 
         Raises:
             UserError: shapes, types or labels do not fit; the message names the client.
@@ -286,11 +247,6 @@ def _check_held_out(held_out: int | float, test_each: int | None) -> None:
     require(test_each is None or test_each >= 1, "data.test_per_client", "be at least 1, or null", test_each)
 
 
-def _with_held_out(records: int, held_out: int | float) -> int:
-    """Return how many records a client needs for this number of training records."""
-    return records + int(held_out) if held_out >= 1 else round(records / (1 - held_out))
-
-
 def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tuple[Parts, Parts]:
     """Split each client's rows at random into training and held-out rows: a count, or a share of its records."""
     train, held_out_rows = [], []
@@ -304,23 +260,22 @@ def _cut(rows_of: Parts, held_out: int | float, rng: np.random.Generator) -> tup
     return train, held_out_rows
 
 
-def _test_shares(
-    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator
+def _test_rows(
+    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int | None
 ) -> Parts:
-    """Return a disjoint share of the test set for each client that matches its records."""
-    if name in _ALIKE:
-        return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
-    counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
-    return matched_shares(test_labels, counts, rng)
+    """Return test rows for each client that match its records: a disjoint share, or `each` rows drawn independently."""
 
+    def shares(labels_of: Parts) -> Parts:
+        if name in _ALIKE:
+            return np.array_split(rng.permutation(len(test_labels)), len(labels_of))
+        counts = np.array([np.bincount(labels, minlength=num_classes) for labels in labels_of])
+        return matched_shares(test_labels, counts, rng)
 
-def _test_draws(
-    name: str, test_labels: np.ndarray, labels_of: Parts, num_classes: int, rng: np.random.Generator, each: int
-) -> Parts:
-    """Draw `each` test records for each client that match its records, independently of the other clients."""
+    if each is None:
+        return shares(labels_of)
     draws = []
     for client, labels in enumerate(labels_of):
-        (matching,) = _test_shares(name, test_labels, [labels], num_classes, rng)  # as if it were the only client
+        (matching,) = shares([labels])  # as if it were the only client
         must = f"be at most {len(matching)}, the test records with classes like those of client {client}"
         require(each <= len(matching), "data.test_per_client", must, each)
         draws.append(rng.choice(matching, each, replace=False))

@@ -2,8 +2,8 @@
 
 A data set is searched in the given folder; without one in the operating system's package, then in the user's cache
 (`DPFL_DATA` moves it). Otherwise it is downloaded into that cache from its public addresses, or, if none answers on a
-Debian-like machine, from Debian's package without root. A downloaded file is checked against its published md5 before
-it gets its final name. An existing file is checked by its structure and is never changed.
+Debian-like machine, from Debian's package without root. Downloads are checked against their md5; existing files are
+checked by their structure and never changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,36 +71,38 @@ class Source:
     """A data set, and where to download it.
 
     Args:
-        layout: format of its files.
-        num_classes: number of classes.
-        mean: subtracted from values in [0, 1], for every channel.
-        std: divisor after that.
+        mean: subtracted from values in [0, 1], for every channel; the divisor `std` follows.
         md5_of: published files -> md5.
         mirrors: addresses that hold all of them.
-        package: Debian's package of it.
     """
 
     layout: IdxFiles | CifarFiles
-    num_classes: int
-    mean: float
-    std: float
     md5_of: Mapping[str, str]
     mirrors: tuple[str, ...]
+    num_classes: int = 10
+    mean: float = 0.5
+    std: float = 0.5
     package: DebianPackage | None = None
+
+
+_MNIST_FILES = tuple(f"{stem}.gz" for stem in IdxFiles.stems)
+
+
+def _files(*md5s: str) -> Mapping[str, str]:
+    return dict(zip(_MNIST_FILES, md5s, strict=True))
 
 
 SOURCES: Mapping[str, Source] = {
     "fashion_mnist": Source(
         layout=IdxFiles(),
-        num_classes=10,
         mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
         std=0.3081,
-        md5_of={
-            "train-images-idx3-ubyte.gz": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "train-labels-idx1-ubyte.gz": "25c81989df183df01b3e8a0aad5dffbe",
-            "t10k-images-idx3-ubyte.gz": "bef4ecab320f06d8554ea6380940ec79",
-            "t10k-labels-idx1-ubyte.gz": "bb300cfdad3c16e7a12a480ee83cd310",
-        },
+        md5_of=_files(
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+            "25c81989df183df01b3e8a0aad5dffbe",
+            "bef4ecab320f06d8554ea6380940ec79",
+            "bb300cfdad3c16e7a12a480ee83cd310",
+        ),
         mirrors=(
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
             "https://github.com/zalandoresearch/fashion-mnist/raw/master/data/fashion/",
@@ -108,25 +110,24 @@ SOURCES: Mapping[str, Source] = {
         package=DebianPackage(
             name="dataset-fashion-mnist",
             folder="/usr/share/datasets/fashion-mnist",
-            content_md5_of={
-                "train-images-idx3-ubyte.gz": "f4a8712d7a061bf5bd6d2ca38dc4d50a",
-                "train-labels-idx1-ubyte.gz": "9018921c3c673c538a1fc5bad174d6f9",
-                "t10k-images-idx3-ubyte.gz": "8181f5470baa50b63fa0f6fddb340f0a",
-                "t10k-labels-idx1-ubyte.gz": "15d484375f8d13e6eb1aabb0c3f46965",
-            },
+            content_md5_of=_files(
+                "f4a8712d7a061bf5bd6d2ca38dc4d50a",
+                "9018921c3c673c538a1fc5bad174d6f9",
+                "8181f5470baa50b63fa0f6fddb340f0a",
+                "15d484375f8d13e6eb1aabb0c3f46965",
+            ),
         ),
     ),
     "mnist": Source(
         layout=IdxFiles(),
-        num_classes=10,
         mean=0.1307,
         std=0.3081,
-        md5_of={
-            "train-images-idx3-ubyte.gz": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "train-labels-idx1-ubyte.gz": "d53e105ee54ea40749a09fcbcd1e9432",
-            "t10k-images-idx3-ubyte.gz": "9fb629c4189551a2d022fa330f9573f3",
-            "t10k-labels-idx1-ubyte.gz": "ec29112dd5afa0611ce80d1b7f02629c",
-        },
+        md5_of=_files(
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "d53e105ee54ea40749a09fcbcd1e9432",
+            "9fb629c4189551a2d022fa330f9573f3",
+            "ec29112dd5afa0611ce80d1b7f02629c",
+        ),
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",
             "https://storage.googleapis.com/cvdf-datasets/mnist/",
@@ -140,23 +141,12 @@ SOURCES: Mapping[str, Source] = {
             test="test_batch.bin",
             label_bytes=1,
         ),
-        num_classes=10,
-        mean=0.5,
-        std=0.5,
         md5_of={"cifar-10-binary.tar.gz": "c32a1d4ab5d03f1284b67883e8d87530"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
     "cifar100": Source(
-        layout=CifarFiles(
-            archive="cifar-100-binary.tar.gz",
-            folder="cifar-100-binary",
-            train=("train.bin",),
-            test="test.bin",
-            label_bytes=2,
-        ),
+        layout=CifarFiles("cifar-100-binary.tar.gz", "cifar-100-binary", ("train.bin",), "test.bin", label_bytes=2),
         num_classes=100,
-        mean=0.5,
-        std=0.5,
         md5_of={"cifar-100-binary.tar.gz": "03b5dce01913d631647c71ecec9e9cb8"},
         mirrors=("https://www.cs.toronto.edu/~kriz/",),
     ),
@@ -169,8 +159,7 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
         return _given(name, source, folder)
     cache = cache_folder(name)
     tried = []
-    system_folders = [Path(source.package.folder)] if source.package else []
-    for place in [*system_folders, cache]:
+    for place in [*([Path(source.package.folder)] if source.package else []), cache]:
         missing = source.layout.missing(place)
         if not missing:
             return place
@@ -189,15 +178,13 @@ def find(name: str, source: Source, folder: Path | None, download: bool) -> Path
 
 def _given(name: str, source: Source, folder: Path) -> Path:
     """Return the user's folder or its subfolder `name`. It is strict, so that a typo never selects other data."""
-    places = (folder, folder / name)
-    missing_files = [source.layout.missing(place) for place in places]
-    complete = next((place for place, missing in zip(places, missing_files, strict=True) if not missing), None)
-    if complete is None:
-        fewest_missing = min(missing_files, key=lambda missing: len(missing))
-        got = f"a folder that lacks {', '.join(fewest_missing)}" if folder.is_dir() else "no such folder"
+    missing_of = {place: source.layout.missing(place) for place in (folder, folder / name)}
+    nearest_place = min(missing_of, key=lambda place: len(missing_of[place]))
+    if missing_of[nearest_place]:
+        got = f"a folder that lacks {', '.join(missing_of[nearest_place])}" if folder.is_dir() else "no such folder"
         advice = "Correct the path, or leave it out to use the system's package, the cache or the network."
         raise UserError(f"`data.folder` must hold the files of {name}, got {str(folder)!r}: {got}. {advice}")
-    return complete
+    return nearest_place
 
 
 def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
@@ -218,10 +205,14 @@ def _fetch(name: str, source: Source, folder: Path, tried: list[str]) -> bool:
 
 
 def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bool:
-    cache = folder.parent
-    for label, fetch in _ways(source):
+    ways: list[tuple[str, Callable[[Path], None]]] = [
+        (mirror, partial(_from_mirror, mirror, source.md5_of)) for mirror in source.mirrors
+    ]
+    if source.package is not None:
+        ways.append((f"Debian's package {source.package.name}", source.package.fetch))
+    for label, fetch in ways:
         try:
-            with tempfile.TemporaryDirectory(dir=cache, prefix=f".{name}-") as fresh:
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as fresh:
                 print(f"fetching {name} from {label} into {folder}", file=sys.stderr, flush=True)
                 fetch(Path(fresh))
                 folder.mkdir(exist_ok=True)
@@ -233,13 +224,6 @@ def _fetch_into(folder: Path, name: str, source: Source, tried: list[str]) -> bo
     return False
 
 
-def _ways(source: Source) -> Iterator[tuple[str, Callable[[Path], None]]]:
-    for mirror in source.mirrors:
-        yield mirror, partial(_from_mirror, mirror, source.md5_of)
-    if source.package is not None:
-        yield f"Debian's package {source.package.name}", source.package.fetch
-
-
 def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
     pooch.get_logger().setLevel("WARNING")  # `_fetch_into` prints what is downloaded
     get = pooch.HTTPDownloader(progressbar=sys.stderr.isatty(), timeout=TIMEOUT)
@@ -248,7 +232,6 @@ def _from_mirror(mirror: str, md5_of: Mapping[str, str], target: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Describe briefly why a source failed."""
     if isinstance(error, subprocess.CalledProcessError) and error.stderr.strip():
         return error.stderr.strip().splitlines()[-1]
     if isinstance(error, subprocess.TimeoutExpired):

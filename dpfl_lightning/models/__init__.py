@@ -12,12 +12,11 @@ from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, lenet5, linear, logistic
-from dpfl_lightning.models.convnet import convnet
+from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, convnet, lenet5, linear, logistic
 from dpfl_lightning.models.personal import PersonalInput
 from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
 
-__all__ = ["PersonalInput", "build", "check_net", "names"]
+__all__ = ["PersonalInput", "build", "check_net"]
 
 #: registry name -> function(input_shape, num_classes, **options)
 MODELS: dict[str, Callable[..., nn.Module]] = {
@@ -32,20 +31,10 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "logistic": logistic,
     "linear": linear,
 }
-_ANY_SHAPE = ("logistic", "linear")
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
-    """Return a newly initialised model.
-
-    Args:
-        name: one of `names()`.
-        input_shape: shape X of one record; (channels, height, width) for the convolutional models.
-        num_classes: number of outputs; 1 for `linear`, the regression.
-        options: options of the model.
-
-    Returns:
-        A module [B, *X] -> [B, num_classes].
+    """Return a newly initialised model of `MODELS`, a module [B, *X] -> [B, num_classes]; 1 output for a regression.
 
     Raises:
         UserError: a name or option is unknown, a value is out of range, or the input shape does not fit.
@@ -53,30 +42,19 @@ def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options:
     >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
     28938
     """
-    image = name not in MODELS or name in _ANY_SHAPE or len(input_shape) == 3
+    image = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
     advice = f"It takes images, not records of shape {tuple(input_shape)}."
     require(image, "model.name", "fit the data", name, advice)
     require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
     return call("model", MODELS, name, tuple(input_shape), num_classes, **options)
 
 
-def names() -> list[str]:
-    """Return the names of the models of `build`."""
-    return list(MODELS)
-
-
 def check_net(net: nn.Module) -> None:
-    """Check that record-level privacy is possible for a model.
+    """Raise UserError if record-level privacy is not possible for a model; the message names the part.
 
-    Clipping one record's gradient bounds its influence only if the gradient depends on that record alone. A layer that
-    mixes records, or that stores them outside the parameters, silently breaks this.
-
-    Args:
-        net: any module.
-
-    Raises:
-        UserError: a layer mixes records (BatchNorm, InstanceNorm with running statistics), no parameter is trainable,
-            or a parameter is not floating or has no shape yet; the message names it.
+    Clipping one record's gradient bounds its influence only if the gradient depends on that record alone. BatchNorm,
+    and InstanceNorm with running statistics, silently break this. There must be a trainable parameter, and all must be
+    floating and have a shape.
 
     >>> check_net(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
     Traceback (most recent call last):
@@ -85,13 +63,15 @@ def check_net(net: nn.Module) -> None:
 records of a batch. Use nn.GroupNorm(2, 4) instead.
     """
     for name, layer in net.named_modules():
-        mixes = isinstance(layer, _BatchNorm)
-        remembers = isinstance(layer, _InstanceNorm) and layer.track_running_stats
-        if mixes or remembers:
-            problem = "mixes the records of a batch" if mixes else "keeps statistics of records it has seen"
-            way_out = _group_norm(layer) if mixes else "track_running_stats=False"
-            got = f"{type(layer).__name__}, which {problem}"
-            raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out} instead.")
+        if isinstance(layer, _BatchNorm):
+            problem = "mixes the records of a batch"
+            way_out = f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features})"
+        elif isinstance(layer, _InstanceNorm) and layer.track_running_stats:
+            problem, way_out = "keeps statistics of records it has seen", "track_running_stats=False"
+        else:
+            continue
+        got = f"{type(layer).__name__}, which {problem}"
+        raise UserError(f"`net.{name}` must see one record at a time, got {got}. Use {way_out} instead.")
     for name, parameter in net.named_parameters():
         has_shape = not isinstance(parameter, UninitializedParameter)
         kind, advice = type(parameter).__name__, "Pass one batch through the net first."
@@ -99,7 +79,3 @@ records of a batch. Use nn.GroupNorm(2, 4) instead.
         require(parameter.is_floating_point(), f"net.{name}", "be floating", parameter.dtype)
     trainable = any(parameter.requires_grad for parameter in net.parameters())
     require(trainable, "net", "have a trainable parameter", "none", "Is requires_grad off?")
-
-
-def _group_norm(layer: Any) -> str:
-    return f"nn.GroupNorm({2 if layer.num_features % 2 == 0 else 1}, {layer.num_features})"

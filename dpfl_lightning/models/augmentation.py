@@ -91,14 +91,10 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 class ClassAugmentation:
     """One operation for each class, with one set of parameters: all images of a class are changed alike.
 
-    Args:
-        operations: `[num_classes]` names in `OPERATIONS`.
-        numbers: `[num_classes][3]` uniform in [0, 1), from which the operation computes its parameters.
+    A record is mapped to one record, independently of all others, so clipping still bounds its influence. `operations`
+    `[num_classes]` are names in `OPERATIONS`, `numbers` `[num_classes][3]` uniform in [0, 1) give their parameters.
 
-    **Privacy** A record is mapped to one record, independently of all others, so clipping still bounds its influence.
-
-    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with its strengths. Here the parameters are
-    values that a server can send, instead of a seed of the global generator.
+    Reference: Zhao and Bilen (2021), differentiable Siamese augmentation, with parameters that a server can send.
 
     >>> shift = ClassAugmentation(("flip", "crop"), ((0.0, 0.0, 0.0), (0.5, 0.5, 0.0)))
     >>> shift(torch.tensor([[[[1.0, 2.0]]], [[[1.0, 2.0]]]]), torch.tensor([0, 1]))[:, 0, 0]
@@ -127,14 +123,3 @@ class ClassAugmentation:
                 continue
             changed = changed.index_put((rows,), OPERATIONS[name](x[rows], numbers[y[rows]]))
         return changed
-
-
-def augmented(x: Tensor, operation: str, generator: torch.Generator | None = None) -> Tensor:
-    """Apply `operation` to the images `x` `[B, C, H, W]`, with separate parameters for each image.
-
-    Args:
-        operation: a name in `OPERATIONS`.
-        generator: generator on the CPU; None is torch's global one.
-    """
-    numbers = torch.rand(len(x), NUMBERS, generator=generator, dtype=torch.float64)
-    return OPERATIONS[operation](x, numbers.to(x.device, x.dtype))

@@ -19,38 +19,30 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the d
 
 
 class FastLoss:
-    """Thread-safe `module.sample_loss`, with faster layers on a CPU.
+    """Thread-safe `module.sample_loss`, with faster layers on a CPU; equal up to rounding, names unchanged.
 
-    In the sequential parts of the net, each convolution becomes a `DirectConvolution`, and each sequence of instance
-    norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`. Numbers are equal up to rounding, and parameter names are
-    unchanged. Fused planes have no derivatives of third order. If the result differs for a net, because it slices its
-    sequential parts or hooks one of their layers, its layers are not replaced.
-
-    Args:
-        module: module to copy; a forward pass swaps a net's parameters, so every thread uses a separate copy.
-        x, y: records and labels `[B, ...]`, B >= 0; only shape and dtype are read, for random ones on which the two
-        nets
-            are compared.
-        second_order: whether derivatives of gradients are needed, for which convolutions are replaced; this does not
-            speed up plain gradients.
+    In the sequential parts of the net, convolutions become `DirectConvolution`s (only if derivatives of gradients are
+    needed: `second_order`), and each sequence of instance norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`, which
+    have no derivatives of third order. If the result differs on random records shaped like x and y `[B, ...]`, B >= 0,
+    because the net slices its parts or hooks their layers, nothing is replaced. Every thread uses a copy of the module.
     """
 
     def __init__(self, module: Model, x: Tensor, y: Tensor, second_order: bool = True) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
-        for part in _sequential(self.module.net):
+        for part in [part for part in self.module.net.modules() if type(part) is nn.Sequential]:
             for position, layers in _faster(part, second_order).items():
                 replaced = True
                 for index, layer in enumerate(layers, start=position):
                     part[index] = layer
         if replaced and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
-        self._own = threading.local()
+        self._of_thread = threading.local()
 
     def __call__(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
-        if not hasattr(self._own, "module"):
-            self._own.module = copy.deepcopy(self.module)
-        return self._own.module.sample_loss(params, x, y)
+        if not hasattr(self._of_thread, "module"):
+            self._of_thread.module = copy.deepcopy(self.module)
+        return self._of_thread.module.sample_loss(params, x, y)
 
 
 def _alike(fast: Model, original: Model, x: Tensor, y: Tensor) -> bool:
@@ -79,10 +71,6 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and bool((actual - expected).norm() <= _ALIKE * expected.norm())
 
 
-def _sequential(net: nn.Module) -> list[nn.Sequential]:
-    return [part for part in net.modules() if type(part) is nn.Sequential]
-
-
 def _faster(part: nn.Sequential, second_order: bool) -> dict[int, list[nn.Module]]:
     """Return layers that replace consecutive ones, by the position of the first."""
     replacements: dict[int, list[nn.Module]] = {}
@@ -98,18 +86,13 @@ def _faster(part: nn.Sequential, second_order: bool) -> dict[int, list[nn.Module
 
 
 def _can_be_fused(norm: nn.GroupNorm, following: list[nn.Module]) -> bool:
-    if (
-        norm.num_groups != norm.num_channels
-        or not norm.affine
-        or norm.weight.dtype not in (torch.float32, torch.float64)
-    ):
+    if norm.num_groups != norm.num_channels or not norm.affine:
+        return False
+    if norm.weight.dtype not in (torch.float32, torch.float64):
         return False
     if [type(layer) for layer in following] != [nn.ReLU, nn.AvgPool2d]:
         return False
     pooling = following[1]
     assert isinstance(pooling, nn.AvgPool2d)
-    return (
-        (pooling.kernel_size, pooling.stride, pooling.padding) == (2, 2, 0)
-        and not pooling.ceil_mode
-        and pooling.divisor_override is None
-    )
+    plain = not pooling.ceil_mode and pooling.divisor_override is None
+    return plain and (pooling.kernel_size, pooling.stride, pooling.padding) == (2, 2, 0)

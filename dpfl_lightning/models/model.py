@@ -43,8 +43,7 @@ class Model(nn.Module):
     def sample_loss(self, params: Params, x: Tensor, y: Tensor) -> Tensor:
         """Return one loss per record `[B]` for `x [B, *X]`, `y [B]`; it may depend on that record alone.
 
-        Every engine differentiates it: the reference under `vmap` with batches of one, the fast engine with whole
-        chunks.
+        Every engine differentiates it: the reference by `vmap` over batches of one, the fast engine by chunks.
         """
         return self.loss(functional_call(self.net, dict(params), (x,)), y)
 

@@ -28,10 +28,7 @@ class InputTransform(nn.Module):
 
 
 class PersonalInput(nn.Sequential):
-    """A net with a separate input transformation for each client.
-
-    Attributes:
-        personal: names of the parameters that stay with each client; `ClientModule` reads them.
+    """A net with a separate input transformation for each client, whose parameters (`personal`) stay there.
 
     **Privacy** Personal parameters are part of what a client's step clips and noises: without noise they would carry
     records from round to round into the shared release, which no composition covers.

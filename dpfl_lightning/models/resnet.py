@@ -33,13 +33,9 @@ class BasicBlock(nn.Module):
 def resnet18(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
     """ResNet-18 with the ImageNet stem and GroupNorm: 11,181,642 parameters for 3 channels and 10 classes.
 
-    Args:
-        input_shape: (channels, height, width).
-        num_classes: number of outputs.
-        norm: group (two groups, as many parameters as BatchNorm), or none.
+    `norm` is group (two groups, as many parameters as BatchNorm), or none.
 
-    Reference: He et al. (2016). The noise-aware and clustered papers use it for CIFAR-10, with every BatchNorm replaced
-    this way.
+    Reference: He et al. (2016). The noise-aware and clustered papers use it for CIFAR-10, with GroupNorm.
     """
     return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (2, 2, 2, 2), num_classes, norm)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpfl_lightning.data import Dataset, Population
-from dpfl_lightning.data.groups import grouped, names, renamed, stored, turned
+from dpfl_lightning.data.groups import GROUPS, grouped, renamed, stored, turned
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
@@ -69,7 +69,7 @@ def test_renamed_labels_are_a_bijection_that_only_group_0_leaves_alone(num_class
 
 
 def test_sizes_are_kept_and_the_minority_may_come_first():
-    for name in names():
+    for name in GROUPS:
         assert grouped(name, 21, (1, 2, 2), 10, sizes=[3, 6, 6, 6]).of == (0,) * 3 + (1,) * 6 + (2,) * 6 + (3,) * 6
 
 
@@ -191,7 +191,7 @@ def digest(population):
 
 def test_other_groups_are_other_data():
     """A resumed run is compared with the one that was begun by this digest."""
-    kinds = [None, *((name, sizes) for name in names() for sizes in ({"count": 2}, {"count": 3}, SIZES))]
+    kinds = [None, *((name, sizes) for name in GROUPS for sizes in ({"count": 2}, {"count": 3}, SIZES))]
     assert len({digest(made(kind)) for kind in kinds}) == len(kinds)
     assert digest(made(ROTATION)) == digest(made(ROTATION))
 

@@ -61,7 +61,7 @@ def test_a_mistake_is_named(changed, words):
 
 
 def test_a_regression_has_no_classes_to_mistake():
-    from dpfl_lightning.data.label_noise import mislabelled
+    from dpfl_lightning.data.groups import mislabelled
 
     with pytest.raises(UserError, match="no classes"):
         mislabelled("records", torch.zeros(4), [torch.arange(4)], 1, np.random.default_rng(0), share=0.5)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.data.partition import matched_shares, names, partition
+from dpfl_lightning.data.partition import PARTITIONS, matched_shares, partition
 from dpfl_lightning.errors import UserError
 
 COVERING = {"iid": {}, "stratified": {}, "dirichlet": {"min_records": 1, "alpha": 1.0}, "shards": {"max_classes": 3}}
@@ -164,7 +164,7 @@ def test_more_clients_than_records(name, num_clients):
 
 
 def test_every_partition_is_tested():
-    assert set(names()) == {*COVERING, "sizes", "overlapping"}
+    assert set(PARTITIONS) == {*COVERING, "sizes", "overlapping"}
 
 
 @settings(max_examples=60, deadline=None)

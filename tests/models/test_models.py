@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.models import PersonalInput, build, check_net, names
+from dpfl_lightning.models import MODELS, PersonalInput, build, check_net
 
 COUNTS = [
     ("cnn_small", (1, 28, 28), 10, {}, 28_938),
@@ -41,7 +41,7 @@ def test_parameter_counts(name, shape, classes, options, parameters):
 
 
 def test_every_model_has_a_stated_count():
-    assert {name for name, *_ in COUNTS} == set(names())
+    assert {name for name, *_ in COUNTS} == set(MODELS)
 
 
 def test_convnet_family_has_the_sizes_of_its_paper():
@@ -59,7 +59,7 @@ SMALL = {"convnet": {"width": 8}}
 SHAPES = {"linear": (10,), "logistic": (3, 4)}
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", MODELS)
 def test_each_record_is_seen_alone(name):
     torch.manual_seed(0)
     net = build(name, SHAPES.get(name, (1, 28, 28)), 1 if name == "linear" else 10, **SMALL.get(name, {}))
@@ -71,7 +71,7 @@ def test_each_record_is_seen_alone(name):
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in names() if name not in ("resnet18", "resnet34")])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("resnet18", "resnet34")])
 def test_per_record_gradients_can_be_taken(name):
     shape = SHAPES.get(name, (1, 28, 28))
     net = build(name, shape, 1 if name == "linear" else 10, **SMALL.get(name, {}))

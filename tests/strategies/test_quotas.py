@@ -1,4 +1,4 @@
-"""Quotas against the paper's closed form, dynamic programming and the conditions of a minimum; samplers of cohorts."""
+"""Quotas against the paper's closed form and dynamic programming; samplers of cohorts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning.algorithms import allocation
 from dpfl_lightning.algorithms.allocation import (
     allocate_int,
-    allocate_real,
     anchor_strength,
     noise_gain,
     noise_only,
@@ -26,31 +25,24 @@ FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("exponent", "ratio", "real", "price", "whole", "cost"),
+    ("exponent", "ratio", "whole", "cost"),
     [
-        (1, 0, (6.857143, 3.428571, 1.714286), 13.714286, (7, 3, 2), 83),
-        (1, 2, (6.671429, 3.535714, 1.792857), 14.342857, (7, 3, 2), 90.6),
-        (1, 60, (1.285714, 6.642857, 4.071429), 32.571429, (1, 7, 4), 235),
-        (2, 0, (5.436982, 3.844527, 2.718491), None, (5, 4, 3), 361),
-        (2, 2, (5.422178, 3.851408, 2.726415), None, (5, 4, 3), 366.8),
-        (2, 60, (4.990156, 4.055962, 2.953881), None, (5, 4, 3), 535),
+        (1, 0, (7, 3, 2), 83),
+        (1, 2, (7, 3, 2), 90.6),
+        (1, 60, (1, 7, 4), 235),
+        (2, 0, (5, 4, 3), 361),
+        (2, 2, (5, 4, 3), 366.8),
+        (2, 60, (5, 4, 3), 535),
     ],
 )
-def test_worked_examples(exponent, ratio, real, price, whole, cost):
-    quota, found = allocate_real(FACTOR, 12, exponent, ratio * BIAS)
-    assert quota == pytest.approx(real, abs=1e-6)
-    assert price is None or found == pytest.approx(price, abs=1e-6)
+def test_worked_examples(exponent, ratio, whole, cost):
     ours = allocate_int(FACTOR, 12, exponent, ratio * BIAS)
     assert ours.tolist() == list(whole)
     assert objective(ours, FACTOR, exponent, ratio * BIAS) == pytest.approx(cost)
 
 
-def test_worked_examples_with_cap_and_anchor():
-    quota, price = allocate_real(FACTOR, 12, upper=5)
-    assert quota == pytest.approx((5, 4.666667, 2.333333), abs=1e-6) and price == pytest.approx(18.666667, abs=1e-6)
-    assert allocate_real(FACTOR, 12, anchor=1)[0] == pytest.approx((5.806452, 3.870968, 2.322581), abs=1e-6)
+def test_worked_examples_with_an_anchor():
     assert allocate_int(FACTOR, 12, anchor=1).tolist() == [6, 4, 2]
-    assert allocate_real(FACTOR, 12, 2, anchor=10)[0] == pytest.approx((4.973300, 3.965588, 3.061112), abs=1e-6)
     assert allocate_int(FACTOR, 12, 2, anchor=10).tolist() == [5, 4, 3]
 
 
@@ -98,32 +90,14 @@ def test_whole_quotas_are_optimal(few, monkeypatch):
     check()
 
 
-@example(([1.0, 1.0], 1, 2.0, [1.0, 1.0], [0, 1], [0, 1], 0.0), False)
-@given(problems(most_clients=6), st.booleans())
-@settings(max_examples=200, deadline=None)
-def test_real_quotas_keep_the_conditions_of_a_minimum(problem, capped):
-    factor, total, exponent, bias, lower, upper, anchor = problem
-    if anchor and exponent not in (1, 2):
-        anchor = 0.0
-    quota, price = allocate_real(factor, total, exponent, bias, lower, upper if capped else np.inf, anchor)
-    high = np.minimum(upper if capped else np.inf, total)
-    assert quota.sum() == pytest.approx(total, rel=1e-9, abs=1e-9)
-    slope = (exponent + 1) * np.array(factor) * quota**exponent + np.array(bias) + 2 * anchor * quota
-    size = np.abs(slope).max() + abs(price) + 1
-    free = (quota > np.array(lower) + 1e-9) & (quota < high - 1e-9)
-    assert np.abs(slope[free] - price).max(initial=0) <= 1e-7 * size
-    assert bool((slope[(quota <= np.array(lower)) & (quota < high)] >= price - 1e-7 * size).all())
-    assert bool((slope[(quota >= high) & (quota > lower)] <= price + 1e-7 * size).all())
-
-
 @pytest.mark.parametrize("exponent", [1, 2])
 def test_without_bias_it_is_the_closed_form(exponent):
-    draw = np.random.default_rng(1)
-    factor = np.exp(2 * draw.standard_normal(50))
+    factor = np.exp(2 * np.random.default_rng(1).standard_normal(50))
     closed = noise_only(factor, 4000, exponent)
-    assert allocate_real(factor, 4000, exponent)[0] == pytest.approx(closed, rel=1e-9)
-    constant = allocate_real(factor, 4000, exponent, bias_cost=0.7 * 30)[0]
-    assert constant == pytest.approx(closed, rel=1e-9), "a bias that all have alike changes nothing"
+    quota = allocate_int(factor, 4000, exponent)
+    assert np.abs(quota - closed).max() <= 1
+    constant = allocate_int(factor, 4000, exponent, bias_cost=0.7 * 30)
+    assert constant.tolist() == quota.tolist(), "a bias that all have alike changes nothing"
 
 
 @pytest.mark.parametrize("exponent", [1, 2])
@@ -140,26 +114,19 @@ def test_gain_over_equal_quotas(exponent):
 def test_the_anchor_leads_from_least_noise_to_equal_quotas():
     factor = np.exp(np.random.default_rng(3).standard_normal(20))
     for exponent in (1, 2):
-        assert allocate_real(factor, 100, exponent, anchor=1e12)[0] == pytest.approx(np.full(20, 5.0), abs=1e-6)
         assert allocate_int(factor, 100, exponent, anchor=1e12).tolist() == [5] * 20
-        spread = [allocate_real(factor, 100, exponent, anchor=a)[0].std() for a in (0, 0.1, 1, 10, 100)]
+        spread = [allocate_int(factor, 100, exponent, anchor=a).std() for a in (0, 0.1, 1, 10, 100)]
         assert spread == sorted(spread, reverse=True)
-    assert anchor_strength(30, 100, 2.0, dissimilarity=0.5, condition_number=10) == pytest.approx(
-        30 * 0.5 * 4 * (1 / 100 + 1 / 80)
-    )
+    assert anchor_strength(30, 100, 2.0, dissimilarity=0.5) == pytest.approx(30 * 0.5 * 4 * (1 / 100 + 1 / 800))
 
 
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 1.7])
 def test_the_unit_of_the_factors_does_not_matter(exponent):
     factor, bias = np.exp(3 * np.random.default_rng(4).standard_normal(40)), np.linspace(0, 5, 40)
-    anchor = 0.5 if exponent in (1, 2) else 0.0
-    plain = allocate_real(factor, 200, exponent, bias, upper=20, anchor=anchor)
+    plain = allocate_int(factor, 200, exponent, bias, upper=20, anchor=0.5)
     for unit in (1e-30, 1e30):
-        scaled = allocate_real(factor * unit, 200, exponent, bias * unit, upper=20, anchor=anchor * unit)
-        assert scaled[0] == pytest.approx(plain[0], rel=1e-9, abs=1e-9)
-        assert scaled[1] == pytest.approx(plain[1] * unit, rel=1e-9)
-        whole = allocate_int(factor * unit, 200, exponent, bias * unit, upper=20, anchor=anchor * unit)
-        assert whole.tolist() == allocate_int(factor, 200, exponent, bias, upper=20, anchor=anchor).tolist()
+        scaled = allocate_int(factor * unit, 200, exponent, bias * unit, upper=20, anchor=0.5 * unit)
+        assert scaled.tolist() == plain.tolist()
 
 
 # ---- degenerate budgets and bounds
@@ -168,21 +135,18 @@ def test_the_unit_of_the_factors_does_not_matter(exponent):
 @pytest.mark.parametrize("exponent", [1.0, 2.0, 1.4])
 def test_no_budget_takes_no_part_and_no_noise_takes_all_it_may(exponent):
     assert allocate_int([1.0, math.inf, 1.0], 8, exponent).tolist() == [4, 0, 4]
-    assert allocate_real([1.0, math.inf, 1.0], 8, exponent)[0] == pytest.approx([4, 0, 4])
     assert allocate_int([1.0, 0.0, 1.0], 8, exponent, upper=6).tolist() == [1, 6, 1]
     assert allocate_int([0.0, 0.0, 0.0], 9, exponent).tolist() == [3, 3, 3]
     assert allocate_int([math.inf, 2.0], 5, exponent, lower=[0, 1]).tolist() == [0, 5]
     assert allocate_int([math.inf, math.inf], 0, exponent).tolist() == [0, 0]
-    assert allocate_real([math.inf, math.inf], 0, exponent)[0].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("allocate", [allocate_int, lambda *a, **k: allocate_real(*a, **k)[0]])
-def test_plain_cases(allocate):
-    assert allocate([3.0], 7).tolist() == pytest.approx([7]), "one client"
-    assert allocate([1.0, 5.0, 9.0], 12, upper=4).tolist() == pytest.approx([4, 4, 4]), "everybody in every round"
-    assert allocate([1.0, 5.0], 0).tolist() == [0, 0]
-    assert allocate([1.0, 1e9], 10, lower=2).tolist() == pytest.approx([8, 2]), "a floor for fairness"
-    assert allocate([2.0] * 4, 10, bias_cost=0.0, anchor=3.0).sum() == pytest.approx(10)
+def test_plain_cases():
+    assert allocate_int([3.0], 7).tolist() == [7], "one client"
+    assert allocate_int([1.0, 5.0, 9.0], 12, upper=4).tolist() == [4, 4, 4], "everybody in every round"
+    assert allocate_int([1.0, 5.0], 0).tolist() == [0, 0]
+    assert allocate_int([1.0, 1e9], 10, lower=2).tolist() == [8, 2], "a floor for fairness"
+    assert allocate_int([2.0] * 4, 10, bias_cost=0.0, anchor=3.0).sum() == 10
     assert sorted(allocate_int([2.0] * 4, 10).tolist()) == [2, 2, 3, 3]
 
 
@@ -200,14 +164,10 @@ def test_what_no_quotas_can_keep_is_one_sentence():
         ({"anchor": -1.0}, "`anchor` must be >= 0"),
         ({"bias_cost": math.nan}, "`bias_cost` must be finite"),
         ({"total": -1}, "`total` must be >= 0"),
+        ({"total": 1.5}, r"`total` must be a whole number, got 1\.5"),
     ):
-        for allocate in (allocate_real, allocate_int):
-            with pytest.raises(UserError, match=words):
-                allocate(**{"noise_factor": FACTOR, "total": 12, **arguments})
-    with pytest.raises(UserError, match=r"`total` must be a whole number, got 1\.5"):
-        allocate_int(FACTOR, 1.5)
-    with pytest.raises(UserError, match="`exponent` must be 1 or 2 with an anchor"):
-        allocate_real(FACTOR, 12, 1.4, anchor=1.0)
+        with pytest.raises(UserError, match=words):
+            allocate_int(**{"noise_factor": FACTOR, "total": 12, **arguments})
 
 
 @pytest.mark.slow
@@ -218,17 +178,14 @@ def test_a_hundred_thousand_clients(exponent, anchor):
     factor, bias = np.exp(3 * draw.standard_normal(100_000)), draw.exponential(10.0, 100_000)
     total, upper = 20_000 * 200, 200
     begun = time.process_time()
-    quota, price = allocate_real(factor, total, exponent, bias, upper=upper, anchor=anchor)
-    whole = allocate_int(factor, total, exponent, bias, upper=upper, anchor=anchor)
+    quota = allocate_int(factor, total, exponent, bias, upper=upper, anchor=anchor)
     assert time.process_time() - begun < 4, "0.1 to 0.3 s on one core"
-    assert quota.sum() == pytest.approx(total, rel=1e-6) and whole.sum() == total
-    slope = (exponent + 1) * factor * quota**exponent + bias + 2 * anchor * quota
-    free = (quota > 0) & (quota < upper)
-    assert slope[free] == pytest.approx(np.full(free.sum(), price), rel=1e-6)
-    assert bool((slope[quota == 0] >= price * (1 - 1e-6)).all())
-    assert bool((slope[quota == upper] <= price * (1 + 1e-6)).all())
-    best, ours = (objective(own, factor, exponent, bias, anchor) for own in (quota, whole))
-    assert best * (1 - 1e-9) <= ours <= best * 1.01
+    assert quota.sum() == total
+    power = exponent + 1
+    next_cost = factor * ((quota + 1.0) ** power - quota**power) + anchor * (2 * quota + 1) + bias
+    before = np.maximum(quota - 1.0, 0)
+    last_cost = factor * ((before + 1) ** power - before**power) + anchor * (2 * before + 1) + bias
+    assert last_cost[quota > 0].max() <= next_cost[quota < upper].min() * (1 + 1e-6), "no exchange is cheaper"
 
 
 def some_quotas(clients=100, each_round=20, rounds=200, seed=0):

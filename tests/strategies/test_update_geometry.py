@@ -12,9 +12,6 @@ from scipy.stats import multivariate_normal
 
 from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred_gram, overlap
 
-RECORDS, ROUNDS, DELTA = 6600, 200, 1e-4
-RESNET = 11_181_642  # parameters
-
 
 def plain(x, noise_std=1.0) -> Updates:
     return Updates(centred_gram(torch.from_numpy(x)), np.full(len(x), noise_std), x.shape[1], np.zeros(len(x)))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import draw_cohort
-from dpfl_lightning.algorithms.selection_noise import jain_index
+from dpfl_lightning.algorithms.selection_estimates import jain_index
 from dpfl_lightning.errors import UserNotice, nearest, require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule

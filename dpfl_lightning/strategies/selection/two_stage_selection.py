@@ -14,17 +14,13 @@ from torch import Tensor
 from dpfl_lightning.algorithms.allocation import allocate_int
 from dpfl_lightning.algorithms.selection_estimates import (
     FirstStage,
-    estimated_skew,
-    fit_constants,
-    least_differences,
-    shrunken_heterogeneity,
-)
-from dpfl_lightning.algorithms.selection_noise import (
-    PAPER_BIAS,
-    Curvature,
     NoiseModel,
     bias_noise_ratio,
+    estimated_skew,
+    fit_constants,
     jain_index,
+    least_differences,
+    shrunken_heterogeneity,
 )
 from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.federated.messages.plan import RoundPlan
@@ -288,10 +284,9 @@ class TwoStageSelection(QuotaSelection):
         skew, loss = estimated_skew(counts, last, self._bound_now), float(np.mean(list(last.values())))
         stage = FirstStage(self._warmup - 1, self._cohort_size, counts, self._unlike, skew, noise, loss)
         constants, _ = fit_constants(stage)
-        curvature = Curvature(constants.smoothness, constants.strong_convexity, constants.lr_offset)
         self._constants = {"fitted_least_skew": skew, "fitted_lr_offset": constants.lr_offset}
         self._constants |= {"fitted_smoothness": constants.smoothness, "fitted_convexity": constants.strong_convexity}
-        return bias_noise_ratio(rounds, self._cohort_size, 1.0, curvature, PAPER_BIAS)
+        return bias_noise_ratio(constants, rounds, self._cohort_size)
 
     # -- metrics and state
 

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from sklearn.metrics import adjusted_rand_score
 
-from dpfl_lightning.algorithms import null_separation
 from dpfl_lightning.algorithms.update_geometry import Updates, centred_gram
-from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups
+from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups, noise_alone
 from dpfl_lightning.algorithms.update_mixture import paper_mixture
 
 SIZES = (3, 6, 6, 6)
@@ -53,7 +52,7 @@ def updates_at(
     seen = group_means(separation, nested)[true_groups(sizes)]
     seen = seen + rng.standard_normal(seen.shape)
     clients, others = len(seen), num_params - seen.shape[1]
-    rest = next(null_separation.noise_alone(others, [1.0] * clients, draws=1, seed=[seed]))
+    rest = next(noise_alone(others, [1.0] * clients, draws=1, seed=[seed]))
     return Updates(seen @ seen.T + rest.gram, np.ones(clients), num_params, np.zeros(clients))
 
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.optimize import brentq
 
-from dpfl_lightning.algorithms.allocation import allocate_int, allocate_real, noise_only, objective
+from dpfl_lightning.algorithms.allocation import allocate_int, noise_only, objective
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.selection_estimates import Constants, FirstStage, fit_constants
-from dpfl_lightning.algorithms.selection_noise import gaussian_noise, laplace_noise, noise_multiplier
+from dpfl_lightning.algorithms.selection_estimates import (
+    Constants,
+    FirstStage,
+    fit_constants,
+    gaussian_noise,
+    laplace_noise,
+)
+from dpfl_lightning.privacy.accounting.accountant import gaussian_mu
 
 CLIENTS, COHORT, ROUNDS, DELTAS = 100, 20, 200, (1e-5, 1e-4)
 _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them
@@ -24,7 +32,12 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
     """
     factor, unlike = np.array([1.0, 2.0, 4.0]), np.array([0.5, 0.1, 0.0])
     cost = ratio * unlike
-    real, price = allocate_real(factor, 12, exponent, cost)
+
+    def at_price(price: float) -> np.ndarray:
+        return (np.maximum(price - cost, 0.0) / ((exponent + 1) * factor)) ** (1 / exponent)
+
+    price = brentq(lambda price: at_price(price).sum() - 12, cost.min(), 1e6, xtol=1e-12)
+    real = at_price(price)
     whole = allocate_int(factor, 12, exponent, cost)
     quotas = {f"real{client}": float(quota) for client, quota in enumerate(real)}
     quotas |= {f"whole{client}": float(quota) for client, quota in enumerate(whole)}
@@ -60,7 +73,12 @@ def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, floa
 
 def calibrations(participations: int, epsilon: float = 1.5, delta: float = 5e-5) -> dict[str, float]:
     """Noise over sensitivity of each of so many full batches."""
-    return {name: noise_multiplier(epsilon, delta, participations, name) for name in ("exact", "lemma1", "linear")}
+    mu = float(gaussian_mu(np.array([epsilon]), np.array([delta]))[0])
+    return {
+        "exact": math.sqrt(participations) / mu,
+        "lemma1": math.sqrt(2) * math.sqrt(participations * math.log(1 / delta)) / epsilon,
+        "linear": math.sqrt(2 * math.log(1.25 * participations / delta)) * participations / epsilon,
+    }
 
 
 def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, float]:

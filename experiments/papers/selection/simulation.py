@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dpfl_lightning.algorithms.allocation import allocate_int, anchor_strength
 from dpfl_lightning.algorithms.cohorts import systematic
-from dpfl_lightning.algorithms.selection_noise import NoiseModel, gaussian_noise, laplace_noise
+from dpfl_lightning.algorithms.selection_estimates import NoiseModel, gaussian_noise, laplace_noise
 from dpfl_lightning.data.partition import partition
 
 Vector = NDArray[np.float64]
