@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from noisy_updates import NUM_PARAMS, excess, noisy_updates, total_variation, true_noise_var, update_noise_var
+from noisy_updates import NUM_PARAMS, excess, noisy_updates, total_variation, update_noise_var
 
 from dpfl_lightning.algorithms.noise_estimators import (
     ESTIMATORS,
@@ -18,7 +18,6 @@ from dpfl_lightning.algorithms.noise_estimators import (
     estimate,
 )
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.config.published import EPSILONS
 from dpfl_lightning.privacy.mechanism import ENLARGED, Gaussian
 from dpfl_lightning.privacy.noise import RandomGenerator
 
@@ -188,29 +187,6 @@ def test_variance_of_an_update_adds_up_over_steps_but_for_feedback(curvature):
     assert neglected == pytest.approx(40 * mechanism.noise_std(steps, learning_rate) ** 2)
     feedback = sum((1 - learning_rate * curvature) ** (2 * k) for k in range(steps)) / steps
     assert float(theta.var(dim=0).sum()) == pytest.approx(feedback * neglected, rel=0.03)
-
-
-#: `sum_i w_i^2 v_i / (P lr^2)` of the lists 1 to 9: least noise, equal weights, weights by reported epsilon
-TABLE_3 = {
-    "least": [0.2697, 0.4762, 0.0758, 0.6471, 0.3905, 7.629, 2.275, 13.85, 6.022],
-    "equal": [1.278, 16.91, 16.19, 26.74, 25.55, 67.13, 18.60, 85.48, 43.17],
-    "epsilon": [1.025, 1.895, 0.9195, 3.228, 4.585, 27.74, 9.873, 48.07, 34.87],
-}
-HEAVIEST = [(13, 0.387), (13, 0.348), (13, 0.551), (11, 0.383), (13, 0.543), (8, 0.274), (15, 0.227), (13, 0.209)]
-HEAVIEST += [(13, 0.605)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(1, 10))
-def test_table_3_and_the_heaviest_client_follow_from_the_formulas(number):
-    dist = f"dist{number}"
-    truth, epsilon = true_noise_var(dist, 1.0, num_params=1), torch.tensor(EPSILONS[dist][20])
-    shares = {"least": weights(truth), "equal": torch.full((20,), 1 / 20), "epsilon": epsilon / epsilon.sum()}
-    for name, share in shares.items():
-        assert float((share**2 * truth).sum()) == pytest.approx(TABLE_3[name][number - 1], rel=0.005), name
-    client, weight = HEAVIEST[number - 1]
-    assert int(shares["least"].argmax()) == client
-    assert float(shares["least"].max()) == pytest.approx(weight, abs=0.005)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

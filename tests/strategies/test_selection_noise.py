@@ -9,14 +9,17 @@ import pytest
 
 from dpfl_lightning.algorithms.allocation import allocate_int, noise_only
 from dpfl_lightning.algorithms.selection_estimates import (
+    PAPER_BIAS,
     Constants,
     FirstStage,
     NoiseModel,
+    bias_noise_ratio,
     estimated_skew,
     fit_constants,
     gaussian_noise,
     jain_index,
     laplace_noise,
+    predicted_loss,
     shrunken_heterogeneity,
 )
 from dpfl_lightning.privacy.accounting.accountant import gaussian_delta, gaussian_mu
@@ -53,8 +56,36 @@ def test_jain_index_of_extremes():
     assert math.isnan(jain_index([0, 0]))
 
 
-#: noise of a round's mean over that of quotas of least noise: equal quotas with equal weights, with weights by budget,
-#: and with weights by inverse noise
+def convergence_bound(quota, rounds, cohort, noise, gamma_n, constants, bias_constant=PAPER_BIAS):
+    """Theorem 5 with rho_min = 0: `L / (2 (gamma + T)) (gamma D + 4 / mu^2 A + 2 / mu B (gamma + T))`."""
+    big, small, late = constants.smoothness, constants.strong_convexity, constants.lr_offset + rounds
+    slots = cohort * rounds
+    squares = (
+        2 * constants.gradient_variance / cohort
+        + 2 / (cohort**2 * rounds) * (quota * noise.variance(quota)).sum()
+        + 2 * big / slots * (quota * gamma_n).sum()
+    )
+    linear = bias_constant * (quota / slots * gamma_n).sum()
+    start = constants.lr_offset * constants.start_distance
+    return big / (2 * late) * (start + 4 / small**2 * squares + 2 / small * linear * late)
+
+
+@pytest.mark.parametrize("exponent", [1, 2])
+def test_allocation_minimises_the_part_of_the_bound_that_quotas_decide(exponent):
+    draw = np.random.default_rng(7)
+    constants, rounds, cohort, count = Constants(1.0, 20.0, 0.5, 2.0, 0.3), 300, 4, 8
+    noise = NoiseModel(0.5, exponent, draw.exponential(1, count))
+    gamma_n = draw.exponential(2, count)
+    ratio = bias_noise_ratio(constants, rounds, cohort) / noise.scale
+
+    def bounded(quota):
+        return convergence_bound(quota, rounds, cohort, noise, gamma_n, constants)
+
+    best = allocate_int(noise.factor, cohort * rounds, exponent, ratio * gamma_n)
+    for giver, taker in np.argwhere(~np.eye(count, dtype=bool)):
+        if best[giver]:
+            other = best - np.eye(count, dtype=int)[giver] + np.eye(count, dtype=int)[taker]
+            assert bounded(best) <= bounded(other) * (1 + 1e-12)
 
 
 def some_reports(draw, spread):
@@ -124,6 +155,16 @@ def test_the_papers_skew():
     assert estimated_skew([2, 0, 0], {0: 1.0, 1: 0.5}, max_loss=2.0) == pytest.approx(1 / 0.75)
     assert estimated_skew([2, 0, 0], {0: -5.0, 1: 9.0}, max_loss=2.0) == pytest.approx(0.0), "clipped after noise"
     assert estimated_skew([2, 0, 0], {0: -5.0}, max_loss=2.0) == 1.0
+
+
+def test_the_predicted_loss_term_by_term():
+    """Each constant's term alone: the others made to vanish."""
+    stage = a_stage()
+    base = Constants(0.0, 2.0, 0.0, 3.0, 0.5)
+    more_start = Constants(1.0, 2.0, 0.0, 3.0, 0.5)
+    assert predicted_loss(more_start, stage) - predicted_loss(base, stage) == pytest.approx(3.0 * 2.0 / (2 * 11.0))
+    sampled = Constants(0.0, 2.0, 1.0, 3.0, 0.5)
+    assert predicted_loss(sampled, stage) - predicted_loss(base, stage) == pytest.approx(4 * 3.0 / (11 * 0.25 * 6))
 
 
 def test_many_constants_predict_the_same_loss():
