@@ -10,10 +10,13 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import terminable, words_and_status
+
+#: the way out of a damaged run, for the end of an error's sentence
+NEW_RUN = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
 
 
 class UserError(ValueError):
@@ -46,6 +49,17 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"Did you mean `{close[0]}`?" if close else ""
 
 
+def require_one_of(choices: Iterable[str], key: str, name: object) -> None:
+    """Raise UserError with the nearest choice unless `name` is one of the choices."""
+    known = list(choices)
+    require(name in known, key, f"be one of {', '.join(known)}", name, nearest(str(name), known))
+
+
+def warn_user(message: str) -> None:
+    """Show a `UserNotice`, as from the caller of the function that calls this one."""
+    warnings.warn(message, UserNotice, stacklevel=3)
+
+
 def _show(otherwise: Callable[..., None], message: Warning | str, *where: object, **more: object) -> None:
     """Show a `UserNotice` as one line, and other warnings by `otherwise`; show nothing on local ranks other than 0."""
     if launched().local_rank > 0:
@@ -60,7 +74,7 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     """Wrap a command, so that a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
     Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Any other exception is a bug
-    and keeps its traceback. Of several ranks on a host, which read the same files, only local rank 0 prints.
+    and keeps its traceback. Of several ranks on a host, only local rank 0 prints.
     """
 
     @functools.wraps(main)
@@ -70,10 +84,13 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         words, status = "", 0
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
             try:
-                with terminable(), _told():
-                    return main(argv) or 0
+                with terminable():
+                    try:
+                        return main(argv) or 0
+                    finally:
+                        sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
             except BrokenPipeError:
-                if not _nobody_reads():
+                if not _stdout_is_closed():
                     raise
                 return 128 + signal.SIGPIPE
             except UserError as error:
@@ -87,17 +104,8 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     return wrapped
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Flush standard output at the end, so that a closed pipe is noticed here and not when Python exits."""
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-
-
-def _nobody_reads() -> bool:
-    """Whether standard output is closed; if so, the rest of the output is discarded."""
+def _stdout_is_closed() -> bool:
+    """Return whether standard output is closed; if so, the rest of the output is discarded."""
     try:
         print(flush=True)
     except BrokenPipeError:

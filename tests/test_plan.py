@@ -387,7 +387,7 @@ def test_a_whole_run(capsys, monkeypatch):
         accountant=rdp,
         info=types.SimpleNamespace(sampling="poisson"),
         caveats=("data sizes are public",),
-        unprotected=(),
+        clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),
         describe=lambda: ["both take part in every round"],
     )

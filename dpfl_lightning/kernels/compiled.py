@@ -16,10 +16,9 @@ from dpfl_lightning.errors import UserNotice
 def compiled(function: Callable[..., None], **options: Any) -> Any:
     """Compile `function` to machine code that releases Python's lock; a division by zero is infinite.
 
-    Compiled code is cached beside the source (`__pycache__`), otherwise in the user's cache folder or in
-    `NUMBA_CACHE_DIR`. If none is writable, every process compiles again, which takes seconds. The cache key is the
-    source file's time and size, numba's version, the processor and the variables of an outer function, but not what the
-    function imports from other files.
+    Compiled code is cached beside the source, in the user's cache folder or in `NUMBA_CACHE_DIR`; if none is writable,
+    every process compiles for seconds. A cache entry depends on the source file's time and size, numba's version, the
+    processor and the variables of an outer function, but not on what the function imports from other files.
     """
     dispatcher = numba.njit(nogil=True, error_model="numpy", **options)(function)
     with suppress(RuntimeError):  # no folder is writable

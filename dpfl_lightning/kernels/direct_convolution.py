@@ -1,7 +1,7 @@
 """A convolution whose second derivative consists of convolutions with the same kernel size.
 
-The slope of a kernel's gradient along the input is the input's gradient for another kernel. Torch computes it as a
-convolution with the output's gradient as the kernel, as large as the image: the slowest part of a matching step.
+Torch computes the slope of a kernel's gradient along the input as a convolution with a kernel as large as the image,
+which is the slowest part of a matching step.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def takes(layer: nn.Conv2d) -> bool:
 
 
 class _Slope(torch.autograd.Function):
-    """The slope of `<dy, convolution of x with the kernel>` along one of the three tensors, of which only the shape is
-    used. Along dy it is the convolution itself. It is linear in the two others, so its slopes are of the same kind."""
+    """The slope of `<dy, convolution of x with the kernel>` along one of the three tensors, whose values are not used.
+
+    Along dy it is the convolution. It is linear in the two others, so its slopes are of the same kind.
+    """
 
     generate_vmap_rule = True
 
@@ -44,9 +46,9 @@ class _Slope(torch.autograd.Function):
         if along == _DY:
             return F.conv2d(x, weight, None, *geometry)
         stride, padding, dilation, groups = geometry
-        wanted = [along == _X, along == _KERNEL, False]
+        needed = [along == _X, along == _KERNEL, False]
         return torch.ops.aten.convolution_backward(
-            dy, x, weight, None, stride, padding, dilation, False, [0, 0], groups, wanted
+            dy, x, weight, None, stride, padding, dilation, False, [0, 0], groups, needed
         )[along]
 
     @staticmethod
@@ -59,6 +61,6 @@ class _Slope(torch.autograd.Function):
     def backward(ctx: Any, slope: Tensor) -> Any:
         three = list(ctx.saved_tensors)
         three[ctx.along] = slope
-        wanted = [which != ctx.along and ctx.needs_input_grad[2 + which] for which in (_X, _KERNEL, _DY)]
-        slopes = [_Slope.apply(which, ctx.geometry, *three) if needed else None for which, needed in enumerate(wanted)]
+        needed = [which != ctx.along and ctx.needs_input_grad[2 + which] for which in (_X, _KERNEL, _DY)]
+        slopes = [_Slope.apply(which, ctx.geometry, *three) if need else None for which, need in enumerate(needed)]
         return None, None, *slopes

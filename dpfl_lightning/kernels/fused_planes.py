@@ -1,7 +1,7 @@
 """Instance norm, ReLU and 2x2 mean pooling as one operation that can be differentiated twice (on a CPU).
 
-Gradient matching moves images along a second derivative. Torch computes the second derivative of a norm by some thirty
-operations on whole tensors and their slopes. Here a plane is read once and stays in the L1 cache: see `plane_loops.py`.
+Gradient matching moves images along a second derivative, for which torch needs some thirty operations on whole tensors
+and their slopes. Here a plane is read once and stays in the L1 cache: see `plane_loops.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 
 class FusedPlanes(nn.Module):
-    """Replaces an instance norm (its parameters), a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to
-    `[B, C, H // 2, W // 2]`.
+    """Replaces an instance norm, a ReLU and a 2x2 mean pooling: `[B, C, H, W]` to `[B, C, H // 2, W // 2]`.
 
     Raises:
         RuntimeError: the compiled loops do not reproduce torch's numbers on this machine.
@@ -36,38 +35,41 @@ class FusedPlanes(nn.Module):
 def norm_relu_pool(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
     """Return the mean over 2x2 of `max(scale * x + shift, 0)`, with x the normalised plane: `[*, H // 2, W // 2]`.
 
-    Args:
-        y: `[*, H, W]` on a CPU, float32 or float64.
-        scale, shift: value for each plane, `[*]`.
-        eps: added to a plane's variance.
-
-    >>> plane = torch.tensor([[[1.0, 1.0], [-1.0, -1.0]]])
-    >>> norm_relu_pool(plane, torch.tensor([2.0]), torch.tensor([0.5]), eps=0.0)
-    tensor([[[1.2500]]])
+    `y` is `[*, H, W]` on a CPU, float32 or float64; `scale` and `shift` are `[*]`; `eps` is added to the variance.
     """
     return _Forward.apply(y, scale, shift, eps)
 
 
-class _Forward(torch.autograd.Function):
-    @staticmethod
-    def forward(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-        return _run("forward", (y, scale, shift), eps)[0]
+class _OnPlanes(torch.autograd.Function):
+    """Base class of the operations, whose last argument is eps."""
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, ctx.eps = inputs
         ctx.save_for_backward(*tensors)
 
+    @classmethod
+    def vmap(cls, info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
+        """Move the dimension of `vmap` to the front, where the loops treat it as another dimension of planes."""
+        size = info.batch_size
+        moved = [
+            a if not isinstance(a, Tensor) else a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
+            for a, dim in zip(arguments, in_dims, strict=True)
+        ]
+        return cls.apply(*moved), 0
+
+
+class _Forward(_OnPlanes):
+    @staticmethod
+    def forward(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
+        return _run("forward", (y, scale, shift), eps)[0]
+
     @staticmethod
     def backward(ctx: Any, dz: Tensor) -> Any:
         return (*_FirstOrder.apply(*ctx.saved_tensors, dz, ctx.eps), None)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _Forward.apply(*_in_front(info.batch_size, in_dims, arguments)), 0
 
-
-class _FirstOrder(torch.autograd.Function):
+class _FirstOrder(_OnPlanes):
     """Gradient of `_Forward`."""
 
     @staticmethod
@@ -75,21 +77,12 @@ class _FirstOrder(torch.autograd.Function):
         return _run("first_order", (y, scale, shift, dz), eps)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, ctx.eps = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         to_y, to_scale, to_dz = _SecondOrder.apply(*ctx.saved_tensors, *slopes, ctx.eps)
         return to_y, to_scale, torch.zeros_like(to_scale), to_dz, None
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _FirstOrder.apply(*_in_front(info.batch_size, in_dims, arguments)), (0, 0, 0)
 
-
-class _SecondOrder(torch.autograd.Function):
+class _SecondOrder(_OnPlanes):
     """Gradient of `_FirstOrder`, without that of the shift, which is zero."""
 
     @staticmethod
@@ -98,26 +91,11 @@ class _SecondOrder(torch.autograd.Function):
         return _run("second_order", tensors, eps)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
-
-    @staticmethod
     def backward(ctx: Any, *slopes: Tensor) -> Any:
         raise NotImplementedError("fused planes have no third derivative: use the module's `sample_loss`")
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Sequence[int | None], *arguments: Any) -> Any:
-        return _SecondOrder.apply(*_in_front(info.batch_size, in_dims, arguments)), (0, 0, 0)
 
-
-def _in_front(size: int, dims: Sequence[int | None], arguments: Sequence[Any]) -> list[Any]:
-    """Return the arguments with the dimension of `vmap` first, which the loops treat as another dimension of planes."""
-    return [
-        a if not isinstance(a, Tensor) else a.expand(size, *a.shape) if dim is None else a.movedim(dim, 0)
-        for a, dim in zip(arguments, dims, strict=True)
-    ]
-
-
-#: shapes that each loop reads and writes: whole planes, pooled planes, one number for each plane
+#: kinds of arrays that each loop reads and writes: whole planes, pooled planes, one number for each plane
 _SHAPES = {
     "forward": (("plane", "number", "number"), ("pooled",)),
     "first_order": (("plane", "number", "number", "pooled"), ("plane", "number", "number")),
@@ -160,11 +138,7 @@ def as_torch(y: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def _held_to_torch() -> None:
-    """Compile the loops, and check them on a small example.
-
-    Raises:
-        RuntimeError: they do not reproduce torch's numbers on this machine.
-    """
+    """Compile the loops, and check them on a small example."""
     generator = torch.Generator().manual_seed(0)
     y, scale, shift, along, slope = (
         torch.randn(shape, generator=generator) for shape in ((3, 5, 4), (3,), (3,), (3, 2, 2), (3, 5, 4))

@@ -48,8 +48,7 @@ def _add_powers(table, order, powers):  # type: ignore[no-untyped-def]
 def _add_products(table, totals, num_groups, factors, groups):  # type: ignore[no-untyped-def]
     """Loops of `Products.add`: four records at a time without groups. A record with factor 0 counts as zeros.
 
-    Args:
-        totals: `[K, 2]`, the address of each parameter's total and the distance between its rows.
+    `totals` `[K, 2]` holds the address of each parameter's total and the distance between its rows.
     """
     records, zeros = len(factors), np.zeros(COLUMNS, np.float32)
     fours = 0 if len(groups) else records // 4 * 4

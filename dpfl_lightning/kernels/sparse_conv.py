@@ -1,7 +1,7 @@
 """Backward pass of a convolution whose output gradient is mostly zeros, as after max-pooling (float32, on a CPU).
 
-After a 2x2 max-pool three quarters of a gradient are zeros, which a dense convolution multiplies all the same. Both
-gradients of a convolution are sums of weighted windows, one for each non-zero number:
+After a 2x2 max-pool three quarters of a gradient are zeros, which a dense convolution multiplies, too. Both gradients
+of a convolution are sums of weighted windows, one for each non-zero number:
 
     dW_j[o] = sum over (h, w) of    dy_j[o, h, w] * the window of x_j at (h, w)
     dx_j    = sum over (o, h, w) of dy_j[o, h, w] * W[o], at that window
@@ -25,6 +25,8 @@ from dpfl_lightning.kernels import LANES
 MOSTLY_ZEROS = 0.4  # largest share of non-zero numbers for which this beats a dense convolution
 SMALLEST_WINDOW = 16  # numbers in a window; smaller ones do not use vector registers well
 
+Gradients = tuple[Tensor, Tensor, Tensor | None]
+
 
 def suits(layer: nn.Conv2d, x: Tensor) -> bool:
     """Return whether `sparse_backward` supports the layer and input; depends on shapes, dtype and device alone."""
@@ -44,41 +46,21 @@ def mostly_zeros(dy: Tensor) -> bool:
     return int(dy.count_nonzero()) <= MOSTLY_ZEROS * dy.numel()
 
 
-def sparse_backward(
-    layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return each record's gradients of weight and bias, and the gradient of the input.
+def sparse_backward(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool) -> Gradients:
+    """Return each record's gradients of weight `[B, O, kh, kw, C]` and bias `[B, O]`, and that of x or None.
 
     Args:
         weight: `[O, C, kh, kw]`.
         x: `[B, C, H, W]`; fastest with channels last in memory.
         dy: gradient of the output, `[B, O, H', W']`.
-
-    Returns:
-        `[B, O, kh, kw, C]` (channels innermost), `[B, O]`, and `[B, C, H, W]` or None.
-
-    >>> layer, x = nn.Conv2d(16, 16, 2, bias=False), torch.ones(1, 16, 3, 3)
-    >>> dy = torch.zeros(1, 16, 2, 2)
-    >>> dy[0, 3, 1, 0] = 2.0
-    >>> dw, db, dx = sparse_backward(layer, torch.ones(16, 16, 2, 2), x, dy, need_dx=True)
-    >>> dw[0, :5].sum(dim=(1, 2, 3)).tolist(), db[0, :5].tolist()
-    ([0.0, 0.0, 0.0, 128.0, 0.0], [0.0, 0.0, 0.0, 2.0, 0.0])
-    >>> dx[0, 0].tolist()
-    [[0.0, 0.0, 0.0], [2.0, 2.0, 0.0], [2.0, 2.0, 0.0]]
     """
     _, channels, rows, columns = weight.shape
     return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx)
 
 
 def _backward(
-    loops: Callable[..., None],
-    weight: Tensor,
-    stride: tuple[int, ...],
-    padding: Any,
-    x: Tensor,
-    dy: Tensor,
-    need_dx: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
+    loops: Callable[..., None], weight: Tensor, stride: Any, padding: Any, x: Tensor, dy: Tensor, need_dx: bool
+) -> Gradients:
     out, channels, rows, columns = weight.shape
     x_last, dy_last, w_last = (a.detach().permute(0, 2, 3, 1).contiguous() for a in (x, dy, weight))
     dw, db = x.new_empty(len(x), out, rows, columns, channels), x.new_empty(len(x), out)
@@ -90,11 +72,7 @@ def _backward(
 
 @functools.cache
 def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
-    """Return the compiled loops for one kernel shape.
-
-    Raises:
-        RuntimeError: they do not reproduce torch's convolution on this machine.
-    """
+    """Return the compiled loops for one kernel shape, after checking them against torch."""
     from dpfl_lightning.kernels.windows import convolution_backward  # importing numba takes half a second
 
     loops = convolution_backward(rows, columns * channels)

@@ -1,7 +1,6 @@
-"""The loops of `sparse_conv.py`, compiled for this machine's vector registers (numba).
+"""The loops of `sparse_conv.py` (numba).
 
-The innermost loop, a weighted sum of windows, is written in LLVM instructions, because its sums must stay in registers;
-neither a torch operator nor a Python loop achieves that.
+The innermost loop, a weighted sum of windows, is written in LLVM instructions, so that its sums stay in registers.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ PIECE = SUMS * LANES  # numbers of a run that are summed at once
 def convolution_backward(rows: int, run: int) -> Any:
     """Return the loops over records and positions for windows of `rows` runs of `run` contiguous float32 numbers.
 
-    The compiled function takes flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w
-    `[O, rows, run]`, and fills dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The
-    other arguments are the sizes B, H, W, C, H', W', O, and two numbers each for stride and padding.
+    They take flat arrays x `[B, H, W, C]`, dy `[B, H', W', O]` with O a multiple of `LANES`, w `[O, rows, run]`, and
+    fill dw `[B, O, rows, run]`, db `[B, O]` and, unless it is empty, dx `[B, H, W, C]`. The other arguments are the
+    sizes B, H, W, C, H', W', O, and two numbers each for stride and padding.
     """
     whole, rest = run // PIECE * PIECE, run % PIECE
     vectors = SUMS if whole else -(-rest // LANES)

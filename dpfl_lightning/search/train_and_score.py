@@ -16,7 +16,7 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 NewNet = Callable[[int], nn.Module]
@@ -50,15 +50,9 @@ def train_and_score(
     networks: int = 3,
     seed: int = 0,
 ) -> Trained:
-    """Train fresh nets on `records` and score them on the population's test set.
+    """Train `networks` fresh nets on `records` (x `[n, *X]`, y `[n]`) and score them on the population's test set.
 
-    Args:
-        new_net: builds the net from a seed.
-        population: population whose test set is used.
-        records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
-        how: training of each net.
-        networks: number of nets, >= 1. Each has its own initialisation and order, which depend only on the seed.
-        seed: seed of initialisations and orders.
+    Initialisation and order of each net depend only on its number and on `seed`.
     """
     require(population.test is not None, "test", "be given for a comparison", None)
     on_test, device = one_client(population), population.x.device

@@ -47,9 +47,6 @@ def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
     Args:
         strategies: registry name, or the `class_path` of a user-defined strategy -> its options; None means no options.
 
-    Raises:
-        UserError: a strategy or an option is unknown; the message suggests the nearest known name.
-
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']
     """

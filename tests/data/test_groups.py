@@ -17,7 +17,7 @@ from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.identity import data_digests
 from dpfl_lightning.federated.client.local_clients import facts_of
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 CLASSES = 5

@@ -13,7 +13,7 @@ from dpfl_lightning.federated.client import evaluation
 from dpfl_lightning.federated.client.engines.fast import FastEngine
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.privacy.noise import Streams
 
 

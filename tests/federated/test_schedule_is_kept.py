@@ -99,7 +99,7 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
                 event = line.event
                 assert (event.sample_rate, event.steps) == (batch / n, local_epochs * math.ceil(n / batch))
                 steps = event.steps * line.count
-                assert line.count == rounds and steps == loop.clients.budgets.steps(client)
+                assert line.count == rounds and steps == loop.clients.account(client).steps
                 expected_draws[n, event.sample_rate] += steps
                 mechanism = Gaussian(1.0, event.noise_multiplier, event.sample_rate, event.sample_rate * n)
                 expected_noise[mechanism] += steps

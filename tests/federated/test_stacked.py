@@ -22,8 +22,7 @@ from dpfl_lightning.federated.client.engines import stacked
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.engines.stacked import SIZES, StackedEngine, captured, padded_width
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClipRequest, VmapClippedSum
 from dpfl_lightning.privacy.clipping.stacked import stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Gaussian

@@ -269,7 +269,7 @@ def test_base_rules_may_weigh_class_gradients(name, make_loop):
     options = {"others": [*strategies.build({name: None}), seen], "aggregation": "by_base_rule", "rounds": 1}
     loop, strategy = distilled(make_loop, privacy=private([4.0, 6.0, 8.0, 10.0]), **options)
     assert strategy.role == "correction" and loop.state.round == 1
-    assert sum(map(loop.clients.budgets.releases, range(4))) == 4
+    assert sum(loop.clients.account(client).releases for client in range(4)) == 4
     matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
     assert seen.updates[0].released.shape[1:] == (CLASSES, matched)
 

@@ -14,7 +14,6 @@ from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.strategies.distillation.costs import (
     Sent,
-    break_even,
     paper_epsilon,
     paper_epsilon_words,
     participations,
@@ -40,14 +39,14 @@ def test_a_set_pays_from_as_many_trainings_as_the_formula_says():
     """500 rounds, ten classes, and as many clients and parameters in both: T I (d + C d_m) over 2 R J d."""
     for training_rounds, expected in ((100, 28.5), (200, 14.75), (500, 6.5), (1000, 3.75)):
         of_set, of_training = traffic(500 * 25, 7, 10 * 7), traffic(training_rounds * 25, 7, 7)
-        assert break_even(of_set, of_training) == expected == 1 + 500 * (1 + 10) / (2 * training_rounds)
+        assert 1 + of_set.total / of_training.total == expected == 1 + 500 * (1 + 10) / (2 * training_rounds)
         trainings = [math.floor(expected), math.floor(expected) + 1]
         less, more = (n * of_training.total - (of_set.total + of_training.total) for n in trainings)
         assert less <= 0 < more
     rounds, cohort, params, matched, classes, training_rounds, training_cohort = 30, 4, 50, 40, 3, 8, 16
     of_set = traffic(rounds * cohort, params, classes * matched)
     of_training = traffic(training_rounds * training_cohort, params, params)
-    assert break_even(of_set, of_training) == 1 + 30 * 4 * (50 + 3 * 40) / (2 * 8 * 16 * 50)
+    assert 1 + of_set.total / of_training.total == 1 + 30 * 4 * (50 + 3 * 40) / (2 * 8 * 16 * 50)
 
 
 GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta=1e-3, noise_key=FIXED_KEY)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,30 +29,28 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     summing_dtype,
 )
-from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 #: computes from (query, client, module, x, y), where x and y are records and their labels
-Computation = TypeVar("Computation", bound=Callable[..., Tensor])
+Computation = Callable[..., Tensor]
 
-_ROWS: dict[type[Query], Callable[..., Tensor]] = {}
-_PLAIN_ANSWERS: dict[type[Query], Callable[..., Tensor]] = {}
+
+def _unregistered(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
+    raise TypeError(f"clients cannot answer {type(query).__name__}")
+
+
+_ROWS, _PLAIN_ANSWERS = functools.singledispatch(_unregistered), functools.singledispatch(_unregistered)
 
 
 def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     """Register what clients compute for queries of a type whose mechanism is `Gaussian`, `Laplace` or exponential.
 
-    The function returns a row of statistics for each record, `[b, k]`, of records `x [b, *X]`, `y [b]`. It is called
-    under `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another record. The number
-    of columns k must be the same for all records.
+    The function returns a row of statistics for each record, `[b, k]`, of records `x [b, *X]`, `y [b]`; k must be the
+    same for all records. It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can
+    depend on another record.
     """
-
-    def register(function: Computation) -> Computation:
-        _ROWS[kind] = function
-        return function
-
-    return register
+    return _ROWS.register(kind)
 
 
 def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
@@ -59,50 +58,36 @@ def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
 
     **Privacy** None: the client's epsilon becomes infinite.
     """
-
-    def register(function: Computation) -> Computation:
-        _PLAIN_ANSWERS[kind] = function
-        return function
-
-    return register
+    return _PLAIN_ANSWERS.register(kind)
 
 
 def check_answerable(query: ChargedQuery) -> None:
-    """Check that something is registered for the type of the query.
-
-    Raises:
-        TypeError: nothing is.
-    """
+    """Raise TypeError unless a function is registered for the type of the query."""
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 
 
-def _computation(query: ChargedQuery, mechanism: object) -> Callable[..., Tensor]:
-    plain = isinstance(mechanism, NoMechanism)
-    known, kind = _PLAIN_ANSWERS if plain else _ROWS, type(query.question)
-    for base in kind.__mro__:
-        if base in known:
-            return known[base]
-    register = "plain_answer_of" if plain else "rows_of"
-    raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`")
+def _computation(query: ChargedQuery, mechanism: object) -> Computation:
+    plain, kind = isinstance(mechanism, NoMechanism), type(query.question)
+    function = (_PLAIN_ANSWERS if plain else _ROWS).dispatch(kind)
+    if function is _unregistered:
+        register = "plain_answer_of" if plain else "rows_of"
+        raise TypeError(
+            f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`"
+        )
+    return function
 
 
 def answer(
     query: ChargedQuery, client: int, module: ClientModule, x: Tensor, y: Tensor, generator: RandomGenerator
 ) -> Any:
-    """The answer of a client: the noised sum `[k]`, the chosen index, or a plain answer (`NonPrivateEvent`).
-
-    Args:
-        x: all records of the client, `[n, *X]`, n >= 1.
-        y: their labels, `[n]`.
+    """The answer of a client from all its records `x [n, *X]`, `y [n]`, n >= 1: the noised sum `[k]`, the chosen index,
+    or a plain answer. ValueError if the registered function does not return one row for each record.
 
     **Guarantees** One record changes one row only: rows are computed under `vmap`, one record at a time. The norm of a
     row is at most `clip_norm` for `Gaussian` and `Laplace`; scores are in [0, 1] for `ExponentialMechanism`.
 
     **Privacy** One `event(1)` of the client's mechanism, which the caller has charged.
-
-    Raises:
-        ValueError: the registered function returns something other than one row for each record.
     """
     mechanism = query.mechanism_of[client]
     if isinstance(mechanism, NoMechanism):
@@ -122,15 +107,14 @@ def _bounded_sum(
     compute, kind = _computation(query, query.mechanism_of[client]), type(query.question).__name__
 
     def row(x: Tensor, y: Tensor) -> Tensor:
-        own = compute(query.question, client, module, x[None], y[None])
-        fits = isinstance(own, Tensor) and own.ndim == 2 and len(own) == 1 and not own.is_complex()
-        if not fits:
-            got = f"shape {tuple(own.shape)}" if isinstance(own, Tensor) else type(own).__name__
+        rows = compute(query.question, client, module, x[None], y[None])
+        if not (isinstance(rows, Tensor) and rows.ndim == 2 and len(rows) == 1 and not rows.is_complex()):
+            got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
             raise ValueError(
                 f"the rows of {kind} must be one row of real numbers for each record, shape (1, k) for "
                 f"one record, got {got}"
             )
-        return own[0].to(summing_dtype(own))
+        return rows[0].to(summing_dtype(rows))
 
     total: Tensor | None = None
     with evaluating(module.net):
@@ -138,8 +122,7 @@ def _bounded_sum(
             rows = vmap(row, randomness="different")(inputs, targets)
             part = bounded(rows).sum(dim=0)
             if total is not None and part.shape != total.shape:
-                got = f"{len(total)} and {len(part)}"
-                raise ValueError(f"the rows of {kind} must have one length, got {got}")
+                raise ValueError(f"the rows of {kind} must have one length, got {len(total)} and {len(part)}")
             total = part if total is None else total + part
     assert total is not None  # a mechanism's divisor is above 0: there are records
     return total.cpu().double()
@@ -154,9 +137,6 @@ def _clipped(rows: Tensor, mechanism: Mechanism) -> Tensor:
     """`rows` `[b, k]` with every norm at most the mechanism's; a row whose norm is not finite is zero."""
     norms = torch.linalg.vector_norm(rows, ord=mechanism.clip_order, dim=1, keepdim=True)
     return torch.where(norms.isfinite(), rows, 0.0) * clip_factors(norms, mechanism.clip_norm)
-
-
-# ---- what is computed
 
 
 @rows_of(SelectModel)
@@ -197,10 +177,7 @@ def bounded_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor, b
 
 
 def summed_losses(module: ClientModule, models: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """The unbounded sum of each model's loss over records `x [n, *X]`, `y [n]`, `[M]` float64 on the CPU.
-
-    A loss that is NaN counts as infinite. Records are read in chunks, so that memory does not grow with them.
-    """
+    """The unbounded sum of each model's loss over all records, `[M]` float64 on the CPU; NaN counts as infinite."""
     totals = models.new_zeros(len(models), dtype=summing_dtype(models))
     with evaluating(module.net):
         for inputs, targets in zip(x.split(FORWARD_CHUNK), y.split(FORWARD_CHUNK), strict=True):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.federated.messages.jobs import ClassGradients, LocalTraining
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.models.augmentation import ClassAugmentation
@@ -22,20 +22,19 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, SpentEpsilon
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
-_OURS = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
-_SHOWN = "shown"  # the purpose under which the ledger holds what is shown without noise
+_KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
+_SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
 
 
 class Budgets:
-    """Holds all charges to the planned schedule.
+    """Limits all charges to the planned schedule.
 
     Args:
-        schedule: its noise is solved.
+        sampling: how batches are drawn, in words.
         simulated: whether noise follows from a given key. Then a release that was interrupted by a crash is repeated
             bit for bit, and is not charged twice.
         caveats: part of every guarantee.
@@ -52,25 +51,28 @@ class Budgets:
         ledger: Ledger,
         accountant: Accountant,
         sampling: str,
-        simulated: bool = False,
-        caveats: Sequence[Caveat] = (),
-        unprotected: Sequence[NonPrivateEvent] = (),
+        simulated: bool,
+        caveats: Sequence[str],
+        unprotected: Sequence[str],
     ) -> None:
         self.schedule, self.ledger, self.accountant = schedule, ledger, accountant
-        self.sampling, self.caveats = sampling, tuple(caveats)
+        self.sampling, self.caveats = sampling, [Caveat(words) for words in caveats]
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
-        self._spent, self._changed = SpentEpsilon(accountant), False
-        self._live: list[float] = []  # epsilon of each client, as of the last time it was asked for
-        self._paid = set(range(len(schedule.clients)))  # who has paid since then
-        told = [client for client in range(len(schedule.clients)) if not ledger.used(client, _SHOWN)]
-        ledger.charge([Charge(client, 0, _SHOWN, one) for one in unprotected for client in told])
+        self._compute_spent, self._changed = SpentEpsilon(accountant), False
+        clients = range(len(schedule.clients))
+        self._spent = [0.0 for _ in clients]  # at the last call of `spent`
+        self._paid = set(clients)  # the clients that have paid since then
+        uncharged = [client for client in clients if not ledger.used(client, _SHOWN)]
+        ledger.charge(
+            [Charge(client, 0, _SHOWN, NonPrivateEvent(words)) for words in unprotected for client in uncharged]
+        )
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
         kinds = {type(plan), type(plan.job), *map(type, plan.mechanism_of)}
         kinds |= {type(plan.job.augmentation)} if isinstance(plan.job, ClassGradients) else set()
-        if not kinds <= _OURS:  # a subclass could state another event, or send another value
-            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _OURS}")
+        if not kinds <= _KNOWN:  # a subclass could state another event, or send another value
+            raise TypeError(f"a round plan must have the framework's jobs and mechanisms, got {kinds - _KNOWN}")
         charges = {}
         for client, mechanism, steps in zip(plan.clients, plan.mechanism_of, plan.steps, strict=True):
             event = mechanism.event(steps if isinstance(plan.job, LocalTraining) else 1)
@@ -86,103 +88,8 @@ class Budgets:
 
     def _next(self, client: int, round: int, purpose: str, event: Event) -> Charge:
         """The next charge of a client in a round. The ledger numbers it, in a simulation this process."""
-        counted = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
-        return Charge(client, round, purpose, event, counted)
-
-    def _charge(self, charges: Sequence[Charge]) -> list[int]:
-        self._paid.update(charge.client for charge in charges)
-        if self._numbers is not None:
-            self._numbers.update((charge.client, charge.round) for charge in charges)
-        self.ledger.charge([charge for charge in charges if not self._holds_already(charge)])
-        return [charge.number for charge in charges]
-
-    def _holds_already(self, charge: Charge) -> bool:
-        """Whether a simulation repeats a release that was charged before an interruption."""
-        return charge.number < self.ledger.charges(charge.client, charge.round)
-
-    def change(self, schedule: RunSchedule) -> None:
-        """Continue with another solved schedule, which may depend on what was released so far.
-
-        **Guarantees** The new schedule contains what was paid for, and fits the budget. Guarantees then state the whole
-        budget: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic 2021, Koskela
-        et al. 2023; Rogers et al. 2016).
-
-        Raises:
-            UserError: no privacy filter is known for these releases.
-        """
-        for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
-            self._check_paid(client, after)
-            if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
-                raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
-            _check_filter(after, self.accountant)
-        self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
-
-    def _check_paid(self, client: int, own: ClientSchedule) -> None:
-        """Check that a new schedule contains everything that the client has paid for."""
-        planned = {line.purpose: line for line in own.planned}
-        for purpose, events in self.ledger.paid(client).items():
-            line = planned.get(purpose)
-            if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
-                raise UserError(
-                    f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
-                    f"releases for {purpose!r} of other noise or number: another version chose the noise from the same "
-                    "releases. Go on with what the run began with, or start a new run."
-                )
-
-    def anyone_affords(self) -> bool:
-        """Whether any client has any planned release left."""
-        return any(
-            self.ledger.used(client, line.purpose) < line.count
-            for client, own in enumerate(self.schedule.clients)
-            for line in own.planned
-        )
-
-    def spent(self) -> tuple[float, ...]:
-        """The current epsilon of each client, rounded up. Only clients that have paid since then are recomputed."""
-        live = self._live or [0.0] * len(self.schedule.clients)
-        for client in self._paid:
-            live[client] = self._spent_by(client)
-        self._live, self._paid = live, set()
-        return tuple(live)
-
-    def _spent_by(self, client: int) -> float:
-        if self.ledger.used(client, _SHOWN):
-            return math.inf
-        return self._spent(self.schedule.clients[client], lambda purpose: self.ledger.used(client, purpose))
-
-    def steps(self, client: int) -> int:
-        """How many noised steps the client has paid for."""
-        return sum(event.steps for event in self.ledger.events(client) if isinstance(event, NoisedEvent))
-
-    def releases(self, client: int) -> int:
-        """How many releases the client has paid for."""
-        return len(self.ledger.events(client))
-
-    def was_charged(self, round: int) -> bool:
-        """Whether any client has paid for a release of that round."""
-        return any(self.ledger.charges(client, round) for client in range(len(self.schedule.clients)))
-
-    def releases_of_all(self) -> int:
-        """How many releases all clients have paid for."""
-        return sum(self.releases(client) for client in range(len(self.schedule.clients)))
-
-    def guarantees(self) -> tuple[Guarantee, ...]:
-        """Each client's guarantee so far, composed again from the ledger."""
-        schedules = self.schedule.clients
-        queries = [([*self.ledger.events(client), *self.caveats], own.delta) for client, own in enumerate(schedules)]
-        found = map(self._holds, schedules, self.accountant.bounds(queries))
-        planned = [[line.event for line in own.planned] for own in schedules]  # before the first release, too
-        return tuple(
-            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=own)
-            for (events, delta), lines, own in zip(queries, planned, found, strict=True)
-        )
-
-    def _holds(self, own: ClientSchedule, composed: tuple[float, str]) -> tuple[float, str]:
-        """The composed bound, or the budget if later noise was chosen from earlier releases."""
-        epsilon, how = composed
-        if self._changed and 0 < epsilon <= own.target_epsilon < math.inf:
-            return own.target_epsilon, f"{how}, as a privacy filter: the whole budget is what holds"
-        return composed
+        number = self.ledger.charges(client, round) if self._numbers is None else self._numbers[client, round]
+        return Charge(client, round, purpose, event, number)
 
     def _payable(self, charge: Charge) -> bool:
         planned = self.schedule.planned(charge.client, charge.purpose)
@@ -191,14 +98,87 @@ class Budgets:
                 f"client {charge.client} was to release {charge.event} in round {charge.round}, but its schedule plans "
                 f"{planned.event} for {charge.purpose!r}: a strategy that changes mechanisms declares it in `plan_run`"
             )
-        return self._holds_already(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
+        return self._is_charged(charge) or self.ledger.used(charge.client, charge.purpose) < planned.count
+
+    def _is_charged(self, charge: Charge) -> bool:
+        """Whether a simulation repeats a release that was charged before an interruption."""
+        return charge.number < self.ledger.charges(charge.client, charge.round)
+
+    def _charge(self, charges: Sequence[Charge]) -> list[int]:
+        self._paid.update(charge.client for charge in charges)
+        if self._numbers is not None:
+            self._numbers.update((charge.client, charge.round) for charge in charges)
+        self.ledger.charge([charge for charge in charges if not self._is_charged(charge)])
+        return [charge.number for charge in charges]
+
+    def change(self, schedule: RunSchedule) -> None:
+        """Continue with another solved schedule, which may depend on what was released so far.
+
+        **Guarantees** The new schedule contains what was paid for, and fits the budget. Guarantees then state the whole
+        budget: full batches of Gaussian noise, and pure epsilons, are privacy filters (Feldman and Zrnic 2021, Koskela
+        et al. 2023; Rogers et al. 2016). Other releases raise UserError.
+        """
+        for client, (before, after) in enumerate(zip(self.schedule.clients, schedule.clients, strict=True)):
+            self._check_paid(client, after)
+            if after.target_epsilon != before.target_epsilon or after.delta != before.delta:
+                raise RuntimeError(f"client {client} has a budget, which its new schedule changes")
+            _check_filter(after, self.accountant)
+        self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
+
+    def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
+        """Check that a new schedule contains everything that the client has paid for."""
+        planned = {line.purpose: line for line in schedule.planned}
+        for purpose, events in self.ledger.paid(client).items():
+            line = planned.get(purpose)
+            if purpose != _SHOWN and (line is None or len(events) > line.count or {*events} != {line.event}):
+                raise UserError(
+                    f"`{self.ledger.path}` must hold what the schedule of client {client} plans now, got {len(events)} "
+                    f"releases for {purpose!r} of other noise or number: another version chose the noise from the same "
+                    "releases. Resume with the version that began the run, or start a new run."
+                )
+
+    def can_pay(self) -> bool:
+        """Whether any client has any planned release left."""
+        return any(
+            self.ledger.used(client, line.purpose) < line.count
+            for client, schedule in enumerate(self.schedule.clients)
+            for line in schedule.planned
+        )
+
+    def spent(self) -> tuple[float, ...]:
+        """The current epsilon of each client, rounded up. Only clients that have paid since then are recomputed."""
+        for client in self._paid:
+            used = functools.partial(self.ledger.used, client)
+            self._spent[client] = math.inf if used(_SHOWN) else self._compute_spent(self.schedule.clients[client], used)
+        self._paid = set()
+        return tuple(self._spent)
+
+    def guarantees(self) -> tuple[Guarantee, ...]:
+        """Each client's guarantee so far, composed again from the ledger."""
+        schedules = self.schedule.clients
+        composed = [
+            ([*self.ledger.events(client), *self.caveats], schedule.delta) for client, schedule in enumerate(schedules)
+        ]
+        bounds = map(self._filtered, schedules, self.accountant.bounds(composed))
+        planned = [[line.event for line in schedule.planned] for schedule in schedules]  # also before the first release
+        return tuple(
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), bound=bound)
+            for (events, delta), lines, bound in zip(composed, planned, bounds, strict=True)
+        )
+
+    def _filtered(self, schedule: ClientSchedule, bound: tuple[float, str]) -> tuple[float, str]:
+        """The composed bound, or the budget if later noise was chosen from earlier releases."""
+        epsilon, method = bound
+        if self._changed and 0 < epsilon <= schedule.target_epsilon < math.inf:
+            return schedule.target_epsilon, f"{method}, as a privacy filter: the whole budget is what holds"
+        return bound
 
 
-def _check_filter(own: ClientSchedule, accountant: Accountant) -> None:
+def _check_filter(schedule: ClientSchedule, accountant: Accountant) -> None:
     """Check that a privacy filter is known for a schedule that depends on releases."""
-    events = [line.event for line in own.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
+    events = [line.event for line in schedule.planned if isinstance(line.event, NoisedEvent | SelectionEvent)]
     gaussian = all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events)
-    pure = own.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
+    pure = schedule.delta == 0 and not any(isinstance(event, GaussianEvent) for event in events)
     must = "be null (full batches), or noise pure (mechanism laplace, delta 0), where later noise follows from releases"
     require(gaussian or pure, "clients.batch_size", must, "sampled batches, or a mixture of releases")
     known = accountant.name in ("gdp", "rdp")

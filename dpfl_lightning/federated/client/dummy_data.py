@@ -46,15 +46,15 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
 
 
 def check_fits(module: ClientModule, population: Population) -> None:
-    """Refuse a module that cannot take the population's records one by one, before a run begins.
+    """Check that a module can take the population's records one by one, before a run begins.
 
     Raises:
-        UserError: its `sample_loss` raises, does not give one loss a record, or gives a record another loss in other
-            company, with dropout and without; or a loss changes its buffers. Says what came.
+        UserError: its `sample_loss` raises, does not give one loss for each record, or gives a record another loss
+            among other records, with dropout and without; or a loss changes its buffers.
     """
     x, y = dummy_batch(population, records=2, device=module.device)
     if not y.is_floating_point():
-        y = torch.full_like(y, population.num_classes - 1)  # as many outputs as classes, or this one is out of range
+        y = torch.full_like(y, population.num_classes - 1)  # out of range if there are fewer outputs than classes
     try:
         with torch.no_grad():
             losses = module.sample_loss(module.named_trainable, x, y)
@@ -71,12 +71,16 @@ def check_fits(module: ClientModule, population: Population) -> None:
     _check_alone(copy.deepcopy(module), *dummy_batch(population, records=4, device=module.device))
 
 
+@torch.no_grad()
 def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
-    """Refuse a net in which one record moves another's loss, or leaves a trace: clipping bounds neither."""
+    """Refuse a net in which one record moves another's loss or changes a buffer: clipping bounds neither."""
     with evaluating(module.net):
-        changed = _changed_buffers(module, x, y)
-        isolated = _same_in_company(module, x, y)
-    if not isolated or (module.net.training and not _same_in_company(module, x, y)):
+        before = _copied_buffers(module)
+        with _drawing_alike(module.device):
+            module.sample_loss(module.named_trainable, x, y)
+        changed = [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
+        isolated = _isolated(module, x, y)
+    if not isolated or (module.net.training and not _isolated(module, x, y)):
         raise UserError(
             "`model` must see one record at a time, got losses that change with the other records of a batch. Look for "
             "means over the first dimension, and for layers that take records elsewhere (batch_first=False)."
@@ -85,8 +89,7 @@ def _check_alone(module: ClientModule, x: Tensor, y: Tensor) -> None:
         raise UserError(f"`model` must not remember records, got a buffer `{changed[0]}` that a forward pass changes.")
 
 
-@torch.no_grad()
-def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
+def _isolated(module: ClientModule, x: Tensor, y: Tensor) -> bool:
     """Whether the loss of each record is the same alone, among hundreds of others and among broken ones.
 
     Losses are compared in float64 where the net and the device have it. A net that draws random numbers cannot give a
@@ -94,7 +97,7 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
     """
 
     def losses(x: Tensor, y: Tensor) -> Tensor:
-        buffers = {name: value.clone() for name, value in module.net.named_buffers()}
+        buffers = _copied_buffers(module)
         try:
             with _drawing_alike(module.device):
                 return module.sample_loss(module.named_trainable, x, y)
@@ -103,13 +106,16 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
                 value.copy_(buffers[name])
 
     def same(x: Tensor, tolerance: float) -> bool:
-        draws = draws_random_numbers(module, x, y)
+        with _drawing_alike(module.device):
+            before = _generator_states(module.device)
+            module.sample_loss(module.named_trainable, x, y)
+            draws = _generator_states(module.device) != before
         alone = torch.cat([losses(x[row : row + 1], y[row : row + 1]) for row in range(len(x))])
 
         def like_alone(some_x: Tensor, some_y: Tensor, places: Tensor) -> bool:
             expected = losses(*in_company(x, y, (1.0,), len(some_x))[:2])[places] if draws else alone
-            found = losses(some_x, some_y)[places]
-            return torch.allclose(found, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
+            actual = losses(some_x, some_y)[places]
+            return torch.allclose(actual, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
         return all(in_companies(like_alone, x, y))
 
@@ -121,22 +127,8 @@ def _same_in_company(module: ClientModule, x: Tensor, y: Tensor) -> bool:
         return same(x, 1e-3)
 
 
-@torch.no_grad()
-def _changed_buffers(module: ClientModule, x: Tensor, y: Tensor) -> list[str]:
-    """The buffers that a forward pass changes, by name."""
-    before = {name: value.clone() for name, value in module.net.named_buffers()}
-    with _drawing_alike(module.device):
-        module.sample_loss(module.named_trainable, x, y)
-    return [name for name, value in module.net.named_buffers() if not torch.equal(value, before[name])]
-
-
-@torch.no_grad()
-def draws_random_numbers(module: ClientModule, x: Tensor, y: Tensor) -> bool:
-    """Whether a forward pass asks torch's, numpy's or Python's generator, which are put back."""
-    with _drawing_alike(module.device):
-        before = _generator_states(module.device)
-        module.sample_loss(module.named_trainable, x, y)
-        return _generator_states(module.device) != before
+def _copied_buffers(module: ClientModule) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in module.net.named_buffers()}
 
 
 def _generator_states(device: torch.device) -> list[object]:
@@ -146,7 +138,7 @@ def _generator_states(device: torch.device) -> list[object]:
 
 @contextmanager
 def _drawing_alike(device: torch.device) -> Iterator[None]:
-    """All generators from the same state; each is put back afterwards."""
+    """Set all generators to the same state, and restore them afterwards."""
     numpy_state, python_state = np.random.get_state(), random.getstate()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(0)

@@ -13,46 +13,30 @@ from torchmetrics.functional.classification import multiclass_accuracy
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.evaluation import Evaluation, Score
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
 
 _NOTHING = Score(None, math.nan)
 
 
-def evaluate(
-    module: ClientModule,
-    population: Population,
-    final_models: ClientModels,
-    engine: Engine,
-) -> Evaluation:
+def evaluate(module: ClientModule, population: Population, final_models: ClientModels, engine: Engine) -> Evaluation:
     """Score each client's model on the common test set and on the client's held-out records.
 
-    A model evaluates each record once, also if clients hold out parts of the test set. Without a common test set,
-    `test` is the mean over clients of their scores on held-out records.
-
-    Args:
-        engine: set up for `module` and `population`; it runs the nets with personal parameters.
+    Without a common test set, `test` is the mean over clients of their scores on held-out records. `engine` is set up;
+    it runs the nets with personal parameters.
     """
-    everyone, model_of = range(population.num_clients), final_models.model_of
-    groups = [[client] for client in everyone] if module.personal else _by_model(model_of)
+    groups: dict[int, list[int]] = {}  # clients that share a model
+    for client, row in enumerate(final_models.model_of):
+        groups.setdefault(client if module.personal else row, []).append(client)
     clients: list[Score] = [_NOTHING] * population.num_clients
     tests: list[Score] = [_NOTHING] * population.num_clients
-    for group in groups:
-        model = engine.personalised(final_models.models[model_of[group[0]]], group[0])
-        wanted = [population.held_out_of[client] for client in group]
-        test = population.test if population.test is not None else wanted[0][:0]
-        on_test, *own = _scores(module, model, population, [test, *wanted], engine)
-        for client, score in zip(group, own, strict=True):
+    for group in groups.values():
+        model = engine.personalised(final_models.models[final_models.model_of[group[0]]], group[0])
+        held_out = [population.held_out_of[client] for client in group]
+        test = population.test if population.test is not None else held_out[0][:0]
+        on_test, *on_held_out = _scores(module, model, population, [test, *held_out], engine)
+        for client, score in zip(group, on_held_out, strict=True):
             clients[client], tests[client] = score, on_test
     return Evaluation(_mean(clients if population.test is None else tests), tuple(clients))
-
-
-def _by_model(model_of: Sequence[int]) -> list[list[int]]:
-    """Lists of clients that share a model."""
-    groups: dict[int, list[int]] = {}
-    for client, row in enumerate(model_of):
-        groups.setdefault(row, []).append(client)
-    return list(groups.values())
 
 
 def _scores(
@@ -65,25 +49,21 @@ def _scores(
     output, y = engine.outputs(model, rows), population.y[rows]
     with torch.inference_mode():
         losses = module.loss(output, y).double()
-    values = losses[None] if y.is_floating_point() else torch.stack([losses, _hits(output, y, population.num_classes)])
+    values = losses[None]
+    if not y.is_floating_point():
+        classes = max(population.num_classes, output.shape[1])  # a net may know more classes than the population has
+        labels = output.argmax(dim=1, keepdim=True), y[:, None]
+        hits = multiclass_accuracy(*labels, classes, average="micro", multidim_average="samplewise")
+        values = torch.stack([losses, hits.double()])
     sizes = torch.tensor([len(one) for one in sets], device=rows.device)
     of_set = torch.arange(len(sets), device=rows.device).repeat_interleave(sizes)
     sums = values.new_zeros(len(values), len(sets)).index_add_(1, of_set, values[:, place])
     means = (sums / sizes).tolist()  # 0 / 0 is NaN: a set without records
     accuracies = [None] * len(sets) if y.is_floating_point() else means[1]
     return [
-        _NOTHING if math.isnan(loss) and size == 0 else Score(accuracy, loss)
+        Score(accuracy, loss) if size else _NOTHING
         for accuracy, loss, size in zip(accuracies, means[0], sizes.tolist(), strict=True)
     ]
-
-
-def _hits(output: Tensor, y: Tensor, num_classes: int) -> Tensor:
-    """1.0 for each record whose class has the largest output, else 0.0, `[n]`."""
-    classes = max(num_classes, output.shape[1])  # a net may know more classes than there are here
-    hits = multiclass_accuracy(
-        output.argmax(dim=1, keepdim=True), y[:, None], classes, average="micro", multidim_average="samplewise"
-    )
-    return hits.double()
 
 
 def _mean(scores: Sequence[Score]) -> Score:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.gradient_counts import notes
-from dpfl_lightning.privacy.ledger.file import Head, Header, read_header
-from dpfl_lightning.privacy.ledger.ledger import Ledger
+from dpfl_lightning.errors import NEW_RUN, UserError
+from dpfl_lightning.federated.client.engines.engine import COUNTED
+from dpfl_lightning.privacy.ledger.file import Header, read_header
 from dpfl_lightning.runtime.files import write_atomically
 
-WAY_OUT = "What was spent stands in the ledger beside it; start a new run in another --output_dir."
+_ABOUT_NOTES = (
+    "Exact counts over the run of the gradients of each client's records: all (one a record and step), those that were "
+    "clipped, and those that were not finite and so contributed nothing. No noise and no guarantee covers them: they "
+    "are for each client alone. Do not share this file."
+)
 
 
 class ClientFolder:
@@ -45,28 +46,19 @@ class ClientFolder:
             try:
                 return bytes.fromhex(self.key_file.read_text())
             except ValueError:
-                raise UserError(f"`{self.key_file}` must hold hexadecimal digits, got others. {WAY_OUT}") from None
+                raise UserError(f"`{self.key_file}` must hold hexadecimal digits, got others. {NEW_RUN}") from None
         if ended:
             return b""
         if self.ledger_file.is_file():
-            raise UserError(f"`{self.key_file}` must lie beside options.yaml, got no such file. {WAY_OUT}")
+            raise UserError(f"`{self.key_file}` must lie beside options.yaml, got no such file. {NEW_RUN}")
         key = secrets.token_bytes(32)
         write_atomically(self.key_file, lambda partial: partial.write_text(key.hex()), private=True)
         return key
 
-    def open_ledger(self, header: Header, head: Mapping[str, Any] | None) -> Ledger:
-        """The run's ledger: a new one, or the one that was written until a checkpoint's `head`.
-
-        Raises:
-            UserError: it is not.
-        """
-        return Ledger(self.ledger_file, header, None if head is None else Head(**head))
-
     def save_notes(self, counts: Tensor) -> None:
         """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
-        text = json.dumps(notes(counts), indent=2) + "\n"
+        clients = [
+            {"client": client, **dict(zip(COUNTED, row, strict=True))} for client, row in enumerate(counts.tolist())
+        ]
+        text = json.dumps({"about": _ABOUT_NOTES, "clients": clients}, indent=2) + "\n"
         write_atomically(self.path / "private.json", lambda partial: partial.write_text(text), private=True)
-
-    def finish(self) -> None:
-        """Remove the data key: nothing is released any more, and nobody needs to compare records."""
-        self.key_file.unlink(missing_ok=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,39 +16,40 @@ from torch import nn
 import dpfl_lightning
 from dpfl_lightning.config.options import FREE, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.settings import ClientSettings
-
-if TYPE_CHECKING:
-    from dpfl_lightning.federated.client.engines.engine import Engine
+from dpfl_lightning.federated.messages.clients import RunPlan
 from dpfl_lightning.runtime.digests import described, digest_with_sources, hex_digest, memory_of
 
-_OF_A_ROUND = ("task", "local_optimizer", "net")  # of a `ClientModule`: what begins anew, and what is read apart
-_OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # of a layer that draws no random numbers to begin with
+_OF_A_ROUND = ("task", "local_optimizer", "net")  # attributes of a `ClientModule` that are no settings
+_OF_TORCH = frozenset(vars(ClientModule(nn.LayerNorm(1))))  # LayerNorm: its creation draws no random numbers
+_COLUMNS = {
+    "clients": ("num_records", "batch_size", "local_epochs", "learning_rate"),
+    "privacy": ("epsilon", "delta", "clip_norm", "noise_multiplier"),
+}
+_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
+_PLACES = ("folder", "download")  # options of the data that say where files are
 
 
-def configuration(
-    rounds: int,
-    seed: int,
-    settings: Sequence[ClientSettings],
-    privacy: PrivacyOptions | None,
-    strategies: Sequence[str],
-    options: Mapping[str, Any],
-) -> dict[str, Any]:
+def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, Any]:
     """The options that decide releases, ready for JSON, also of a loop that was built in Python.
 
     They select the random streams of a simulation: another configuration has other noise.
     """
-    columns = {name: [_number(getattr(one, name.rpartition(".")[2])) for one in settings] for name in _COLUMNS}
+    columns = {
+        f"{section}.{name}": [_number(getattr(client, name)) for client in plan.settings]
+        for section, names in _COLUMNS.items()
+        for name in names
+    }
+    strategies = ", ".join(name.partition(" ")[2] for name in plan.strategies)
     return _for_json(
         {
-            **deciding_options(options),
-            "rounds": rounds,
-            "seed": seed,
+            **deciding_options(plan.options),
+            "rounds": plan.rounds,
+            "seed": plan.seed,
             **{name: values[0] if len(set(values)) == 1 else values for name, values in columns.items()},
             **{f"privacy.{name}": None if privacy is None else getattr(privacy, name) for name in _SHARED},
-            **({} if "strategies" in options else {"strategies": _classes(strategies)}),
+            **({} if "strategies" in plan.options else {"strategies": strategies}),
         }
     )
 
@@ -57,32 +58,24 @@ def deciding_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a resolved configuration that decide releases, ready for JSON."""
     chosen = {key: value for key, value in options.items() if key not in FREE}
     if "data" in chosen:
-        chosen["data"] = {key: value for key, value in options["data"].items() if key not in _WHERE_FILES_LIE}
+        chosen["data"] = {key: value for key, value in options["data"].items() if key not in _PLACES}
     return _for_json(chosen)
 
 
 def identity(
-    configured: Mapping[str, Any],
-    schedule: RunSchedule,
-    module: ClientModule,
-    strategies: Mapping[str, str],
-    population: Population,
-    data_key: bytes,
+    plan: RunPlan, privacy: PrivacyOptions | None, module: ClientModule, population: Population, data_key: bytes
 ) -> dict[str, Any]:
     """Everything that decides the releases of a run, ready for JSON.
 
-    Args:
-        configured: from `configuration`.
-        data_key: key of the digests of private records; a plain digest would confirm a guess of the records.
-
-    **Privacy** The digests mean nothing without the key, which stays with the client.
+    **Privacy** A plain digest of the records would confirm a guess of them. The digests mean nothing without
+    `data_key`, which stays with the client.
     """
-    lines = [[repr(line) for line in client.planned] for client in schedule.clients]
+    lines = [[repr(line) for line in client.planned] for client in plan.schedule.clients]
     return {
-        **configured,
+        **configuration(plan, privacy),
         "versions": f"dpfl_lightning {dpfl_lightning.__version__}, torch {torch.__version__}",
         "schedule": hex_digest(json.dumps(lines).encode()),
-        "strategy": strategies,
+        "strategy": plan.strategies,
         "module": module_digest(module),
         "records": [digest.hex() for digest in data_digests(population, data_key)],
     }
@@ -93,25 +86,20 @@ def equal_ranks(engine: Engine, population: Population, module: ClientModule) ->
 
     **Privacy** Private: contains a plain digest of all records.
     """
+    libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
+    settings = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
+    code = hashlib.sha256(f"{libraries} {settings}".encode())
+    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
+        code.update(source.read_bytes())
     device = module.device
-    own = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    kind = torch.cuda.get_device_name() if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
-        "code": package_digest(),
+        "code": code.hexdigest(),
         "model": module_digest(module),
         "data": hex_digest(b"".join(data_digests(population, b""))),
         "engine": f"{engine.name} ({engine.description})",
-        "device": f"{device.type} {own}",
+        "device": f"{device.type} {kind}",
     }
-
-
-def package_digest() -> str:
-    """Digest of the source of this package, of the versions of numerical libraries and of their settings."""
-    libraries = f"torch {torch.__version__} numpy {version('numpy')} numba {version('numba')}"
-    how = f"threads {torch.get_num_threads()} products {torch.get_float32_matmul_precision()}"
-    digest = hashlib.sha256(f"{libraries} {how}".encode())
-    for source in sorted(Path(dpfl_lightning.__file__).parent.rglob("*.py")):
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
 
 
 def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
@@ -125,36 +113,22 @@ def data_digests(population: Population, key: bytes) -> Iterator[bytes]:
 
 
 def module_digest(module: ClientModule) -> str:
-    """Digest of a module without its trained parameters: layers, settings, frozen parameters, buffers, and the source
-    of their classes and of the user's files that they refer to.
-    """
+    """Digest of layers, settings, frozen parameters, buffers, and the source of their classes and the user's files."""
     words: list[Any] = [list(module.personal)]
     classes: list[type] = []
     for name, part in module.named_modules():
         classes += type(part).__mro__
-        kinds = [one.__qualname__ for one in type(part).__mro__]
+        kinds = [kind.__qualname__ for kind in type(part).__mro__]
         words.append([name, kinds, part.extra_repr(), part.training, _settings(part)])
-    fixed = {name: one for name, one in module.named_parameters() if not one.requires_grad}
+    fixed = {name: value for name, value in module.named_parameters() if not value.requires_grad}
     words += [[name, described(tensor)] for name, tensor in sorted({**fixed, **dict(module.named_buffers())}.items())]
     return digest_with_sources(words, classes)
 
 
-_COLUMNS = (
-    "clients.num_records",
-    "clients.batch_size",
-    "clients.local_epochs",
-    "clients.learning_rate",
-    "privacy.epsilon",
-    "privacy.delta",
-    "privacy.clip_norm",
-    "privacy.noise_multiplier",
-)
-_WHERE_FILES_LIE = ("folder", "download")
-_SHARED = ("mechanism", "accountant", "adjacency", "sampling", "reserve_rounds", "noise_key", "diagnostics")
-
-
-def _classes(strategies: Sequence[str]) -> str:
-    return ", ".join(one.partition(" ")[2] for one in strategies)
+def _settings(part: nn.Module) -> dict[str, Any]:
+    """The attributes of a module other than parameters, buffers and modules."""
+    skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
+    return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}
 
 
 def _number(value: float | None) -> float | str | None:
@@ -164,9 +138,3 @@ def _number(value: float | None) -> float | str | None:
 def _for_json(value: Any) -> Any:
     """The value as a JSON file returns it: tuples become lists."""
     return json.loads(json.dumps(value, default=str))
-
-
-def _settings(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module other than parameters, buffers and modules."""
-    skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
-    return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}

@@ -21,19 +21,18 @@ from dpfl_lightning.federated.client.evaluation import evaluate
 from dpfl_lightning.federated.client.folder import ClientFolder
 from dpfl_lightning.federated.client.identity import configuration, identity
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.messages.account import ClientAccount, RunPlan
-from dpfl_lightning.federated.messages.diagnostics import SHOWN, Diagnostics
-from dpfl_lightning.federated.messages.evaluation import Evaluation
+from dpfl_lightning.federated.messages.clients import ClientAccount, RunPlan
+from dpfl_lightning.federated.messages.evaluation import SHOWN, ClientModels, Diagnostics, Evaluation
 from dpfl_lightning.federated.messages.facts import Facts
-from dpfl_lightning.federated.messages.models import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import Caveat, NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import SIMULATED, Guarantee
-from dpfl_lightning.privacy.ledger.file import Header
+from dpfl_lightning.privacy.ledger.file import Head, Header
+from dpfl_lightning.privacy.ledger.ledger import Ledger
 from dpfl_lightning.privacy.noise import Streams
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 
@@ -47,31 +46,23 @@ def facts_of(population: Population, **extra: Any) -> Facts:
 
 
 class LocalClients:
-    """All clients of a run in this process; implements `Clients`.
+    """All clients of a run in this process; implements `Clients`. UserError if the module does not fit the records.
 
-    Args:
-        population: the clients' records, on the device of the run.
-        module: the step of one client; its parameters are the start.
-        engine: how the local work is executed.
-        privacy: with the key of a simulation, if it is one; None is a run without privacy.
+    `privacy` holds the key of a simulation, if it is one; None is a run without privacy.
 
     **Privacy** Holds records, noise, budgets and the ledger. Only what the methods return leaves.
-
-    Raises:
-        UserError: the module does not fit the records, or mixes them.
     """
 
     def __init__(
         self, population: Population, module: ClientModule, engine: Engine, privacy: PrivacyOptions | None
     ) -> None:
-        self.population, self.module, self.privacy = population, module, privacy
+        self.population, self.module, self.engine, self.privacy = population, module, engine, privacy
         check_fits(module, population)
-        self.engine = engine
         self.device = module.device
         self.simulated = privacy is not None and privacy.noise_key is not None
+        self.sampling: str = "poisson" if privacy is None else privacy.sampling
+        self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
-        self._sampling = "poisson" if privacy is None else privacy.sampling
-        self._shows_counts = privacy is not None and privacy.diagnostics
         self._accepted: tuple[RoundPlan, list[int]] | None = None
 
     @property
@@ -85,8 +76,6 @@ class LocalClients:
     def run(self, work: Callable[[], T]) -> T:
         return work()
 
-    # -- the whole run
-
     def planned_rounds(self, folder: Path) -> int:
         header = ClientFolder(folder).header()
         return 0 if header is None else int(header.identity.get("rounds", 0))
@@ -94,43 +83,42 @@ class LocalClients:
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         self.folder = ClientFolder(folder)
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)
-        configured = self._configuration(plan)
-        self.engine.setup(self.module, self.population, self.streams(plan), self._sampling)
-        sealed = identity(configured, plan.schedule, self.module, plan.strategies, self.population, data_key)
+        self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)
+        sealed = identity(plan, self.privacy, self.module, self.population, data_key)
         if ended and earlier is not None:  # it releases nothing more, and the key of the digests is gone
             sealed["records"] = earlier.identity.get("records")
         accountant = get_accountant(plan.accountant, "add_remove" if self.privacy is None else self.privacy.adjacency)
         header = Header(
             accountant=accountant.name,
             adjacency=accountant.adjacency,
-            sampling=self._sampling,
+            sampling=self.sampling,
             delta=tuple(client.delta for client in plan.schedule.clients),
             epsilon=tuple(client.epsilon for client in plan.settings),
             caveats=plan.caveats,
             identity=sealed,
         )
+        self.ledger = Ledger(self.folder.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
         self.budgets = Budgets(
             plan.schedule,
-            self.folder.open_ledger(header, None if saved is None else saved["ledger"]),
+            self.ledger,
             accountant,
-            SAMPLINGS[self._sampling],
+            SAMPLINGS[self.sampling],
             simulated=self.simulated or self.privacy is None,
-            caveats=[Caveat(words) for words in plan.caveats],
-            unprotected=[NonPrivateEvent(SHOWN)] if self._shows_counts else [],
+            caveats=plan.caveats,
+            unprotected=self.unprotected,
         )
-        self._counts_before = self._counts()
-        if earlier is not None and saved is None and self.budgets.releases_of_all():
+        self._counts_before = self.engine.counts.clone()
+        if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
             words = f"{folder / 'checkpoint.pt'} is gone, so the run begins anew; what it has spent stays spent"
             warnings.warn(words, UserNotice, stacklevel=2)
-
-    def _configuration(self, plan: RunPlan) -> dict[str, Any]:
-        return configuration(plan.rounds, plan.seed, plan.settings, self.privacy, list(plan.strategies), plan.options)
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
         key = "" if self.privacy is None else self.privacy.noise_key
-        configured = json.dumps(self._configuration(plan), sort_keys=True)
-        return Streams() if key is None else Streams.simulated(key, plan.seed, configured)
+        if key is None:
+            return Streams()
+        configured = json.dumps(configuration(plan, self.privacy), sort_keys=True)
+        return Streams.simulated(key, plan.seed, configured.replace('"label_noise"', '"mislabelled"'))
 
     def change(self, schedule: RunSchedule) -> None:
         self.budgets.change(schedule)
@@ -140,21 +128,19 @@ class LocalClients:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.engine.load_state_dict(state)
-        self._counts_before = self._counts()
+        self._counts_before = self.engine.counts.clone()
 
     def end(self, finished: bool) -> None:
-        self.folder.save_notes(self._counts())
-        if finished:
-            self.folder.finish()
+        self.folder.save_notes(self.engine.counts)
+        if finished:  # nobody needs to compare records any more
+            self.folder.key_file.unlink(missing_ok=True)
 
     def close(self) -> None:
-        self.budgets.ledger.close()
-
-    # -- releases
+        self.ledger.close()
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         plan, numbers = self.budgets.charge_round(plan)
-        self._accepted, self._counts_before = (plan, numbers), self._counts()
+        self._accepted, self._counts_before = (plan, numbers), self.engine.counts.clone()
         return plan
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
@@ -168,16 +154,22 @@ class LocalClients:
         clients, numbers = self.budgets.charge_query(query, round)
         return self.engine.ask(query.only(clients), round, numbers)
 
-    # -- what was released and paid
+    @property
+    def _everyone(self) -> range:
+        return range(self.population.num_clients)
 
     def can_pay(self) -> bool:
-        return self.budgets.anyone_affords()
+        return self.budgets.can_pay()
+
+    def was_charged(self, round: int) -> bool:
+        return any(self.ledger.charges(client, round) for client in self._everyone)
 
     def used(self, client: int, purpose: str) -> int:
-        return self.budgets.ledger.used(client, purpose)
+        return self.ledger.used(client, purpose)
 
     def account(self, client: int) -> ClientAccount:
-        return ClientAccount(self.budgets.releases(client), self.budgets.steps(client))
+        events = self.ledger.events(client)
+        return ClientAccount(len(events), sum(event.steps for event in events if isinstance(event, NoisedEvent)))
 
     def spent(self) -> tuple[float, ...]:
         return self.budgets.spent()
@@ -185,19 +177,11 @@ class LocalClients:
     def guarantees(self) -> tuple[Guarantee, ...]:
         return self.budgets.guarantees()
 
-    def was_charged(self, round: int) -> bool:
-        return self.budgets.was_charged(round)
-
     def diagnostics(self) -> Diagnostics | None:
-        return Diagnostics.of(self._counts() - self._counts_before) if self._shows_counts else None
+        return Diagnostics.of(self.engine.counts - self._counts_before) if self.unprotected else None
 
     def ledger_head(self) -> dict[str, Any]:
-        return self.budgets.ledger.head.as_dict()
-
-    def _counts(self) -> Tensor:
-        return self.engine.state_dict()["counts"]
-
-    # -- not covered by the guarantee
+        return self.ledger.head.as_dict()
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         return evaluate(self.module, self.population, final_models, self.engine)

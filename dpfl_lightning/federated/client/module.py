@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, ClipRequest, Params
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -20,10 +21,8 @@ class LocalTask:
     """The task of a client in one round.
 
     Args:
-        clipped_sum: how clipped gradients are summed.
         mechanism: bounds, noises and divides the sum. Its event was charged before.
         noise: generator of the noise of this client and round.
-        learning_rate: of plain SGD, unless `configure_optimizers` is overridden.
         norms: of the gradients so far; private.
         anchor: `[P]` or None; each step adds `pull * (parameters - anchor)`, which does not depend on data.
     """
@@ -38,33 +37,36 @@ class LocalTask:
 
     def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
-        mechanism = self.mechanism
-        request = request or ClipRequest(mechanism.clip_norm, mechanism.clip_order)
+        request = request or ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
         sums, norms = self.clipped_sum(params, x, y, request)
         self.norms.append(norms)
         return sums
+
+    def class_gradients(
+        self, job: ClassGradients, sums: Tensor, dtype: torch.dtype, drawn: Tensor, labels: Tensor
+    ) -> Tensor:
+        """What the client sends for the job: clipped `sums` `[num_classes, p]`, noised and divided, and exact counts of
+        the labels of `drawn` records `[B]` and of all records `[n]` if it asks for them.
+
+        **Privacy** One step of the mechanism; for the counts see `ClassGradients.counts`.
+        """
+        noised = self.mechanism.privatise(sums, self.noise, dtype)
+        if not job.counts:
+            return noised
+        numbers = torch.stack([one.bincount(minlength=job.num_classes) for one in (drawn, labels)], dim=1)
+        return torch.cat([noised, numbers.to(noised.dtype) / self.mechanism.expected_batch_size], dim=1)
 
 
 class ClientModule(Model, L.LightningModule):
     """The local DPSGD step of a client. One module serves all clients, whose parameters are swapped in.
 
-    Wrap any `torch.nn.Module` whose outputs for a record depend on that record alone. To change more, derive from this
-    class: override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (engines `serial` and
-    `trainer`), or set `personal` to the names of parameters that stay with each client.
-
-    Args:
-        net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
+    Wrap any `torch.nn.Module` that maps records `[B, *X]` one by one to `[B, num_classes]` (or `[B, 1]`, a regression).
+    To change more, override `loss` or `sample_loss`, `configure_optimizers` for another optimiser (engines `serial` and
+    `trainer`), or set `personal` to the names of parameters that stay with each client. Raises as `Model`.
 
     **Privacy** One `training_step` is one step of `task.mechanism`, which was charged beforehand. It adds noise before
-    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger, so it is
+    any record changes the parameters, also for an empty batch. A `lightning.Trainer` alone has no ledger and is
     refused.
-
-    Raises:
-        UserError: a layer mixes records (BatchNorm), nothing is trainable, or `personal` names no parameter.
-
-    >>> module = ClientModule(nn.Linear(4, 3))
-    >>> module.num_params
-    15
     """
 
     def __init__(self, net: nn.Module) -> None:

@@ -1,8 +1,9 @@
-"""The protocol by which the server asks its clients, wherever they are."""
+"""The protocol by which the server asks its clients, wherever they are, with its plan of the run."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -10,10 +11,8 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.messages.account import ClientAccount, RunPlan
-from dpfl_lightning.federated.messages.diagnostics import Diagnostics
-from dpfl_lightning.federated.messages.evaluation import Evaluation
-from dpfl_lightning.federated.messages.models import ClientModels
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Diagnostics, Evaluation
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -27,121 +26,123 @@ class LostClients(UserError):
     """The process of some clients ended before the run did. Only the current round is lost."""
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """A whole run as the server proposes it to the clients before the first round.
+
+    Args:
+        seed: of everything but noise and sampling.
+        schedule: every release of the run, its noise solved with `accountant`.
+        caveats: sentences that every guarantee of the run must contain.
+        strategies: class of each deciding strategy -> digest of its settings and source.
+        options: the resolved configuration, if there is one.
+    """
+
+    rounds: int
+    seed: int
+    settings: tuple[ClientSettings, ...]
+    schedule: RunSchedule
+    accountant: str
+    caveats: tuple[str, ...]
+    strategies: Mapping[str, str]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class ClientAccount:
+    """The numbers of releases and of noised steps that one client has paid for so far."""
+
+    releases: int
+    steps: int
+
+
 class Clients(Protocol):
     """All clients of a run, as the server sees them: it never receives a record, a key or a ledger.
 
-    The clients charge their own ledgers. Every release is planned (`begin`), charged (`accept`, or within `ask`),
-    computed and noised, in this order.
+    Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
 
     Attributes:
         simulated: whether noise follows from a given key, so that the run protects nobody.
-        description: how the clients compute, in words.
-        noise: where noise and sampling come from, in words.
-        device: where models and updates are.
+        sampling: name of the sampling of records.
+        unprotected: what every client shows without noise, in words.
         caveats: sentences that every guarantee of these clients must contain.
+        device: where models and updates are.
     """
 
     simulated: bool
-    device: torch.device
+    sampling: str
+    unprotected: tuple[str, ...]
     caveats: tuple[str, ...]
+    device: torch.device
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """How the clients compute, in words."""
 
     @property
-    def noise(self) -> str: ...
+    def noise(self) -> str:
+        """Where noise and sampling come from, in words."""
 
     def run(self, work: Callable[[], T]) -> T:
         """`work()`, the server's side of the run; of several processes only one does it, and all return the result."""
-        ...
 
     def planned_rounds(self, folder: Path) -> int:
-        """The number of rounds that the ledger in a run's folder was begun with; 0 if there is no ledger yet."""
-        ...
+        """The number of rounds with which the ledger in a run's folder began; 0 if there is no ledger yet."""
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        """Agree to the plan and open the ledger in the run's folder.
+        """Agree to the plan and open the ledger in the run's folder; UserError if it is the ledger of another run.
 
-        Args:
-            saved: `state_dict()` of the last checkpoint, or None if there is none.
-            ended: whether that run has ended: nothing is released any more.
-
-        Raises:
-            UserError: the folder holds the ledger of another run.
+        `saved` is `state_dict()` of the last checkpoint, if there is one; `ended` says that the run releases nothing
+        more.
         """
-        ...
 
     def change(self, schedule: RunSchedule) -> None:
         """Replace the rest of the schedule; what was paid for stays part of it."""
-        ...
 
     def accept(self, plan: RoundPlan) -> RoundPlan:
         """The plan without the clients that cannot pay; the others are charged."""
-        ...
 
     def train(self, plan: RoundPlan, models: Tensor, raw_weights: Tensor | None) -> ClientUpdates:
-        """The noised releases of an accepted plan.
-
-        Args:
-            models: `[K, P]`.
-            say: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
-        """
-        ...
+        """The noised releases of an accepted plan from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`."""
 
     def ask(self, query: ChargedQuery, round: int) -> Answers:
         """The noised answers of those clients that can pay for them, by client."""
-        ...
 
     def evaluate(self, final_models: ClientModels) -> Evaluation:
         """Scores of models on the test set and on each client's held-out records. Not covered by the guarantee."""
-        ...
 
     def seconds_per_record(self, batch_size: int) -> float:
         """An estimate of the time of one record in one step, measured on random data."""
-        ...
 
     def can_pay(self) -> bool:
         """Whether any client has any planned release left."""
-        ...
 
     def was_charged(self, round: int) -> bool:
         """Whether any client has paid for a release of that round."""
-        ...
 
     def used(self, client: int, purpose: str) -> int:
-        """How many releases of that purpose the client has paid for."""
-        ...
+        """The number of releases of that purpose that the client has paid for."""
 
-    def account(self, client: int) -> ClientAccount:
-        """What the client has paid for so far."""
-        ...
+    def account(self, client: int) -> ClientAccount: ...
 
     def spent(self) -> tuple[float, ...]:
         """Each client's epsilon so far, rounded up."""
-        ...
 
     def guarantees(self) -> tuple[Guarantee, ...]:
         """Each client's guarantee so far, composed again from the ledger."""
-        ...
 
     def diagnostics(self) -> Diagnostics | None:
         """Counts of the last round's gradients; None unless `privacy.diagnostics` gives up the guarantee for them."""
-        ...
 
     def ledger_head(self) -> dict[str, Any]:
         """How far the ledger goes: run, number of lines, and the end of its chain."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint has to keep of the clients. Opaque to the server."""
-        ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     def end(self, finished: bool) -> None:
-        """Write the clients' own notes, and if the run is finished remove what is no longer needed."""
-        ...
+        """Write the clients' private notes, and if the run is finished remove what is no longer needed."""
 
-    def close(self) -> None:
-        """Close the ledger."""
-        ...
+    def close(self) -> None: ...

@@ -1,21 +1,21 @@
-"""Public facts about the clients."""
+"""Public facts about the clients, and the settings of each."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the server knows about the clients. These facts are public by assumption.
+    """What the server knows about the N clients. These facts are public by assumption.
 
     Args:
-        num_records: number of training records of each client, [N].
-        num_classes: number of classes; 1 for a regression.
-        input_shape: shape X of one record.
-        batch_size: expected batch sizes, [N].
-        reported_epsilon: budgets as the clients report them, [N]. These are claims, which may be false.
+        num_records: number of training records of each client.
+        num_classes: 1 for a regression.
+        batch_size: expected batch size of each client.
+        reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.
     """
@@ -29,5 +29,27 @@ class Facts:
 
     @property
     def num_clients(self) -> int:
-        """N."""
         return len(self.num_records)
+
+
+@dataclass(frozen=True)
+class ClientSettings:
+    """The settings of one client. `epsilon` inf is no budget; `noise_multiplier` None is solved from the budget."""
+
+    num_records: int
+    batch_size: int
+    local_epochs: int
+    learning_rate: float
+    epsilon: float
+    delta: float
+    clip_norm: float
+    noise_multiplier: float | None
+
+    @property
+    def steps(self) -> int:
+        """Local steps of a round."""
+        return self.local_epochs * math.ceil(self.num_records / self.batch_size)
+
+    @property
+    def sample_rate(self) -> float:
+        return self.batch_size / self.num_records

@@ -1,4 +1,4 @@
-"""Queries to clients, other than training. A query declares a mechanism, with which the clients bound and noise it."""
+"""Queries to clients, other than training. Each declares the mechanism with which the clients bound and noise it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any, Self, final
 from torch import Tensor
 
 from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace, Mechanism
 
 Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 
@@ -20,16 +19,14 @@ Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 class NoMechanism:
     """An answer without a privacy guarantee: the client's epsilon becomes infinite.
 
-    Args:
-        words: what is shown and why it is not protected, for the guarantee.
-        noise: added to the answer nevertheless, to reproduce methods that do so; None adds nothing.
+    The guarantee says in `words` what is shown and why it is not protected. `noise` is added to the answer
+    nevertheless, to reproduce methods that do so.
     """
 
     words: str
     noise: Mechanism | None = None
 
     def event(self, count: int) -> NonPrivateEvent:
-        """The event of any number of answers."""
         return NonPrivateEvent(self.words)
 
 
@@ -39,11 +36,7 @@ _KNOWN = (Gaussian, Laplace, ExponentialMechanism, NoMechanism)
 
 @dataclass(frozen=True, kw_only=True)
 class Query:
-    """A question to some clients: its plain fields are all that they receive of it.
-
-    What a client computes is registered for the type of the query, on the client's side: `rows_of` and
-    `plain_answer_of` of `dpfl_lightning.federated.client.answers`. `read` runs at the server. The event that is charged
-    follows from the mechanism alone.
+    """A question to some clients. `rows_of` and `plain_answer_of` of `federated.client.answers` register the answers.
 
     Args:
         purpose: the line of every asked client's schedule that pays; its event must be the mechanism's for one answer.
@@ -60,40 +53,25 @@ class Query:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """The clients that are asked."""
         return tuple(self.mechanism_of)
 
     def only(self, clients: Collection[int]) -> Self:
-        """The same query to some of its clients."""
         return dataclasses.replace(self, mechanism_of={client: self.mechanism_of[client] for client in clients})
 
     def read(self, client: int, released: Any) -> Any:
-        """Convert a released answer at the server. This is post-processing.
-
-        Args:
-            released: the noised sum `[k]` (float64, on the CPU), the chosen index, or the plain answer.
-        """
+        """Convert the noised sum `[k]` (float64, CPU), chosen index or plain answer at the server; post-processing."""
         return released
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
 class ChargedQuery(Query):
-    """A query whose purpose and mechanisms were copied before it is charged.
-
-    Args:
-        question: its type says what clients compute, and its fields are parameters of that computation.
-    """
+    """A query whose purpose and mechanisms were copied before it is charged; clients compute what `question` asks."""
 
     question: Query
 
     @classmethod
     def of(cls, question: Query) -> ChargedQuery:
-        """The query with a copy of its purpose and its mechanisms.
-
-        Raises:
-            TypeError: it is no `Query`.
-        """
         if not isinstance(question, Query):
             raise TypeError(f"a question to clients must be a `Query`, got {type(question).__name__}")
         mechanisms = {int(client): question.mechanism_of[client] for client in question.clients}
@@ -106,12 +84,9 @@ class ChargedQuery(Query):
 def event_of(query: Query, client: int) -> Event:
     """The event of the client's answer.
 
-    Raises:
-        TypeError: the mechanism is none of the framework's; subclasses, which could state another event, are refused.
-        ValueError: its sums are of sampled records, but a query asks all records.
+    Raises TypeError for a mechanism that is none of the framework's (a subclass could state another event), and
+    ValueError for one that samples records.
     """
-    if not isinstance(query, Query):
-        raise TypeError(f"a question to clients must be a `Query`, got {type(query).__name__}")
     mechanism = query.mechanism_of[client]
     if type(mechanism) not in _KNOWN:
         known = ", ".join(kind.__name__ for kind in _KNOWN)
@@ -126,12 +101,9 @@ def event_of(query: Query, client: int) -> Event:
 
 @dataclass(frozen=True, kw_only=True)
 class SelectModel(Query):
-    """Which of M models fits a client best, by clipped losses: the score of a record is `1 - min(loss, bound) / bound`.
+    """Which of the models `[M, P]` fits a client best: the score of a record is `1 - min(loss, bound) / bound`.
 
-    Args:
-        models: `[M, P]`.
-        loss_bound: losses are clipped to [0, loss_bound]; log(classes) to 2 log(classes) is sensible. A loss that is
-            not a number counts as the bound.
+    A `loss_bound` of log(classes) to 2 log(classes) is sensible. A loss that is not a number counts as the bound.
 
     **Privacy** One selection of the client's `ExponentialMechanism`.
     """
@@ -143,10 +115,7 @@ class SelectModel(Query):
 
 @dataclass(frozen=True, kw_only=True)
 class LowestLoss(Query):
-    """Which of M models has the lowest mean loss on a client's records: neither clipped nor noised.
-
-    Args:
-        models: `[M, P]`; of equal losses the first wins.
+    """Which of the models `[M, P]` has the lowest mean loss on a client's records; of equal losses the first wins.
 
     **Privacy** None: the answer is a plain function of private records, and epsilon becomes infinite (`NoMechanism`).
     """
@@ -162,13 +131,9 @@ class LowestLoss(Query):
 class MeanLoss(Query):
     """The mean loss of each client's records, clipped and noised.
 
-    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: around the middle one record more, less or
-    other moves the sum by half of the bound, half of it, or all of it.
-
-    Args:
-        models: `[M, P]`.
-        row_of: client -> row of the model at which it is asked.
-        loss_bound: losses are clipped to [0, loss_bound]; the mechanisms' clip norm is half of it.
+    `(sum_j (min(loss_j, bound) - bound / 2) + noise) / records + bound / 2`: adding or removing a record moves the sum
+    by at most half of the bound, replacing one by at most all of it. So the mechanisms' clip norm is half of
+    `loss_bound`. `row_of` is client -> row of the model in `models` `[M, P]` at which it is asked.
 
     **Privacy** One step of the client's mechanism.
     """
@@ -184,16 +149,12 @@ class MeanLoss(Query):
 
 @dataclass(frozen=True, kw_only=True)
 class LossesAroundStep(Query):
-    """Each client's mean loss at a model, and after its own clipped full-batch step from there, before noise.
+    """Each client's mean loss at `model` `[P]`, and after its clipped full-batch step from there without noise.
 
-    What the selection paper's clients report: neither loss is clipped, and the step without noise depends on all
-    records, so that no bound of what one record changes is known.
+    The selection paper's clients report it. `step_of` is client -> clip norm, its order and learning rate of the step.
 
-    Args:
-        model: `[P]`.
-        step_of: client -> clip norm, its order and learning rate of the step.
-
-    **Privacy** None that is known: epsilon becomes infinite (`NoMechanism`), although noise is added.
+    **Privacy** None that is known, although noise is added: neither loss is clipped, and the step without noise depends
+    on all records. Epsilon becomes infinite (`NoMechanism`).
     """
 
     model: Tensor

@@ -12,12 +12,9 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 
 @dataclass(frozen=True)
 class RunSchedule:
-    """All releases of the run, planned before the first one.
+    """One schedule for each of the N clients.
 
-    Args:
-        clients: one schedule for each of the N clients.
-        rounds: number of rounds.
-        reserve: how many releases of each client's "train" line are kept for rounds that a resumed run charges again.
+    `reserve` releases of each client's "train" line are kept for rounds that a resumed run charges again.
     """
 
     clients: tuple[ClientSchedule, ...]
@@ -29,7 +26,7 @@ class RunSchedule:
         return dataclasses.replace(self, clients=tuple(change(i, c) for i, c in enumerate(self.clients)))
 
     def planned(self, client: int, purpose: str) -> Planned:
-        """The line of the client's schedule for `purpose`."""
+        """The line of the client's schedule for `purpose`; KeyError if there is none."""
         for line in self.clients[client].planned:
             if line.purpose == purpose:
                 return line
@@ -37,7 +34,7 @@ class RunSchedule:
         raise KeyError(f"client {client} has planned {known}, not {purpose!r}: declare it in `plan_run`")
 
     def noised(self, client: int, purpose: str) -> NoisedEvent:
-        """The event of one release of that purpose."""
+        """The event of one release of that purpose; KeyError if it is not a noised sum."""
         event = self.planned(client, purpose).event
         if not isinstance(event, NoisedEvent):
             raise KeyError(f"client {client} has planned {event} for {purpose!r}, which is no noised sum")

@@ -1,4 +1,4 @@
-"""The noised updates of a round, as they arrive at the server."""
+"""The noised updates of a round as they arrive at the server, and their weighted sum."""
 
 from __future__ import annotations
 
@@ -6,28 +6,85 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
-from dpfl_lightning.federated.messages.weighted_sum import WeightedSum
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.mechanism import Mechanism
+
+_BLOCK = 1 << 16  # numbers that are added at once, so that intermediate results stay in the cache
+
+
+class WeightedSum:
+    """Computes `weights [K, C] @ deltas [C, ...]` client by client. The order of clients does not change the result.
+
+    Every entry is a pair of float64 numbers (Knuth's two-sum), so that the effect of the order lies far below the last
+    bit of the float32 to which the sum is rounded once. The memory is that of 2 K models in float64. All weights are
+    >= 0; a client with weight 0 in row k does not change model k.
+
+    >>> total = WeightedSum(torch.tensor([[0.25, 0.75]]))
+    >>> total.add(1, torch.tensor([4.0]))
+    >>> total.add(0, torch.tensor([2.0]))
+    >>> total.rounded()
+    tensor([[3.5000]])
+    """
+
+    def __init__(self, weights: Tensor) -> None:
+        self.weights = weights.to("cpu", torch.float64)
+        self.pair: Tensor | None = None  # [2, K, ...]: high and low parts
+        self.dtype = torch.float32
+
+    def add(self, column: int, delta: Tensor) -> None:
+        """Add the update of the client at `column`, with its weight in each model."""
+        self.dtype = delta.dtype
+        delta = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
+        if self.pair is None:
+            self.pair = delta.new_zeros(2, len(self.weights), *delta.shape, dtype=torch.float64)
+        for row in self.weights[:, column].nonzero().flatten().tolist():
+            self._add(row, delta, float(self.weights[row, column]))
+
+    def merge(self, other: WeightedSum, rows: Sequence[int] | None = None) -> None:
+        """Add a sum over other clients, for all models or for those at `rows`."""
+        if other.pair is None:
+            return
+        if self.pair is None:
+            self.pair = other.pair.new_zeros(2, len(self.weights), *other.pair.shape[2:])
+            self.dtype = other.dtype
+        models = range(len(self.weights)) if rows is None else rows
+        for row, parts in zip(models, other.pair.to(self.pair.device).unbind(dim=1), strict=True):
+            for part in parts:
+                self._add(row, part)
+
+    def rounded(self, divisor: Tensor | None = None) -> Tensor:
+        """The sums `[K, ...]` in the dtype of the updates, each divided by its `divisor` `[K]` unless that is 0."""
+        assert self.pair is not None, "a sum of no updates has no shape"
+        total = self.pair.sum(dim=0)
+        if divisor is not None:
+            by = torch.where(divisor > 0, divisor, 1.0).to(total.device, torch.float64)
+            total /= by.view(-1, *[1] * (total.dim() - 1))
+        return total.to(self.dtype)
+
+    def _add(self, row: int, value: Tensor, weight: float = 1.0) -> None:
+        assert self.pair is not None
+        blocks = [one.reshape(-1).split(_BLOCK) for one in (self.pair[0, row], self.pair[1, row], value)]
+        for high, low, part in zip(*blocks, strict=True):
+            part = part.double() * weight
+            total = high + part
+            rest = total - high
+            low += (high - (total - rest)).add_(part - rest)
+            high.copy_(total)
 
 
 @dataclass(frozen=True)
 class ClientUpdates:
-    """The noised updates of a round. Everything that is computed from them is post-processing.
+    """The noised updates of the C clients whose updates arrived. What is computed from them is post-processing.
 
     Args:
-        clients: the C clients whose updates arrived.
-        steps: number of local steps of each update.
         noise_std: standard deviation of the noise in each number of an update, known from mechanism and steps.
-        deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if updates were only added up, and for
-            strategies whose `needs_updates` is false.
-        total: the weighted sum of the updates, if no strategy needs single ones.
+        deltas: parameter changes `[C, P]`, or class gradients `[C, G, P]`. None if they were only added up in `total`,
+            because no strategy needs single ones.
         lost: clients whose update was not finite. They are in none of the other fields.
         model_of: row of the server's models that each client started from.
-        mechanism_of: planned mechanism of each client.
     """
 
     clients: tuple[int, ...]
@@ -41,7 +98,7 @@ class ClientUpdates:
 
     @classmethod
     def announced(cls, plan: RoundPlan) -> ClientUpdates:
-        """The known fields of the updates of a plan, before they arrive."""
+        """The fields of the updates of a plan that are known before they arrive."""
         rows = zip(plan.mechanism_of, plan.steps, plan.learning_rate_of, strict=True)
         sums = isinstance(plan.job, ClassGradients)  # one step, without a learning rate
         noise_std = tuple(m.noise_std(1, 1.0) if sums else m.noise_std(steps, rate) for m, steps, rate in rows)
@@ -49,17 +106,16 @@ class ClientUpdates:
 
     @property
     def released(self) -> Tensor:
-        """`deltas`, for strategies that need single updates."""
+        """`deltas`, which exist only for strategies that need single updates."""
         if self.deltas is None:
             raise RuntimeError("a strategy that reads single updates must return True from `needs_updates`")
         return self.deltas
 
 
 class UpdateBuffer:
-    """Collects the updates of a round: keeps them, or adds them up. Updates that are not finite are dropped.
+    """Collects the updates of a round, or adds them up if `weights` `[K, C]` are known before training.
 
-    Args:
-        weights: `[K, C]` if they are known before training; None keeps every update.
+    Updates that are not finite are dropped.
     """
 
     def __init__(self, plan: RoundPlan, weights: Tensor | None = None) -> None:
@@ -80,7 +136,7 @@ class UpdateBuffer:
             self.deltas[row] = delta
 
     def merge(self, part: ClientUpdates, models: Sequence[int] | None = None) -> None:
-        """Add what another process has collected; its sum is for all models, or for those at rows `models`."""
+        """Add the updates of another process; its sum is for all models, or for those at rows `models`."""
         row_of = {client: row for row, client in enumerate(self.plan.clients)}
         self.lost += [row_of[client] for client in part.lost]
         if part.total is not None and self.total is not None:
@@ -90,7 +146,6 @@ class UpdateBuffer:
                 self.take(row_of[client], delta)
 
     def updates(self) -> ClientUpdates:
-        """All updates that have arrived."""
         lost = tuple(sorted(self.plan.clients[row] for row in self.lost))
         kept = self.plan.only(lambda client: client not in lost)
         deltas = self.deltas

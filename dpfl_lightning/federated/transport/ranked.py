@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, TypeVar
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.identity import equal_ranks
 from dpfl_lightning.federated.client.local_clients import LocalClients
@@ -22,7 +21,7 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
-from dpfl_lightning.federated.transport.ranks import Failed, Ranks
+from dpfl_lightning.federated.transport.ranks import Ranks
 from dpfl_lightning.models.model import FORWARD_CHUNK
 from dpfl_lightning.privacy.noise import Streams
 
@@ -32,15 +31,8 @@ T = TypeVar("T")
 def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
     """Assign pieces of work to ranks: the longest piece first, each to the rank with the least work so far.
 
-    Args:
-        costs: cost of each piece, >= 0, in any unit.
-        ranks: number of ranks, >= 1.
-
-    Returns:
-        For each rank the indices of its pieces, ascending.
-
-    **Guarantees** Every piece is assigned once. No rank has more than 4/3 of the least possible largest load (Graham
-    1969).
+    Returns the indices of each rank's pieces, ascending. Every piece is assigned once. No rank has more than 4/3 of the
+    least possible largest load (Graham 1969).
 
     >>> spread([1.0, 5.0, 3.0, 3.0], 2)
     [[0, 1], [2, 3]]
@@ -54,72 +46,30 @@ def spread(costs: Sequence[float], ranks: int) -> list[list[int]]:
     return [sorted(assigned) for assigned in pieces]
 
 
-@dataclass(frozen=True)
-class Share:
-    """One rank's part of a round, with only those rows of models, anchors and `raw_weights` that it uses.
-
-    Args:
-        plan: plan of its c clients; `model_of` and `anchor_of` refer to the rows in this share.
-        models: `[k, P]`, k <= K.
-        charge_numbers: charge number of each of its clients, length c <= C.
-        raw_weights: `[j, c]`, j <= K, for the models to which its updates are added; None if updates are kept.
-        added_to: rows of these models among all models, length j.
-        personal: personal parameters of its clients.
-    """
-
-    plan: RoundPlan
-    models: Tensor
-    charge_numbers: tuple[int, ...]
-    raw_weights: Tensor | None
-    added_to: tuple[int, ...]
-    personal: dict[int, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        rows: Sequence[int],
-        plan: RoundPlan,
-        models: Tensor,
-        charge_numbers: Sequence[int],
-        raw_weights: Tensor | None,
-        personal: dict[int, Tensor],
-    ) -> Share:
-        """Return the share with the plan's clients at `rows`, which are ascending."""
-        clients = {plan.clients[row] for row in rows}
-        share_plan = plan.only(lambda client: client in clients)
-        models, model_of = _used(models, share_plan.model_of)
-        share_plan = dataclasses.replace(share_plan, model_of=model_of)
-        if share_plan.anchors is not None:
-            anchors, anchor_of = _used(share_plan.anchors, share_plan.anchor_of)
-            share_plan = dataclasses.replace(share_plan, anchors=anchors, anchor_of=anchor_of)
-        added_to: tuple[int, ...] = ()
-        if raw_weights is not None:
-            raw_weights = raw_weights[:, list(rows)]
-            added_to = tuple(raw_weights.any(dim=1).nonzero().flatten().tolist())
-            raw_weights = raw_weights[list(added_to)]
-        personal = {client: value for client, value in personal.items() if client in clients}
-        return cls(share_plan, models, tuple(charge_numbers[row] for row in rows), raw_weights, added_to, personal)
+def _share(plan: RoundPlan, models: Tensor, rows: Sequence[int]) -> tuple[RoundPlan, Tensor]:
+    """The plan of its clients at `rows`, which are ascending, and the models that they use, to which it refers."""
+    clients = {plan.clients[row] for row in rows}
+    plan = plan.only(lambda client: client in clients)
+    models, model_of = _used(models, plan.model_of)
+    plan = dataclasses.replace(plan, model_of=model_of)
+    if plan.anchors is not None:
+        anchors, anchor_of = _used(plan.anchors, plan.anchor_of)
+        plan = dataclasses.replace(plan, anchors=anchors, anchor_of=anchor_of)
+    return plan, models
 
 
 def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the rows of `table` that occur in `rows`, each once, and for each of `rows` its index among them."""
+    """The rows of `table` that occur in `rows`, each once, and for each of `rows` its index among them."""
     used, places = torch.tensor(rows).unique(return_inverse=True)
     return table[used], tuple(places.tolist())
 
 
 class RankedEngine:
-    """An engine that distributes the work over one engine per rank.
+    """An engine that distributes the work over one engine per rank. Rank 0 works, too; the other ranks `serve`.
 
-    Rank 0 sends each rank its share of a round, also works itself, and joins the answers. The other ranks `serve`.
-    Clients are assigned by the seconds of their last rounds, so that the loads of the ranks are even. With an engine
-    whose results depend on the batch of clients (`batch_coupled`), they are assigned by expected records, so that a
-    simulation has the same batches when it is repeated. Personal parameters are kept on rank 0.
+    Clients are assigned so that the loads of the ranks are even. Personal parameters are kept on rank 0.
 
-    Args:
-        inner: engine of this rank. If its number of workers is not set, it uses this rank's share of the cores.
-        ranks: all processes of the run.
-
-    **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its own
+    **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its
     streams, all ranks are checked to have equal code, data, engine and device, and sums are exact until they are
     rounded once. (An engine that leaves the threads within an operator to the environment gives equal bits if
     `OMP_NUM_THREADS` is equal. With a `batch_coupled` engine results are equal up to rounding.)
@@ -136,6 +86,10 @@ class RankedEngine:
         self.seconds: dict[int, float] = {}
         self._seconds_per_record: dict[int, float] = {}
 
+    @property
+    def counts(self) -> Tensor:
+        return self.inner.counts
+
     # -- rank 0
 
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
@@ -144,43 +98,44 @@ class RankedEngine:
         self.clipped_sum, self.description = self.inner.clipped_sum, self.inner.description
         identity = equal_ranks(self.inner, population, module)
         message = (streams, sampling, module.net.state_dict(), torch.get_num_threads())
-        workers = [self.inner.workers]
-        for rank, (their_workers, theirs) in self._together("_set_up", [None, *[message] * (self.ranks.size - 1)]):
-            workers.append(their_workers)
+        self.workers = self.inner.workers or 1
+        for rank, (workers, theirs) in self._together("_set_up", [None, *[message] * (self.ranks.size - 1)]):
+            self.workers += workers or 1
             for name, value in identity.items():
                 if theirs[name] != value:
                     raise UserError(
                         f"`ranks` must all have the same {name}, got another one on rank {rank} than on rank 0. Start "
                         "all ranks from the same installation and configuration, on equal machines."
                     )
-        self.workers = sum(one or 1 for one in workers)
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        everything = self.inner.state_dict()
-        personal, counts = everything["personal"], everything["counts"]
-        groups, costs = (
-            one_step.groups(plan, self.module),
-            self._costs(plan),
-        )  # splitting a group would change bits
+        state = self.inner.state_dict()
+        groups, costs = one_batch.groups(plan, self.module), self._costs(plan)  # splitting a group would change bits
         groups_of = spread([sum(costs[row] for row in rows) for rows in groups], self.ranks.size)
-        rows_of = [sorted(row for group in assigned for row in groups[group]) for assigned in groups_of]
-        shares = [
-            Share.of(rows, plan, models, charge_numbers, raw_weights, personal) if rows else None for rows in rows_of
-        ]
-        parts = [None if share is None else (share,) for share in shares]
+        parts: list[tuple | None] = []
+        added_to: list[list[int]] = []  # rows of the models to which the updates of each rank are added
+        for assigned in groups_of:
+            rows = sorted(row for group in assigned for row in groups[group])
+            weights = None if raw_weights is None else raw_weights[:, rows]
+            added_to.append([] if weights is None else weights.any(dim=1).nonzero().flatten().tolist())
+            weights = None if weights is None else weights[added_to[-1]]
+            clients = {plan.clients[row] for row in rows}
+            personal = {client: value for client, value in state["personal"].items() if client in clients}
+            numbers = [charge_numbers[row] for row in rows]
+            parts.append((*_share(plan, models, rows), numbers, weights, personal) if rows else None)
         received = UpdateBuffer(plan, raw_weights)
         self.seconds = {}
-        for rank, (updates, state, seconds) in self._together("_train", parts):
-            share = shares[rank]
-            assert share is not None  # for mypy: the rank answered, so it had a share
-            received.merge(updates, share.added_to)
-            personal.update(state["personal"])
-            counts += state["counts"]
+        for rank, (updates, theirs, seconds) in self._together("_train", parts):
+            received.merge(updates, added_to[rank])
+            state["personal"].update(theirs["personal"])
+            state["counts"] += theirs["counts"]
             self.seconds.update(seconds)
-        self.inner.load_state_dict(everything)
-        self._remember(plan)
+        self.inner.load_state_dict(state)
+        for client, records in zip(plan.clients, plan.expected_records, strict=True):
+            if client in self.seconds:
+                self._seconds_per_record[client] = self.seconds[client] / records
         return received.updates()
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
@@ -190,7 +145,7 @@ class RankedEngine:
             clients = tuple(query.clients[row] for row in rows)
             parts.append((query.only(clients), round, [charge_numbers[row] for row in rows]) if rows else None)
         answers: dict[int, object] = {}
-        for _, theirs in self._together("_ask", parts):
+        for _, theirs in self._together("ask", parts):
             answers |= theirs
         return {client: answers[client] for client in query.clients}
 
@@ -200,7 +155,7 @@ class RankedEngine:
         if len(parts) == 1:
             return self.inner.outputs(model, rows)
         model_copy = model.clone()  # a message with a view would contain the whole memory behind it
-        answers = dict(self._together("_outputs", [(model_copy, part.clone()) for part in parts]))
+        answers = dict(self._together("outputs", [(model_copy, part.clone()) for part in parts]))
         return torch.cat([answers[rank] for rank in range(len(parts))])
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
@@ -218,36 +173,32 @@ class RankedEngine:
         for rank in others:
             self.ranks.send(rank, (command, parts[rank]))
         if parts[0] is not None:
-            yield 0, getattr(self, command)(*parts[0])
+            yield 0, self._call(command, parts[0])
         for _ in others:
             rank, answer = self.ranks.receive()
-            if isinstance(answer, Failed):
-                raise answer.error
+            if isinstance(answer, Exception):
+                raise answer
             yield rank, answer
 
     def _costs(self, plan: RoundPlan) -> list[float]:
-        """Return the cost of each client of the plan: its seconds, estimated from its last round.
-
-        The cost is the number of expected records before anything was measured, and with a `batch_coupled` engine.
-        """
-        if self.batch_coupled:
+        """The cost of each client of the plan: its seconds, estimated from its last round, or its expected records."""
+        if self.batch_coupled:  # a repeated simulation must have equal batches
             return list(plan.expected_records)
         known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
         usual = fmean(known) if known else 1.0
         pairs = zip(plan.clients, plan.expected_records, strict=True)
         return [self._seconds_per_record.get(client, usual) * records for client, records in pairs]
 
-    def _remember(self, plan: RoundPlan) -> None:
-        for client, records in zip(plan.clients, plan.expected_records, strict=True):
-            if client in self.seconds:
-                self._seconds_per_record[client] = self.seconds[client] / records
-
     # -- all ranks
 
     def serve(self, module: ClientModule, population: Population) -> Any:
         """Work for rank 0 until its run has ended successfully, and return the result of the run."""
         self._take(module, population)
-        return self.ranks.serve(lambda message: getattr(self, message[0])(*message[1]))
+        return self.ranks.serve(self._call)
+
+    def _call(self, command: str, part: tuple) -> Any:
+        """Call a method of this object, whose name begins with an underscore, or of this rank's engine."""
+        return getattr(self if command.startswith("_") else self.inner, command)(*part)
 
     def _take(self, module: ClientModule, population: Population) -> None:
         self.module, self.population = module, population
@@ -263,36 +214,23 @@ class RankedEngine:
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits
         return self.inner.workers, equal_ranks(self.inner, self.population, self.module)
 
-    def _train(self, share: Share) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
-        """Train the share's clients.
-
-        Returns:
-            Their updates; the engine's state, with their personal parameters and this round's counts; and their
-            seconds.
-        """
-        nothing = torch.zeros_like(self.inner.state_dict()["counts"])
-        self.inner.load_state_dict({"personal": share.personal, "counts": nothing})
+    def _train(
+        self,
+        plan: RoundPlan,
+        models: Tensor,
+        charge_numbers: Sequence[int],
+        raw_weights: Tensor | None,
+        personal: dict[int, Tensor],
+    ) -> tuple[ClientUpdates, dict[str, Any], dict[int, float]]:
+        """Train a share's clients; return updates, personal parameters and counts of this round, and seconds."""
+        self.inner.load_state_dict({"personal": personal, "counts": torch.zeros_like(self.inner.counts)})
         self.inner.seconds.clear()
-        updates = self.inner.train(share.plan, share.models, share.charge_numbers, share.raw_weights)
+        updates = self.inner.train(plan, models, charge_numbers, raw_weights)
         return updates, self.inner.state_dict(), dict(self.inner.seconds)
-
-    def _ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        return self.inner.ask(query, round, charge_numbers)
-
-    def _outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        return self.inner.outputs(model, rows)
 
 
 class RankedClients(LocalClients):
-    """`LocalClients` whose work is distributed over ranks. The server's side and the ledger are on rank 0.
-
-    Args:
-        population: the clients' records.
-        module: one client's step.
-        engine: engine of this rank.
-        privacy: budgets and mechanism; None is a run without privacy.
-        ranks: all processes of the run.
-    """
+    """`LocalClients` whose work is distributed over ranks. The server's side and the ledger are on rank 0."""
 
     engine: RankedEngine
 

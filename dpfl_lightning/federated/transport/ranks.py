@@ -14,7 +14,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -34,53 +33,30 @@ T = TypeVar("T")
 
 _PATIENCE = timedelta(weeks=1)  # timeout of a message: a round may be long, and a rank that dies closes its socket
 _FAREWELL = 10.0  # seconds to wait for the end of the other ranks
-_MESSAGE, _END = 0, 1  # kind of a header: a message of this many bytes, or the end of the run with this exit status
+_MESSAGE, _END = 0, 1  # kind of a header: a message of so many bytes, or the end of the run with an exit status
 
 
 class LostRank(LostClients):
     """A rank ended before the run did. Only the current round is lost."""
 
 
-@dataclass(frozen=True)
-class Failed:
-    """The answer of a rank on which an exception was raised."""
-
-    error: Exception
-
-
-@dataclass(frozen=True)
-class Finished:
-    """Rank 0's last message of a run that ended successfully."""
-
-    result: Any
-
-
 class Ranks:
     """This process among the processes of its launcher, or alone.
 
-    Every rank creates this object at the same point of the program. Rank 0 leads: `lead` runs its work while the other
-    ranks `serve`, that is, answer its messages. Messages are arbitrary objects; tensors in them arrive on the
-    receiver's device. One thread for each peer waits for messages, so that the main thread can always be interrupted,
-    and the loss of a peer is noticed immediately.
-
-    Args:
-        device: "auto", or an accelerator of Lightning Fabric; each rank has one device.
+    Every rank creates this object at the same point of the program; `device` is "auto" or an accelerator of Lightning
+    Fabric. Tensors in messages arrive on the receiver's device. One thread for each peer waits for messages, so that
+    the main thread can always be interrupted, and the loss of a peer is noticed immediately.
 
     **Privacy** Outputs of evaluation and personal parameters are sent between ranks without encryption: the network
     between them must be trusted as much as the ranks' memory. Messages are unpickled, so anyone who can send a message
     can run code.
-
-    Raises:
-        UserError: the device does not exist, or the ranks do not find each other.
     """
 
     def __init__(self, device: str) -> None:
         launch = launched()
         self.rank, self.size, self.command = launch.rank, launch.size, launch.command
         self.fabric = _fabric(device, launch)
-        self.cores: int | None = None
-        if self.size > 1:
-            self.cores = self._own_cores()
+        self.cores = _cores_of_rank(self.size) if self.size > 1 else None
         self._inbox: queue.SimpleQueue[tuple[int, Tensor | None]] = queue.SimpleQueue()
         self._leaving = threading.Lock()
         self._sending = False
@@ -88,11 +64,11 @@ class Ranks:
 
     @property
     def others(self) -> range:
-        """The ranks with which this rank communicates: all other ranks for rank 0, and rank 0 for the others."""
+        """The ranks with which this rank communicates: all others for rank 0, and rank 0 for the others."""
         return range(1, self.size) if self.rank == 0 else range(1)
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's `value` on every rank; only outside of runs."""
+        """Rank 0's `value` on every rank; only outside of runs."""
         if self.rank == 0:
             for rank in self.others:
                 self.send(rank, value)
@@ -102,54 +78,42 @@ class Ranks:
         except RuntimeError:
             self._gone(0)
 
-    # -- a run
-
     def lead(self, work: Callable[[], T]) -> T:
         """Run rank 0's `work`, which the other ranks serve. They return its result, too, or end with the same status.
 
-        SIGTERM (with which a launcher ends the remaining ranks when one dies) and Ctrl-C are raised once, as
-        exceptions; within a round at the second signal (`stopping.between_rounds`). If the work ends with an exception,
-        both signals are ignored from then on, so that saving the run and reporting the reason are not interrupted. No
-        other run can follow, because the ranks are then disconnected.
+        SIGTERM (with which a launcher ends the remaining ranks when one dies) and Ctrl-C are raised once, within a
+        round at the second signal (`stopping.between_rounds`). After an exception of the work both are ignored, so that
+        saving the run is not interrupted; the ranks are then disconnected, and no other run can follow.
         """
-        if self.size == 1:
-            return work()
-        with self._listening(), _handled(self._stop_once, signal.SIGTERM, signal.SIGINT):
+        with self._listening(), _handled(self._stop_once):
             try:
                 result = work()
             except BaseException as error:
                 self._end_others(error)
                 raise
             for rank in self.others:
-                self.send(rank, Finished(result))
+                self.send(rank, (None, result))
                 self._header(rank, _END, 0)
         return result
 
-    def serve(self, handle: Callable[[Any], Any]) -> Any:
-        """Answer rank 0's messages with `handle(message)` until its run has ended successfully; return its result.
+    def serve(self, handle: Callable[[str, tuple], Any]) -> Any:
+        """Answer rank 0's messages `(command, arguments)` by `handle` until its run has ended; return its result.
 
-        An exception of `handle` is sent to rank 0, which raises it. If rank 0 fails, this process ends.
+        An exception of `handle` is the answer. If rank 0 fails, this process ends.
         """
-        with (
-            self._listening(),
-            _handled(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM),
-        ):  # rank 0 handles them for all
+        with self._listening(), _handled(signal.SIG_IGN):  # rank 0 handles signals for all
             while True:
-                _, message = self.receive()
-                if isinstance(message, Finished):
-                    return message.result
+                _, (command, content) = self.receive()
+                if command is None:
+                    return content
                 try:
-                    answer = handle(message)
+                    answer = handle(command, content)
                 except Exception as error:
-                    answer = Failed(self._portable(error))
+                    answer = self._portable(error)
                 self.send(0, answer)
 
     def send(self, rank: int, message: object) -> None:
-        """Send `message` to `rank`.
-
-        Raises:
-            LostRank: the rank is gone.
-        """
+        """Send `message` to `rank`; LostRank if it is gone."""
         packed = io.BytesIO()
         torch.save(message, packed)  # pickle, with each tensor's bytes once; tensors may lie on any device
         data = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
@@ -165,17 +129,11 @@ class Ranks:
             raise self._stop
 
     def receive(self) -> tuple[int, Any]:
-        """Return the next message and the rank that sent it, in the order of arrival.
-
-        Raises:
-            LostRank: a rank is gone.
-        """
+        """The next message in the order of arrival, and the rank that sent it; LostRank if a rank is gone."""
         rank, data = self._inbox.get()
         if data is None:
             self._gone(rank)
         return rank, self._unpacked(data)
-
-    # -- below messages
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
@@ -193,14 +151,17 @@ class Ranks:
         try:
             while not isinstance(heard := self._hear(rank), int):
                 self._inbox.put((rank, heard))
-            self._ended(heard)
+            if self.rank > 0 and heard != 0:
+                self._leave(heard)
+            if self.rank > 0:  # confirm the end, so that rank 0 stops listening
+                self._header(0, _END, 0)
         except RuntimeError:  # the connection was closed
             if self.rank > 0:
                 self._gone(rank)
             self._inbox.put((rank, None))
 
     def _hear(self, rank: int) -> Any:
-        """Return the bytes of the next message of `rank`, or the exit status with which the run has ended."""
+        """The bytes of the next message of `rank`, or the exit status with which the run has ended."""
         kind, number = _received(torch.empty(2, dtype=torch.int64), rank).tolist()
         return number if kind == _END else _received(torch.empty(number, dtype=torch.uint8), rank)
 
@@ -208,19 +169,9 @@ class Ranks:
         packed = io.BytesIO(data.numpy().data)
         return torch.load(packed, map_location=self.fabric.device, weights_only=False)  # any object of a trusted peer
 
-    def _ended(self, status: int) -> None:
-        """Handle the end of rank 0's run: confirm it, so that rank 0 stops listening, or end with its status."""
-        if self.rank > 0 and status != 0:
-            self._leave(status)
-        if self.rank > 0:
-            self._header(0, _END, 0)
-
     def _stop_once(self, number: int, frame: object) -> None:
-        """Handle a signal once. If a message is being sent, the exception is raised after it.
-
-        Otherwise the receiver would read the next message as the rest of this one.
-        """
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        """Handle a signal once; after the message that is being sent, because the receiver waits for its rest."""
+        _install(signal.SIG_IGN)
         reason = "`ranks` must all live until the run ends, got SIGTERM: the launcher lost one, or was stopped."
         error = KeyboardInterrupt() if number == signal.SIGINT else LostRank(reason)
         if not self._sending:
@@ -228,7 +179,7 @@ class Ranks:
         self._stop = error
 
     def _end_others(self, error: BaseException) -> None:
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        _install(signal.SIG_IGN)
         status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, UserError) else 1
         for rank in self.others:
             with suppress(RuntimeError):  # it may be the lost rank
@@ -240,21 +191,18 @@ class Ranks:
     def _gone(self, rank: int) -> NoReturn:
         if self.rank > 0:
             self._leave(1, f"rank {self.rank}: rank 0 is gone, so this rank ends too")
-        _ignore(signal.SIGTERM, signal.SIGINT)
+        _install(signal.SIG_IGN)
         raise LostRank(f"`ranks` must all live until the run ends, got the end of rank {rank}.")
 
     def _leave(self, status: int, words: str = "") -> NoReturn:
-        """End this process immediately.
-
-        The main thread may be in the middle of a client's round and cannot be notified; it has no open files.
-        """
+        """End this process immediately: the main thread, which may train a client, has no open files."""
         self._leaving.acquire()  # never released: two threads may notice that rank 0 is gone
         if words:
             print(words, file=sys.stderr, flush=True)
         os._exit(status)
 
     def _portable(self, error: Exception) -> Exception:
-        """Return the exception in a form that rank 0 can raise, with a note on where it was raised."""
+        """The exception in a form that rank 0 can raise, with a note on where it was raised."""
         where = f"On rank {self.rank}:\n{''.join(traceback.format_exception(error))}"
         try:
             error = pickle.loads(pickle.dumps(error))
@@ -263,21 +211,18 @@ class Ranks:
         error.add_note(where)
         return error
 
-    def _own_cores(self) -> int:
-        """Return the number of cores for this rank.
 
-        SLURM may have bound each rank to separate cores. torchrun does not, so ranks with the same cores share them
-        evenly.
-        """
-        affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-        host_and_cores = (socket.gethostname(), sorted(affinity))
-        all_ranks: list[Any] = [None] * self.size
-        dist.all_gather_object(all_ranks, host_and_cores)
-        return max(1, len(affinity) // all_ranks.count(host_and_cores))
+def _cores_of_rank(ranks: int) -> int:
+    """The number of cores for this rank: ranks with the same cores (under torchrun, not SLURM) share them evenly."""
+    affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    host_and_cores = (socket.gethostname(), sorted(affinity))
+    all_ranks: list[Any] = [None] * ranks
+    dist.all_gather_object(all_ranks, host_and_cores)
+    return max(1, len(affinity) // all_ranks.count(host_and_cores))
 
 
 def _fabric(device: str, launch: Launch) -> Fabric:
-    """Return a launched Fabric with one device of this machine for each rank."""
+    """A launched Fabric with one device of this machine for each rank."""
     try:
         if launch.size == 1:
             return Fabric(accelerator=device, devices=1, plugins=[LightningEnvironment()])
@@ -307,28 +252,22 @@ def _first(error: Exception) -> str:
 
 
 def _received(buffer: Tensor, rank: int) -> Tensor:
-    """Return the buffer, filled with the next data from `rank`."""
+    """The buffer, filled with the next data from `rank`."""
     work = dist.irecv(buffer, rank)
     assert work is not None  # for mypy: this process belongs to the group
     work.wait(_PATIENCE)
     return buffer
 
 
-# -- signals: only the main thread may handle them
+def _install(handler: Any) -> dict[signal.Signals, Any]:
+    """Handle SIGTERM and Ctrl-C by `handler`, and return the handlers before; only the main thread may do so."""
+    main = threading.current_thread() is threading.main_thread()
+    return {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT) if main}
 
 
 @contextmanager
-def _handled(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
+def _handled(handler: Any) -> Iterator[None]:
+    before = _install(handler)
     yield  # after an exception the old handlers are not restored: the process still has to report the reason, and ends
     for number, old_handler in before.items():
         signal.signal(number, old_handler)
-
-
-def _ignore(*numbers: signal.Signals) -> None:
-    if threading.current_thread() is threading.main_thread():
-        for number in numbers:
-            signal.signal(number, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""WeiAvg: clients are weighted by the privacy budgets that they claim."""
+"""WeiAvg: weights by budget."""
 
 from __future__ import annotations
 
@@ -15,12 +15,9 @@ from dpfl_lightning.federated.server.view import View
 class EpsilonWeighted(Strategy):
     """WeiAvg: weights are proportional to budgets, `w_i = epsilon_i / sum_j epsilon_j` over the participants.
 
-    The claimed epsilon is trusted: a client that overstates its budget gains weight.
+    The claimed epsilon is trusted: a client that overstates its budget gains weight. All budgets must be finite.
 
     **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
-
-    Raises:
-        UserError: a client has no finite budget.
 
     Reference: Liu et al. (2021), Algorithm 2.
     """

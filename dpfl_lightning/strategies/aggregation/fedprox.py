@@ -13,8 +13,7 @@ from dpfl_lightning.federated.server.view import View
 class FedProx(Strategy):
     """FedProx: adds `pull * (parameters - model of the round)` to every local step.
 
-    This keeps clients from drifting apart if their data differ or they take many local steps. It is combined with a
-    base rule.
+    This keeps clients from drifting apart if their data differ or they take many local steps.
 
     Args:
         pull: strength mu of the proximal term, >= 0; 0 turns it off.

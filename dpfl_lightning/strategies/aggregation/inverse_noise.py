@@ -1,4 +1,4 @@
-"""Weights by the inverse noise variance that follows from the parameters that clients report."""
+"""Weights by the inverse variance of the noise."""
 
 from __future__ import annotations
 

@@ -14,8 +14,6 @@ from dpfl_lightning.federated.server.view import View
 class LearningRateDecay(Strategy):
     """Divides every client's learning rate in round t by `1 + t / half_after`.
 
-    It is combined with a base rule.
-
     Args:
         half_after: number of rounds after which the learning rate has halved, > 0.
 

@@ -10,9 +10,8 @@ from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean
 class Median(TrimmedMean):
     """Replaces the weighted mean by the coordinate-wise median over the clients that train a model.
 
-    Fewer than half of a model's clients cannot move it arbitrarily far. A client with a positive weight is included;
-    the size of its weight has no effect. The median of an even number of values is the mean of the two in the middle.
-    Privacy noise makes a median less accurate than a mean, by up to a factor of pi / 2 in variance.
+    Fewer than half of a model's clients cannot move it arbitrarily far. All clients with a positive weight count
+    equally. Privacy noise makes a median less accurate than a mean, by up to a factor of pi / 2 in variance.
 
     **Privacy** Post-processing.
 

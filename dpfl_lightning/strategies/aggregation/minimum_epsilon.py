@@ -1,4 +1,4 @@
-"""Baseline in which all clients train with the smallest budget of the federation."""
+"""DPFedAvg with the smallest budget for all clients."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 
 class MinimumEpsilon(SizeWeighted):
     """Trains every client with the smallest budget, `min_j epsilon_j`, and weights clients by data size.
-
-    **Guarantees** No client spends more than the smallest budget of the federation.
 
     **Privacy** Post-processing. The budgets are changed before the noise is solved.
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import Estimate, EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import PRESETS
-from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -27,16 +26,12 @@ _KEY = "strategies.noise_aware"
 _ENOUGH = 8  # fewest clients of one model whose noise is estimated among themselves
 _FEW = 3.0  # effective number of clients below which the user is warned
 _MOST_STEPS = 1.5  # largest scale of an update: beyond 2 it may oscillate where local training converges
-_UNLIKE = ("dirichlet", "shards")  # partitions with different label distributions
 
 
 def judged_groups(model_of: Sequence[int]) -> tuple[int, ...]:
     """Return the group `[C]` within which each client's noise is estimated.
 
     The groups are the clients of each model if every model has at least 8; otherwise all clients are one group.
-
-    >>> judged_groups([0] * 8 + [1] * 7) == (0,) * 15, judged_groups([0] * 8 + [1] * 8) == (0,) * 8 + (1,) * 8
-    (True, True)
     """
     return tuple(model_of) if min(Counter(model_of).values()) >= _ENOUGH else (0,) * len(model_of)
 
@@ -44,13 +39,9 @@ def judged_groups(model_of: Sequence[int]) -> tuple[int, ...]:
 def estimate_by_group(
     deltas: Tensor, groups: Sequence[int], options: EstimatorOptions, truth: Tensor | None = None
 ) -> Estimate:
-    """Return the `estimate` of each group separately, with the worst of the diagnostics.
+    """Return the `estimate` of each group `[C]` of updates `[C, P]` separately, with the worst of the diagnostics.
 
-    Args:
-        deltas: released updates `[C, P]`.
-        groups: group of each client, `[C]`.
-        options: see `EstimatorOptions`.
-        truth: true variances `[C]`, for the estimator `oracle`.
+    `truth` `[C]` holds the true variances, for the estimator `oracle`.
     """
     noise_var, diagnostics = torch.zeros(len(groups), dtype=torch.float64), dict[str, list[float]]()
     for rows in _rows_of(groups):
@@ -67,19 +58,9 @@ def estimate_by_group(
 def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> float:
     """Return the factor that makes an aggregate represent as many local steps as weights by data size; at most 1.5.
 
-    A larger factor would move the model so far beyond the clients' updates that it oscillates, as over-relaxed steps do
-    beyond 2. At Dist5, where the factor would be 2.3, two runs of 30 rounds reached 63.0 and 70.4 %; with the bound of
-    1.5 the accuracy was 75.9 %.
-
-    Args:
-        share: weights of the aggregate, `[C]`.
-        steps: local steps behind each update, length C.
-        records: training records of each client, length C.
-
-    >>> step_scale(torch.tensor([3.0, 1.0]), steps=[10, 30], records=[100, 100])
-    1.3333333333333333
-    >>> step_scale(torch.tensor([3.0, 1.0]), steps=[10, 10], records=[100, 100])
-    1.0
+    `share`, `steps` and `records` hold each client's weight, local steps and training records, `[C]`. A larger factor
+    makes the model oscillate: at Dist5, where it would be 2.3, two runs of 30 rounds reached 63.0 and 70.4 %, and
+    75.9 % with the bound.
     """
     counts, sizes = torch.tensor(steps, dtype=torch.float64), torch.tensor(records, dtype=torch.float64)
     if len(set(steps)) == 1 or not share.sum() > 0:
@@ -89,23 +70,13 @@ def step_scale(share: Tensor, steps: Sequence[int], records: Sequence[int]) -> f
 
 @dataclass(frozen=True)
 class _Known:
-    """The last estimate; the tensors are `[N]`, `mechanism` is `[N, 4]`.
-
-    Args:
-        round: round in which it was made.
-        noise_var: noise variance of one parameter, float64; NaN for clients that were not in the round.
-        steps: local steps behind the update, int64; 0 for clients that were not in the round.
-        group: group within which the client's noise was estimated, int64.
-        mechanism: the numbers of the client's mechanism, float64; 0 if unknown.
-    """
+    """The last estimate: its round, and tensors `[N]`; `mechanism` is `[N, 4]`."""
 
     round: int
-    noise_var: Tensor
-    steps: Tensor
-    group: Tensor
-    mechanism: Tensor
-
-    TENSORS: ClassVar = ("noise_var", "steps", "group", "mechanism")
+    noise_var: Tensor  # of one parameter, float64; NaN for clients that were not in the round
+    steps: Tensor  # int64; 0 for clients that were not in the round
+    group: Tensor  # int64
+    mechanism: Tensor  # the numbers of each mechanism, float64; 0 if unknown
 
 
 class NoiseAware(Strategy):
@@ -119,9 +90,8 @@ class NoiseAware(Strategy):
         estimator: `rpca` (robust PCA, as in the paper), `hetero_pca`, `raw_norm`, `mean_residual`, or `oracle` (the
             true variances, for simulations).
         objective: `max_snr` maximises the signal-to-noise ratio, assuming that every local step contributes the same
-            signal; the update is scaled to as many steps as under weights by data size (by at most 1.5), so that the
-            same learning rate works for both. `min_variance` (as in the paper) minimises the noise; clients with many
-            small steps then get little weight, and the model moves less.
+            signal; the update is scaled to as many steps as under weights by data size (by at most 1.5).
+            `min_variance` (as in the paper) minimises the noise; clients with many small steps get little weight.
         reestimate_every: number of rounds between two estimates, >= 1; 0 or `first_round` keeps the first estimate.
         floor: lower bound on a variance, as a share of the median variance, >= 0.
         max_weight: upper bound on a client's weight, in (0, 1]. It is the only bound on the influence of a client that
@@ -132,29 +102,18 @@ class NoiseAware(Strategy):
         preset: `rpca`: `fast`, `candes` or `release` (the paper's code).
         rank: `hetero_pca`: number of directions that clients share, >= 1.
 
-    In a round without a new estimate the server keeps no single update. All clients of such a round must have been in
-    the last estimate, with the same number of local steps, noise and batch size, and in the same group. Otherwise the
-    whole round is estimated anew, because the scales of two estimates may differ. (With `clustered` the steps of round
-    1 differ from those of later rounds.) If every model has at least 8 clients, the noise of each model's clients is
-    estimated separately.
+    In a round without a new estimate the server keeps no single update. If a client of such a round was not in the last
+    estimate, or has another number of local steps, noise, batch size or group, the whole round is estimated anew,
+    because the scales of two estimates may differ.
 
-    Except for `oracle`, reported budgets, batch sizes and noise are used only to detect changes. `max_snr` also uses
-    the number of local steps, which follows from the reported number of records. The weights are robust to false
-    reports, but not to false updates.
+    The weights are robust to false reports, but not to false updates: except for `oracle`, reported budgets, batch
+    sizes and noise are used only to detect changes, and `max_snr` uses the number of local steps.
 
     **Privacy** Post-processing of released updates; nothing is charged.
 
-    Raises:
-        UserError: a name is unknown, or a number is out of range.
-
     Reference: Malekmohammadi et al. (2024), Algorithm 1, which is `objective: min_variance, row_choice: head`; its code
     also uses `reestimate_every: first_round, preset: release`. `max_snr`, `floor`, `max_weight` and the other
-    estimators are not in the paper. Factors that other strategies apply to the weights do not change the scale of
-    `max_snr`.
-
-    >>> updates = ClientUpdates((0, 1), (10, 10), noise_std=(), deltas=torch.tensor([[1.0, 0.0], [0.0, 2.0]]))
-    >>> estimate_by_group(updates.released, judged_groups([0, 0]), EstimatorOptions()).noise_var
-    tensor([1., 4.], dtype=torch.float64)
+    estimators are not in the paper.
     """
 
     role = "base"
@@ -175,8 +134,7 @@ class NoiseAware(Strategy):
         every = 0 if reestimate_every == "first_round" else reestimate_every
         number = isinstance(every, int) and not isinstance(every, bool) and every >= 0
         require(number, f"{_KEY}.reestimate_every", "be a number of rounds or `first_round`", reestimate_every)
-        must = f"be one of {', '.join(PRESETS)}"
-        require(preset in PRESETS, f"{_KEY}.preset", must, preset, nearest(preset, PRESETS))
+        require_one_of(PRESETS, f"{_KEY}.preset", preset)
         self._every, self._rule = int(every), {"objective": objective, "floor": floor, "max_weight": max_weight}
         try:
             self._options = EstimatorOptions(estimator, PRESETS[preset], rows, blocks, row_choice, rank)
@@ -194,26 +152,22 @@ class NoiseAware(Strategy):
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         partition = view.run.options.get("data", {}).get("partition", {}).get("name")
-        if partition in _UNLIKE and len(set(view.facts.batch_size)) > 1:
-            warnings.warn(
+        if partition in ("dirichlet", "shards") and len(set(view.facts.batch_size)) > 1:
+            warn_user(
                 f"strategy noise_aware: data differ between clients (partition {partition}) and so do batch sizes, so "
-                "the few clients with the largest batches will decide what is learned. Use equal batch sizes here.",
-                UserNotice,
-                stacklevel=2,
+                "the few clients with the largest batches will decide what is learned. Use equal batch sizes here."
             )
         return schedule
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        known = self._known
-        if known is None or (self._every and view.round >= known.round + self._every):
-            return True
-        clients = list(plan.clients)
-        if known.steps[clients].tolist() != list(plan.steps):
-            return True
-        if known.mechanism[clients].tolist() != [_numbers(mechanism) for mechanism in plan.mechanism_of]:
-            return True
-        groups = [known.group[[plan.clients[row] for row in rows]] for rows in _rows_of(plan.model_of)]
-        return any(len(group.unique()) > 1 for group in groups)
+        known, clients = self._known, list(plan.clients)
+        return (
+            known is None
+            or (self._every > 0 and view.round >= known.round + self._every)
+            or known.steps[clients].tolist() != list(plan.steps)
+            or known.mechanism[clients].tolist() != [_numbers(mechanism) for mechanism in plan.mechanism_of]
+            or any(len(known.group[clients][rows].unique()) > 1 for rows in _rows_of(plan.model_of))
+        )
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor:
         model_of = updates.model_of or (0,) * len(updates.clients)
@@ -222,12 +176,12 @@ class NoiseAware(Strategy):
         noise_var = self._known.noise_var[list(updates.clients)]
         share, self._scale = torch.zeros_like(noise_var), torch.ones(len(view.state.models), dtype=torch.float64)
         for rows in _rows_of(model_of):
-            steps = [updates.steps[row] for row in rows]
+            steps, clients = [updates.steps[row] for row in rows], [updates.clients[row] for row in rows]
             share[rows] = weights(noise_var[rows], steps, **self._rule)  # type: ignore[arg-type]
             if self._rule["objective"] == "max_snr":
-                records = [view.facts.num_records[updates.clients[row]] for row in rows]
+                records = [view.facts.num_records[client] for client in clients]
                 self._scale[model_of[rows[0]]] = step_scale(share[rows], steps, records)
-            self._warn_of_few(share[rows], [updates.clients[row] for row in rows])
+            self._warn_of_few(share[rows], clients)
         return share
 
     def scale(self, combined: Tensor, view: View) -> Tensor:
@@ -246,7 +200,8 @@ class NoiseAware(Strategy):
         return {} if self._known is None else vars(self._known).copy()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._known = _Known(state["round"], *(state[key].cpu() for key in _Known.TENSORS)) if state else None
+        on_cpu: dict[str, Any] = {key: one.cpu() if isinstance(one, Tensor) else one for key, one in state.items()}
+        self._known = _Known(**on_cpu) if state else None
 
     def _estimated(self, updates: ClientUpdates, model_of: Sequence[int], view: View) -> _Known:
         deltas, clients, count = updates.released.flatten(1), list(updates.clients), view.facts.num_clients
@@ -270,22 +225,19 @@ class NoiseAware(Strategy):
             return
         self._warned = True
         heaviest = int(share.argmax())
-        warnings.warn(
+        warn_user(
             f"strategy noise_aware: {effective:.1f} of {len(clients)} clients count (client {clients[heaviest]} has "
-            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it.",
-            UserNotice,
-            stacklevel=2,
+            f"{float(share[heaviest]):.0%} of the weight), so they decide what is learned. Set max_weight to bound it."
         )
 
 
 def _numbers(mechanism: Mechanism) -> list[float]:
-    """Return the numbers of a mechanism, in which two mechanisms of a run can differ."""
     return [float(number) for number in dataclasses.astuple(mechanism)]
 
 
-def _rows_of(groups: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the rows of each group."""
+def _rows_of(groups: Sequence[int]) -> list[list[int]]:
+    """Return the rows of each group."""
     rows: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         rows.setdefault(group, []).append(row)
-    yield from rows.values()
+    return list(rows.values())

@@ -2,38 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.aggregation.epsilon_weighted import EpsilonWeighted
 
-_VARIANTS = ("liu_code", "liu_printed", "hdpfl")
-
 
 def projected_mean(deltas: Tensor, weights: Tensor, public: Tensor, variant: str, components: int = 1) -> Tensor:
-    """Return the weighted mean `[P]` of the updates, with private updates projected onto the public subspace.
+    """Return the weighted mean `[P]` of the updates `[C, P]`, with private updates projected onto the public subspace.
 
     Let `m` and `s` be the mean and standard deviation of the public updates, and `V` their `components` leading
-    directions. A private update x is replaced by:
-
-    - liu_code: `V V' (x - m) + m`, with `V` of the centred public updates;
-    - liu_printed: `v v' x`, with `v` the direction of the weighted public mean;
-    - hdpfl: as liu_code, in coordinates `(x - m) / s`.
+    directions. A private update x becomes `V V' (x - m) + m` (liu_code, `V` of the centred public updates), `v v' x`
+    (liu_printed, `v` the direction of the weighted public mean), or as liu_code in coordinates `(x - m) / s` (hdpfl).
 
     Args:
-        deltas: updates `[C, P]`.
         weights: `[C]`, >= 0, with sum 1.
         public: `[C]` bool; if all or none are public, the result is the plain weighted mean.
-        variant: liu_code, liu_printed or hdpfl.
-        components: dimension of the subspace, >= 1; liu_printed always uses 1.
     """
     if bool(public.all()) or not bool(public.any()):
         return (weights @ deltas.double()).to(deltas.dtype)
@@ -69,47 +59,24 @@ def _projected(x: Tensor, rows: Tensor, components: int, rounding: float) -> Ten
 def larger_budgets(epsilon: np.ndarray, grouping: str, top_fraction: float, seed: int) -> np.ndarray:
     """Return which clients are "public" `[N]` bool: the group with the larger mean budget, or all if budgets are equal.
 
-    Args:
-        epsilon: claimed budget of each client, `[N]`.
-        grouping: `top`, or a key of `_GROUPINGS`.
-        top_fraction: share of the clients that is public under `top`, in (0, 1).
-        seed: of the grouping.
+    The options are those of `Pfa`; `epsilon` `[N]` holds the claimed budgets.
     """
     if epsilon.max() == epsilon.min():
         return np.ones(len(epsilon), dtype=bool)
     if grouping == "top":
         count = max(1, round(top_fraction * len(epsilon)))
         return np.isin(np.arange(len(epsilon)), np.argsort(-epsilon, kind="stable")[:count])
-    scaled = ((epsilon - epsilon.min()) / (epsilon.max() - epsilon.min()))[:, None]
-    group = _GROUPINGS[grouping](scaled, seed)
-    first = epsilon[group == 0].mean() if (group == 0).any() else -np.inf
-    second = epsilon[group == 1].mean() if (group == 1).any() else -np.inf
-    return group == (1 if second > first else 0)
-
-
-def _mixture(scaled: np.ndarray, seed: int) -> np.ndarray:
+    from sklearn.cluster import AgglomerativeClustering, KMeans
     from sklearn.mixture import GaussianMixture
 
-    return GaussianMixture(2, random_state=seed).fit(scaled).predict(scaled)
-
-
-def _kmeans(scaled: np.ndarray, seed: int) -> np.ndarray:
-    from sklearn.cluster import KMeans
-
-    return KMeans(2, n_init=10, random_state=seed).fit_predict(scaled)
-
-
-def _hierarchical(scaled: np.ndarray, seed: int) -> np.ndarray:
-    from sklearn.cluster import AgglomerativeClustering
-
-    return AgglomerativeClustering(2, linkage="single").fit_predict(scaled)
-
-
-_GROUPINGS: dict[str, Callable[[np.ndarray, int], np.ndarray]] = {
-    "mixture": _mixture,
-    "kmeans": _kmeans,
-    "hierarchical": _hierarchical,
-}
+    models = {
+        "mixture": GaussianMixture(2, random_state=seed),
+        "kmeans": KMeans(2, n_init=10, random_state=seed),
+        "hierarchical": AgglomerativeClustering(2, linkage="single"),
+    }
+    group = models[grouping].fit_predict(((epsilon - epsilon.min()) / (epsilon.max() - epsilon.min()))[:, None])
+    means = [epsilon[group == one].mean() if (group == one).any() else -np.inf for one in (0, 1)]
+    return group == int(np.argmax(means))
 
 
 class Pfa(EpsilonWeighted):
@@ -117,8 +84,7 @@ class Pfa(EpsilonWeighted):
 
     Clients are split once, by their claimed epsilon, into "public" (large) and "private" (small). In every round the
     private updates are replaced by their projection onto the leading directions of the public updates. If a round has
-    only clients of one kind, it is WeiAvg (`epsilon_weighted`). The claimed epsilon is trusted twice: for the weights
-    and for the groups.
+    only clients of one kind, it is WeiAvg (`epsilon_weighted`). The claimed epsilon is trusted for weights and groups.
 
     Args:
         variant: form of the projection: `liu_code`, `liu_printed`, or `hdpfl`, with which the numbers of the
@@ -130,9 +96,6 @@ class Pfa(EpsilonWeighted):
 
     **Privacy** Post-processing. The clients' budgets themselves are disclosed to the server.
 
-    Raises:
-        UserError: a name is unknown, a number is out of range, or a client has no finite budget.
-
     Reference: Liu et al. (2021), Algorithm 3 (liu_printed) and its code (liu_code), which projects each parameter
     tensor separately; here the whole vector is projected. The code of Malekmohammadi et al. (2024) (hdpfl).
     """
@@ -143,31 +106,27 @@ class Pfa(EpsilonWeighted):
         return True
 
     def __init__(
-        self,
-        variant: str = "liu_code",
-        grouping: str = "mixture",
-        components: int = 1,
-        top_fraction: float = 0.1,
+        self, variant: str = "liu_code", grouping: str = "mixture", components: int = 1, top_fraction: float = 0.1
     ) -> None:
-        groupings = (*_GROUPINGS, "top")
-        require(variant in _VARIANTS, "strategies.pfa.variant", f"be one of {', '.join(_VARIANTS)}", variant)
-        require(grouping in groupings, "strategies.pfa.grouping", f"be one of {', '.join(groupings)}", grouping)
+        require_one_of(("liu_code", "liu_printed", "hdpfl"), "strategies.pfa.variant", variant)
+        require_one_of(("mixture", "kmeans", "hierarchical", "top"), "strategies.pfa.grouping", grouping)
         require(components >= 1, "strategies.pfa.components", "be >= 1", components)
         require(0 < top_fraction < 1, "strategies.pfa.top_fraction", "be in (0, 1)", top_fraction)
-        self.variant, self.grouping, self.components, self.top_fraction = variant, grouping, components, top_fraction
+        self._variant, self._grouping, self._components, self._top = variant, grouping, components, top_fraction
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         schedule = super().plan_run(schedule, view)
         epsilon = np.array(view.facts.reported_epsilon)
-        self.public = torch.from_numpy(larger_budgets(epsilon, self.grouping, self.top_fraction, view.seed))
+        self._public = torch.from_numpy(larger_budgets(epsilon, self._grouping, self._top, view.seed))
         return schedule
 
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor:
-        public = self.public[list(updates.clients)].to(updates.released.device)
+        deltas = updates.released
+        public = self._public[list(updates.clients)].to(deltas.device)
         rows = [
-            projected_mean(updates.released, share.to(updates.released.device), public, self.variant, self.components)
+            projected_mean(deltas, share.to(deltas.device), public, self._variant, self._components)
             if bool(share.any())
-            else torch.zeros_like(updates.released[0])
+            else torch.zeros_like(deltas[0])
             for share in weights
         ]
         return torch.stack(rows)

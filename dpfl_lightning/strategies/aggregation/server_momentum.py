@@ -14,10 +14,9 @@ from dpfl_lightning.federated.server.view import ServerState, View
 
 
 class ServerMomentum(Strategy):
-    """FedAvgM: adds momentum to the aggregated update.
+    """FedAvgM: the server computes `m = momentum * m + update` and `models += learning_rate * m`.
 
-    The server computes `m = momentum * m + update` and `models += learning_rate * m`. A model that no client trained in
-    a round is not changed. If the number of models changes, the momentum is reset to zero.
+    A model that no client trained in a round is not changed. If the number of models changes, the momentum is reset.
 
     Args:
         momentum: decay of the momentum, in [0, 1).

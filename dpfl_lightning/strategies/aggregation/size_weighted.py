@@ -1,4 +1,4 @@
-"""DPFedAvg: clients are weighted by their data sizes."""
+"""DPFedAvg: weights by data size."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from dpfl_lightning.federated.server.view import View
 class SizeWeighted(Strategy):
     """DPFedAvg: weights are proportional to data size, `w_i = N_i / sum_j N_j`.
 
-    With `privacy: null` this is plain FedAvg. It suits clients with similar noise levels. If budgets or batch sizes
-    differ, a noise-aware rule is better.
+    With `privacy: null` this is plain FedAvg. If budgets or batch sizes differ, a noise-aware rule is better.
 
     **Privacy** Post-processing. The data sizes are trusted, and they are treated as public: under add-or-remove
     adjacency the guarantee does not cover an exact count.

@@ -1,4 +1,4 @@
-"""The coordinate-wise trimmed mean of the clients' updates."""
+"""Coordinate-wise trimmed mean and median of the clients' updates."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class TrimmedMean(Strategy):
     """Replaces the weighted mean by the mean of each coordinate without its smallest and largest values.
 
     Of the C clients that train a model, the `floor(share * C)` smallest and as many largest values are dropped, so
-    `floor(share * C)` clients cannot move the model arbitrarily far. A client with a positive weight is included; the
-    size of its weight has no effect.
+    `floor(share * C)` clients cannot move the model arbitrarily far. All clients with a positive weight count equally.
 
     Args:
         share: share of the clients that is dropped at each end, in [0, 0.5); 0 is the plain mean.

@@ -11,9 +11,7 @@ from dpfl_lightning.federated.server.view import View
 
 
 class Uniform(Strategy):
-    """Gives every participant the same weight, `w_i = 1 / C`.
-
-    It needs no information about the clients, not even their data sizes.
+    """Gives every participant the same weight, `w_i = 1 / C`; no information about the clients is needed.
 
     **Privacy** Post-processing.
     """

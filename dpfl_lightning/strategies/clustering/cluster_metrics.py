@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.summary import of_all
-from dpfl_lightning.federated.server.view import View
+from dpfl_lightning.federated.server.view import ServerState, View
 
 
-class TellsGroups(Strategy):
+class GroupingStrategy(Strategy):
     """Reports the metric `group` `[N]` of each round in which updates arrived; absent clients have NaN.
 
-    A subclass passes the groups of a round to `_note`.
+    A group is the clients that train one model, unless a subclass passes other groups to `_note`.
     """
 
     needs_training = True
 
     _noted: tuple[int, Tensor] | None = None
+
+    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
+        """Keep the model that each client trained as its model."""
+        self._note(view, updates.clients, updates.model_of)
+        trained = dict(zip(updates.clients, updates.model_of, strict=True))
+        return dataclasses.replace(
+            state, model_of=tuple(trained.get(client, row) for client, row in enumerate(state.model_of))
+        )
 
     def _note(self, view: View, clients: Sequence[int], groups: Sequence[int]) -> None:
         """Record the `groups` `[C]` of the round's `clients` `[C]`."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.update_groups import GroupOptions
 from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
-from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -24,11 +23,10 @@ from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.clustering import first_round
-from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
+from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, ModelSelection, refuse_unused
 
 _KEY = "strategies.clustered"
-_MIXTURES = ("robust", "paper")
 _SIMILARITY = "server_similarity"
 _KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", "last_drawn_round", "diagnostics")
 
@@ -37,9 +35,6 @@ def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, s
     """Draw a group for each client of a round from its row of `responsibilities` `[N, M]`, with public randomness.
 
     A draw depends only on (seed, round, client).
-
-    >>> drawn_groups(torch.tensor([[0.0, 1.0], [1.0, 0.0]]), clients=[1, 0], round=2, seed=0)
-    (0, 1)
     """
     drawn = []
     for client in clients:
@@ -49,17 +44,17 @@ def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, s
     return tuple(drawn)
 
 
-class Clustered(TellsGroups):
+class Clustered(GroupingStrategy):
     """R-DPCFL: groups of clients are found by their updates from one full batch, and then train separate models.
 
     It suits clients of a few very different kinds, some of which may be rare, that have enough records for a full batch
-    to be nearly free of noise. Training has three stages. In round 1 all clients compute a full-batch update of one
-    model, and the server fits a mixture to the updates. Up to `switch_round` each client's model is drawn from its
-    memberships. After that each client chooses a model by its loss.
+    to be nearly free of noise. In round 1 all clients compute a full-batch update of one model, and the server fits a
+    mixture to the updates. Up to `switch_round` each client's model is drawn from its memberships. After that each
+    client chooses a model by its loss.
 
-    The strategy is combined with a base rule, which works within each group. Name it before selections
-    (`uniform_selection`), whose quotas are for the later rounds, and before strategies that pull towards the round's
-    model. All clients take part in round 1. In later rounds, clients that do not take part are asked to choose, too.
+    The base rule works within each group. Name this strategy before selections (`uniform_selection`), whose quotas are
+    for the later rounds, and before strategies that pull towards the round's model. In later rounds, clients that do
+    not take part are asked to choose, too.
 
     Args:
         num_clusters: number M of groups, or `auto`, which estimates it. 1 is the base rule alone.
@@ -70,15 +65,13 @@ class Clustered(TellsGroups):
         data_floor: `robust`: lower bound on the distance of groups, as a share of the largest distance that the
             sampling of records explains, >= 0.
         first_round_noise_multiplier: noise multiplier of the full batch, > 0. null is 5, or 3 above a million
-            parameters. `same` uses one multiplier for all rounds (as in the papers), so that the later rounds pay for
-            the first.
+            parameters. `same` uses one multiplier for all rounds (as in the papers): later rounds pay for the first.
         reuse_first_round: true applies the first updates to the new models; false starts all models from the initial
             parameters of the run.
         switch_round: last round in which models are drawn, or `auto`: half of the run, or less the more the groups
             overlap. `auto` is known only after round 1, so choices are planned for all rounds after it. With
-            `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost (at
-            epsilon 5, 6,600 records and 200 rounds the noise is 1.76 times as large as half of the choices would
-            require). Set a number in that case.
+            `selection: exponential` clearly separated groups use half of them, and the budget of the others is lost:
+            set a number in that case.
         selection: how clients choose after `switch_round`: `exponential_frozen` (the exponential mechanism in the first
             `selection_rounds` rounds, then the last choice is kept), `exponential` (in every round), `paper_argmin`
             (without noise) or `server_similarity` (clients are not asked; each keeps its most likely group).
@@ -91,19 +84,13 @@ class Clustered(TellsGroups):
     finds M = 1, training continues as under the base rule, and the budget planned for choices is not spent.
 
     **Guarantees** The whole run fits each budget: the full batch, later rounds and choices are solved together.
-    `selection: paper_argmin` has no noise and makes every epsilon infinite.
 
     **Privacy** Mixture, draws and models are post-processing of released updates; noise levels are public.
-
-    Raises:
-        UserError: a name is unknown, a number is out of range, an option has no effect with another one, there are more
-            clusters than clients, `num_clusters` is `auto` without privacy, or a selection is named before this
-            strategy.
+    `selection: paper_argmin` has no noise and makes every epsilon infinite.
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
     Federated Learning through Robust Clustering", and its revision with an unknown M. The papers' form is `mixture:
-    paper, first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`. Draws and choices
-    take place in the same rounds as in the revision; the first version draws in one round more.
+    paper, first_round_noise_multiplier: same, selection: paper_argmin, reuse_first_round: false`.
     """
 
     role = "mask"
@@ -123,8 +110,7 @@ class Clustered(TellsGroups):
         selection_rounds: int | None = None,
         loss_bound: float | None = None,
     ) -> None:
-        must, hint = f"be one of {', '.join(_MIXTURES)}", nearest(mixture, _MIXTURES)
-        require(mixture in _MIXTURES, f"{_KEY}.mixture", must, mixture, hint)
+        require_one_of(("robust", "paper"), f"{_KEY}.mixture", mixture)
         known = _count(num_clusters, f"{_KEY}.num_clusters")
         try:
             self._options = GroupOptions(known, choose_m, min_cluster_size, data_floor)
@@ -145,9 +131,7 @@ class Clustered(TellsGroups):
         require(isinstance(reuse_first_round, bool), f"{_KEY}.reuse_first_round", "be true or false", reuse_first_round)
         self._mixture, self._first_noise, self._reuse = mixture, noise, reuse_first_round
         self._last_drawn = _count(switch_round, f"{_KEY}.switch_round")
-        ways = (*SELECTIONS, _SIMILARITY)
-        hint = nearest(selection, ways)
-        require(selection in ways, f"{_KEY}.selection", f"be one of {', '.join(ways)}", selection, hint)
+        require_one_of((*SELECTIONS, _SIMILARITY), f"{_KEY}.selection", selection)
         self._by_similarity = selection == _SIMILARITY
         if self._by_similarity:
             refuse_unused(
@@ -170,13 +154,10 @@ class Clustered(TellsGroups):
     def _alone(self) -> bool:
         return self._options.num_groups == 1
 
-    # -- hooks
-
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if self._alone:
             return schedule
-        self._check_number(view)
-        _check_order(schedule)
+        self._check(schedule, view)
         schedule = first_round.with_full_batch(schedule, view, self._first_noise)
         first_round.warn_if_blind(schedule, view)
         if self._by_similarity:
@@ -195,9 +176,19 @@ class Clustered(TellsGroups):
             one = len(view.state.models) == 1
             require(one, _KEY, "be the only strategy that creates models", len(view.state.models))
             return view.plan(first_round.PURPOSE, plan.clients)
-        if self.responsibilities is None or len(view.state.models) == 1:
+        models, memberships = view.state.models, self.responsibilities
+        if memberships is None or len(models) == 1:
             return plan
-        return dataclasses.replace(plan, model_of=self._models_of(plan, self.responsibilities, view))
+        if view.round <= self.last_drawn_round:
+            model_of = drawn_groups(memberships, plan.clients, view.round, view.seed)
+        elif self._by_similarity:
+            model_of = tuple(memberships[list(plan.clients)].argmax(dim=1).tolist())
+        elif not bool((models[1:] != models[:1]).any()):  # choices would assign all clients to one model for good
+            even = memberships if self.confident else torch.ones_like(memberships)
+            model_of = drawn_groups(even, plan.clients, view.round, view.seed)
+        else:
+            model_of = self._choice.models_of(plan, view, models)
+        return dataclasses.replace(plan, model_of=model_of)
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
         return not self._alone and view.round == 1
@@ -208,26 +199,22 @@ class Clustered(TellsGroups):
         return torch.zeros(len(updates.clients), dtype=torch.float64)  # the model is not changed
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        self._note(view, updates.clients, updates.model_of)
-        if view.round == 1 and not self._alone:
-            return self._divided(state, updates, view)
-        model_of = list(state.model_of)
-        for client, row in zip(updates.clients, updates.model_of, strict=True):
-            model_of[client] = row
-        return dataclasses.replace(state, model_of=tuple(model_of))
+        state = super().after_step(state, updates, view)
+        return self._divided(state, updates, view) if view.round == 1 and not self._alone else state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         metrics = dict(super().metrics(view))
-        if (cluster_metrics := self.responsibilities) is None:
+        if (memberships := self.responsibilities) is None:
             return metrics
         metrics |= {
-            "num_clusters": cluster_metrics.shape[1],
+            "num_clusters": memberships.shape[1],
             "confident": self.confident,
             "separation": self.separation,
+            "overlap": self.overlap,
+            "switch_round": self.last_drawn_round,
+            "membership_entropy": float(-(memberships * memberships.clamp_min(1e-300).log()).sum(dim=1).mean()),
         }
-        metrics |= {"overlap": self.overlap, "switch_round": self.last_drawn_round}
-        entropy = -(cluster_metrics * cluster_metrics.clamp_min(1e-300).log()).sum(dim=1).mean()
-        return metrics | {"membership_entropy": float(entropy)} | (self.diagnostics if view.state.round == 1 else {})
+        return metrics | (self.diagnostics if view.state.round == 1 else {})
 
     def client_embedding(self, view: View) -> ClientEmbedding | None:
         if self.responsibilities is None:
@@ -246,10 +233,8 @@ class Clustered(TellsGroups):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"choice": self._choice.state_dict()}
-        if self.responsibilities is None:
-            return state
-        return state | {name: getattr(self, name) for name in _KEPT}
+        kept = () if self.responsibilities is None else _KEPT
+        return {"choice": self._choice.state_dict(), **{name: getattr(self, name) for name in kept}}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._choice.load_state_dict(state["choice"])
@@ -257,31 +242,40 @@ class Clustered(TellsGroups):
             value = state[name]
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
 
-    # -- round 1
+    def _check(self, schedule: RunSchedule, view: View) -> None:
+        """Check the number of groups, and that no quotas were planned before this strategy.
 
-    def _check_number(self, view: View) -> None:
-        key, wanted, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
-        require(wanted is None or wanted <= count, key, f"be at most the {count} clients", wanted)
-        blind = wanted is None and self._mixture == "robust" and math.inf in view.clip_norm
+        Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
+        """
+        key, number, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
+        require(number is None or number <= count, key, f"be at most the {count} clients", number)
+        blind = number is None and self._mixture == "robust" and math.inf in view.clip_norm
         advice = "The number of groups is estimated from noise and clipping, and there is neither."
         require(not blind, key, "be a number without privacy", "auto", advice)
+        for client, client_schedule in enumerate(schedule.clients):
+            for line in client_schedule.planned:
+                if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
+                    quota = max(0, line.count - schedule.reserve)
+                    raise UserError(
+                        f"`{_KEY}` must be named before strategies that limit how often clients train "
+                        f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} "
+                        f"of {schedule.rounds} rounds."
+                    )
 
     def _divided(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         """Return the state with M models instead of one, by the mixture of the first updates."""
-        mixture = self._fitted(updates, view)
-        cluster_metrics = self._keep(mixture, updates.clients, view)
+        if self._mixture == "paper":
+            mixture = paper_mixture(updates.released, self._options.num_groups, view.seed)
+        else:
+            rows = zip(updates.clients, updates.steps, strict=True)
+            sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
+            mixture = robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
+        memberships = self._keep(mixture, updates.clients, view)
         models = state.models.repeat(mixture.num_groups, 1)
         if self._reuse:
             records = torch.tensor([view.facts.num_records[client] for client in updates.clients])
             models = models + aggregate.combine(mixture.responsibilities.T * records, updates)
-        return dataclasses.replace(state, models=models, model_of=tuple(cluster_metrics.argmax(dim=1).tolist()))
-
-    def _fitted(self, updates: ClientUpdates, view: View) -> Mixture:
-        if self._mixture == "paper":
-            return paper_mixture(updates.released, self._options.num_groups, view.seed)
-        rows = zip(updates.clients, updates.steps, strict=True)
-        sampling_std = [first_round.sampling_std(client, steps, view) for client, steps in rows]
-        return robust_mixture(updates.released, updates.noise_std, sampling_std, self._options)
+        return dataclasses.replace(state, models=models, model_of=tuple(memberships.argmax(dim=1).tolist()))
 
     def _keep(self, mixture: Mixture, clients: Sequence[int], view: View) -> Tensor:
         """Store the fitted mixture, and return the memberships of all clients, `[N, M]`."""
@@ -296,46 +290,12 @@ class Clustered(TellsGroups):
             then = "all clients share one model" if groups == 1 else "models begin with groups that may be noise"
             threshold, size = self.diagnostics.get("separation_threshold", math.nan), self._options.min_size
             alone = f" of a split with a group of fewer than {size}" if mixture.separation > threshold else ""
-            warnings.warn(
+            warn_user(
                 f"strategy clustered: noise and sampling of records explain the updates of round 1 as well as groups "
                 f"of {size} or more clients do (separation {mixture.separation:.3g}{alone}, threshold "
-                f"{threshold:.3g}): {then}.",
-                UserNotice,
-                stacklevel=2,
+                f"{threshold:.3g}): {then}."
             )
         return self.responsibilities
-
-    # -- later rounds
-
-    def _models_of(self, plan: RoundPlan, cluster_metrics: Tensor, view: View) -> tuple[int, ...]:
-        """Return the model of each client of the plan."""
-        models = view.state.models
-        if view.round <= self.last_drawn_round:
-            return drawn_groups(cluster_metrics, plan.clients, view.round, view.seed)
-        if self._by_similarity:
-            return tuple(cluster_metrics[list(plan.clients)].argmax(dim=1).tolist())
-        if not bool((models[1:] != models[:1]).any()):  # choices would assign all clients to one model for good
-            even = cluster_metrics if self.confident else torch.ones_like(cluster_metrics)
-            return drawn_groups(even, plan.clients, view.round, view.seed)
-        chosen = self._choice.choose(plan, view, models)
-        pairs = zip(plan.clients, plan.model_of, strict=True)
-        return tuple(chosen.get(client, row) for client, row in pairs)
-
-
-def _check_order(schedule: RunSchedule) -> None:
-    """Raise UserError if quotas were planned before this strategy.
-
-    Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
-    """
-    for client, client_schedule in enumerate(schedule.clients):
-        for line in client_schedule.planned:
-            if line.purpose == "train" and line.count != schedule.rounds + schedule.reserve:
-                quota = max(0, line.count - schedule.reserve)
-                raise UserError(
-                    f"`{_KEY}` must be named before strategies that limit how often clients train "
-                    f"(uniform_selection, biased_selection), got it after one: client {client} trains in {quota} of "
-                    f"{schedule.rounds} rounds."
-                )
 
 
 def _count(value: int | str, key: str) -> int | None:

@@ -8,25 +8,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
+from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.model_selection import ModelSelection
 
-_INITS = ("distinct", "random_assignment")
 
-
-class Ifca(TellsGroups):
+class Ifca(GroupingStrategy):
     """f-CDPFL (IFCA): each client trains the one of M models with its lowest loss; the base rule works within a group.
 
     It suits clients of several kinds whose number is known. The result depends strongly on the models of the first
-    choices: from distinct random models the clients may concentrate on few of them. It is combined with a base rule,
-    and should be named after strategies that select clients; otherwise clients that are not selected are asked, too. A
-    client that has not chosen yet uses a model drawn from the public seed, with equally many clients for each model. A
-    model that no client trains is not changed.
+    choices: from distinct random models the clients may concentrate on few of them. Name the strategy after those that
+    select clients; otherwise clients that are not selected are asked, too. A client that has not chosen yet uses a
+    model drawn from the public seed, with equally many clients for each model. A model that no client trains is not
+    changed.
 
     Args:
         num_clusters: M, >= 1; 1 is the base rule alone.
@@ -40,9 +37,6 @@ class Ifca(TellsGroups):
 
     **Privacy** Choices are planned, noised, charged and solved together with the training. Choices of `paper_argmin`
     have no noise and make every epsilon infinite.
-
-    Raises:
-        UserError: a name is unknown, or a number is out of range.
 
     Reference: Ghosh, Chung, Yin and Ramchandran (2020), Algorithm 1 with model averaging; Mansour et al. (2020),
     HypCluster. Malekmohammadi, Taik and Farnadi (2024) compare with `selection: paper_argmin` as "f-CDPFL".
@@ -59,7 +53,7 @@ class Ifca(TellsGroups):
     ) -> None:
         key = "strategies.ifca"
         require(num_clusters >= 1, f"{key}.num_clusters", "be >= 1", num_clusters)
-        require(init in _INITS, f"{key}.init", f"be one of {', '.join(_INITS)}", init, nearest(init, _INITS))
+        require_one_of(("distinct", "random_assignment"), f"{key}.init", init)
         self._num_clusters, self._init = num_clusters, init
         self._choice = ModelSelection(selection, selection_epsilon, selection_rounds, loss_bound, key)
 
@@ -77,16 +71,7 @@ class Ifca(TellsGroups):
         return dataclasses.replace(state, models=torch.stack(models), model_of=tuple(drawn.tolist()))
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        chosen = self._choice.choose(plan, view, view.state.models)
-        pairs = zip(plan.clients, plan.model_of, strict=True)
-        return dataclasses.replace(plan, model_of=tuple(chosen.get(client, row) for client, row in pairs))
-
-    def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
-        self._note(view, updates.clients, updates.model_of)
-        model_of = list(state.model_of)
-        for client, row in zip(updates.clients, updates.model_of, strict=True):
-            model_of[client] = row
-        return dataclasses.replace(state, model_of=tuple(model_of))
+        return dataclasses.replace(plan, model_of=self._choice.models_of(plan, view, view.state.models))
 
     def state_dict(self) -> dict[str, Any]:
         return self._choice.state_dict()

@@ -11,20 +11,12 @@ from dpfl_lightning.errors import require
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.strategies.clustering.cluster_metrics import TellsGroups
+from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.local import Local
 
 
 def coordinates(deltas: Tensor) -> np.ndarray:
-    """Return points `[C, C]`, float64, with the same distances between them as the updates `deltas` `[C, P]`.
-
-    C points and their mean span at most C - 1 dimensions, so the coordinates come from the Gram matrix of the centred
-    updates.
-
-    >>> points = coordinates(torch.tensor([[0.0, 0.0, 9.0], [3.0, 4.0, 9.0]]))
-    >>> round(float(np.linalg.norm(points[0] - points[1])), 12)
-    5.0
-    """
+    """Return points `[C, C]`, float64, with the same distances between them as the updates `deltas` `[C, P]`."""
     values, vectors = np.linalg.eigh(centred_gram(deltas))
     return vectors * np.sqrt(np.maximum(values, 0.0))
 
@@ -40,7 +32,7 @@ def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     return KMeans(count, init="k-means++", n_init=10, random_state=seed).fit_predict(points)
 
 
-class KMeansClusters(TellsGroups, Local):
+class KMeansClusters(GroupingStrategy, Local):
     """KM-CDPFL: every client has a separate model, to which the mean update of its cluster is added in each round.
 
     The clusters are found anew in each round by k-means on the updates. The method is simple and myopic: it compares
@@ -51,9 +43,6 @@ class KMeansClusters(TellsGroups, Local):
         num_clusters: M, >= 1; a round with fewer clients has as many clusters as clients.
 
     **Privacy** Post-processing of released updates; nothing is charged.
-
-    Raises:
-        UserError: a number is out of range.
 
     Reference: Werner et al. (2023), with DPSGD at the clients as in Malekmohammadi, Taik and Farnadi (2024).
     """

@@ -1,4 +1,4 @@
-"""Local training without a federation: one model for each client."""
+"""One model for each client: without a federation, or pulled towards the mean of all models."""
 
 from __future__ import annotations
 

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LowestLoss, NoMechanism, SelectModel
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 
 #: text of a guarantee for `paper_argmin`
 PLAIN_CHOICES = "which model each client chooses is released without noise"
@@ -23,35 +23,20 @@ PLAIN_CHOICES = "which model each client chooses is released without noise"
 SELECTIONS = ("exponential_frozen", "exponential", "paper_argmin")
 _PURPOSE = "select"
 _SHARE = 0.03  # default bounded range of one selection, as a share of the client's budget
-_BARE = NonPrivateEvent("updates and choices of models are released without noise")
 
 
 class ModelSelection:
     """Selects which of M models each client uses, by the client's loss on its training records.
 
-    Args:
-        selection: how clients choose, and how often.
-            exponential_frozen: the exponential mechanism in the first `rounds` rounds, then the last answer is kept;
-            exponential: the exponential mechanism in every round;
-            paper_argmin: the argmin in every round, without noise, so that epsilon is infinite. Training gets the noise
-                that its budget requires, as in the papers.
-        epsilon: bounded range of one selection by the exponential mechanism, > 0; None is 0.03 of each client's budget.
-        rounds: number of rounds with selections for exponential_frozen, >= 1; None is a tenth of the run's, at least 1.
-        loss_bound: losses are clipped to [0, loss_bound] for the exponential mechanism, > 0; None is 2 log(classes).
-        key: key of the strategy, for messages; its options are `selection`, `selection_epsilon`, `selection_rounds` and
-            `loss_bound`.
+    The arguments are the options `selection`, `selection_epsilon`, `selection_rounds` and `loss_bound` of the strategy
+    with this key: see `Ifca`. With `paper_argmin` training gets the noise that its budget requires, as in the papers.
 
     **Guarantees** Every selection is in the schedule before noise is solved, so training and selections together fit
     one budget. A client is asked only if the models differ, and only such a question counts as a selection. A client
-    that cannot pay keeps its last answer; if a resumed run must charge a round again, the client has one selection
-    less.
+    that cannot pay keeps its last answer; if a resumed run charges a round again, the client has one selection less.
 
     **Privacy** Each choice is a `SelectionEvent`. It is a `NonPrivateEvent` with `paper_argmin`, and for clients that
     train without noise.
-
-    Raises:
-        UserError: a name is unknown, a number is out of range, an option is not used by this selection, or a client has
-            noise but no budget from which the default range could be derived.
 
     Reference: Liu, Hu, Wu, Smith (2022) for private choices (by accuracies and with a separate budget; here by clipped
     losses, composed with training); Ghosh et al. (2020) for choices without noise.
@@ -65,8 +50,7 @@ class ModelSelection:
         loss_bound: float | None = None,
         key: str = "strategies",
     ) -> None:
-        must = f"be one of {', '.join(SELECTIONS)}"
-        require(selection in SELECTIONS, f"{key}.selection", must, selection, nearest(selection, SELECTIONS))
+        require_one_of(SELECTIONS, f"{key}.selection", selection)
         in_range = epsilon is None or 0 < epsilon < math.inf
         require(in_range, f"{key}.selection_epsilon", "be above 0 and finite", epsilon)
         require(rounds is None or rounds >= 1, f"{key}.selection_rounds", "be >= 1", rounds)
@@ -78,7 +62,7 @@ class ModelSelection:
         if selection == "paper_argmin":
             beside = f"selection {selection}, which neither adds noise nor clips"
             refuse_unused(key, beside, selection_epsilon=(epsilon, None), loss_bound=(loss_bound, None))
-        self.selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
+        self._selection, self._epsilon, self._rounds, self._key = selection, epsilon, rounds, key
         self._loss_bound = loss_bound
         self._left: list[int] = []  # remaining selections of each client
         self._last: dict[int, int] = {}  # client -> its last answer
@@ -89,16 +73,10 @@ class ModelSelection:
         return not any(self._left)
 
     def plan_run(self, schedule: RunSchedule, view: View, most_rounds: int) -> RunSchedule:
-        """Return the schedule with every client's selections, to be solved together with its training.
-
-        Args:
-            schedule: schedule of the run, before its noise is solved.
-            view: facts of the run.
-            most_rounds: number of rounds in which the caller will let clients choose, >= 0.
-        """
-        frozen = self.selection == "exponential_frozen"
-        wanted = self._rounds or max(1, schedule.rounds // 10)
-        count = min(wanted, most_rounds) if frozen else most_rounds
+        """Return the schedule with every client's selections, in at most `most_rounds` rounds."""
+        count = most_rounds
+        if self._selection == "exponential_frozen":
+            count = min(self._rounds or max(1, schedule.rounds // 10), most_rounds)
         self._left, self._last = [count] * len(schedule.clients), {}
         if count == 0:
             return schedule
@@ -121,23 +99,28 @@ class ModelSelection:
             self._last |= answers
         return {client: self._last[client] for client in plan.clients if client in self._last}
 
+    def models_of(self, plan: RoundPlan, view: View, models: Tensor) -> tuple[int, ...]:
+        """Return the model of each client of the plan: the one that it chooses, or its model in the plan."""
+        chosen = self.choose(plan, view, models)
+        return tuple(chosen.get(client, row) for client, row in zip(plan.clients, plan.model_of, strict=True))
+
     def state_dict(self) -> dict[str, Any]:
         return {"left": list(self._left), "last": dict(self._last)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._left, self._last = list(state["left"]), dict(state["last"])
 
-    def _event(self, client: int, own: ClientSchedule) -> Event:
+    def _event(self, client: int, schedule: ClientSchedule) -> Event:
         """Return the event of one choice of the client."""
-        noise, unbounded = own.main.noise_multiplier, math.isinf(own.target_epsilon)
-        if noise == 0 or (noise is None and unbounded):
-            return _BARE
-        if self.selection == "paper_argmin":
+        if not schedule.adds_noise:
+            return NonPrivateEvent("updates and choices of models are released without noise")
+        if self._selection == "paper_argmin":
             return NonPrivateEvent(PLAIN_CHOICES)
+        given = self._epsilon is not None or math.isfinite(schedule.target_epsilon)
         must = "be a number if a client has noise but no budget"
         advice = f"Client {client} has no budget (privacy.epsilon); the default is {_SHARE} of the budget."
-        require(self._epsilon is not None or not unbounded, f"{self._key}.selection_epsilon", must, None, advice)
-        return SelectionEvent(_SHARE * own.target_epsilon if self._epsilon is None else float(self._epsilon))
+        require(given, f"{self._key}.selection_epsilon", must, None, advice)
+        return SelectionEvent(_SHARE * schedule.target_epsilon if self._epsilon is None else float(self._epsilon))
 
     def _ask(self, clients: list[int], view: View, models: Tensor) -> dict[int, int]:
         events = {client: view.schedule.planned(client, _PURPOSE).event for client in clients}
@@ -159,12 +142,6 @@ class ModelSelection:
 
 
 def refuse_unused(key: str, beside: str, **options: tuple[object, object]) -> None:
-    """Raise UserError if an option is set although it has no effect with another option.
-
-    Args:
-        key: key of the strategy.
-        beside: the option that makes them ineffective, with the reason.
-        options: name -> (value, default).
-    """
+    """Raise UserError if one of the options (value, default) is set although `beside` makes it ineffective."""
     for name, (got, default) in options.items():
         require(got == default, f"{key}.{name}", f"not be set with {beside}", got)

@@ -1,4 +1,4 @@
-"""Mean-regularised multi-task learning: one model for each client, pulled towards the mean of all models."""
+"""MR-MTL: one model for each client, pulled towards the mean of all models."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ class MrMtl(Local):
     """MR-MTL: every client trains a separate model, which is pulled towards the mean of all clients' models.
 
     Every step adds `pull * (parameters - mean of all clients' models)`. The result lies between `local` (pull 0) and
-    one model for all clients (a large pull). The strategy is combined with a base rule, which has no effect here,
-    because the mean weights all clients equally.
+    one model for all clients (a large pull). The base rule has no effect, because all clients have the same weight.
 
     Args:
         pull: strength lambda, >= 0. A step reduces the distance to the mean by the share `pull * learning_rate`, so at

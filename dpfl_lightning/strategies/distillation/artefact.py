@@ -18,21 +18,19 @@ from dpfl_lightning.runtime.files import write_atomically
 
 TENSORS, CARD = "distilled.pt", "distilled.json"
 
+#: what reading damaged files may raise
+_DAMAGED = (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, TypeError, AttributeError)
+
 
 @dataclass(frozen=True, eq=False)
 class DistilledSet:
-    """Synthetic records, which may be used for training and passed on.
-
-    Args:
-        x: images `[n, *X]`, floating point, normalised as the records that they represent.
-        y: labels `[n]`, int64.
-        card: how the set was made, from which clients, and their guarantee; serialisable as JSON.
+    """Synthetic images, normalised as the records that they represent, with labels and a card (JSON).
 
     **Privacy** Post-processing of the run's releases. The guarantee is the one on the card, and nothing more.
     """
 
-    x: Tensor
-    y: Tensor
+    x: Tensor  # [n, *X], floating point
+    y: Tensor  # [n], int64
     card: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -40,11 +38,7 @@ class DistilledSet:
         return self.x, self.y
 
     def save(self, folder: str | Path) -> None:
-        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card).
-
-        Raises:
-            UserError: an image is not finite.
-        """
+        """Write `distilled.pt` (only tensors, for `torch.load(weights_only=True)`) and `distilled.json` (the card)."""
         folder = Path(folder)
         _require_finite(self.x, folder / TENSORS)
         tensors = {"x": self.x.cpu().contiguous(), "y": self.y.cpu().contiguous()}
@@ -57,8 +51,7 @@ class DistilledSet:
         """Load the set from the folder of a run, or from any other folder with the two files.
 
         Raises:
-            UserError: a file is missing or damaged, card and images belong to different sets, or an image is not
-                finite.
+            UserError: a file is missing or damaged, card and images do not belong together, or an image is not finite.
         """
         path, card_path = Path(folder) / TENSORS, Path(folder) / CARD
         must = "be a folder with a distilled set"
@@ -68,30 +61,17 @@ class DistilledSet:
             tensors, card = torch.load(path, weights_only=True), json.loads(card_path.read_text())
             x, y = tensors["x"], tensors["y"]
             fits = x.is_floating_point() and y.dtype == torch.long and y.shape == x.shape[:1] and card.pop("sha256")
-        except (
-            RuntimeError,
-            EOFError,
-            pickle.UnpicklingError,
-            ValueError,
-            KeyError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except _DAMAGED as error:
             raise UserError(f"`{path}` must be a distilled set, got a damaged file: {error}.") from None
-        require(
-            fits == _digest(path),
-            str(card_path),
-            f"be the card of {TENSORS} in this folder",
-            "that of another set",
-        )
+        must = f"be the card of {TENSORS} in this folder"
+        require(fits == _digest(path), str(card_path), must, "that of another set")
         _require_finite(x, path)
         return cls(x, y, card)
 
     def grid(self, most: int = 10) -> Tensor | None:
         """Return a picture `[height, width, 1 or 3]` in [0, 1], with a row of at most `most` images for each class.
 
-        Values are scaled so that the lowest and the highest hundredth of them are clipped. None is returned if the
-        records are not images of one or three channels.
+        The lowest and the highest hundredth of the values are clipped. None if there are not one or three channels.
         """
         if self.x.dim() != 4 or self.x.shape[1] not in (1, 3):
             return None

@@ -13,8 +13,6 @@ from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.runtime.text import data_size
 
-# --- traffic
-
 
 class Sent(NamedTuple):
     """Numbers sent to all clients together (`down`) and by all clients together (`up`)."""
@@ -30,41 +28,15 @@ class Sent(NamedTuple):
 def traffic(participations: int, num_params: int, release: int) -> Sent:
     """Return what is sent in all rounds: in each participation one model down and one release up.
 
-    Args:
-        participations: clients of a round, summed over the rounds.
-        num_params: number P of all parameters.
-        release: numbers that a client sends back: P with training, `ClassGradients.size` with distillation.
-
-    >>> traffic(participations=2, num_params=100, release=900)
-    Sent(down=200, up=1800)
+    `release` is the number of parameters with training, and `ClassGradients.size` with distillation.
     """
     return Sent(participations * num_params, participations * release)
 
 
-def break_even(distillation: Sent, training: Sent) -> float:
-    """Return the number of trainings that send as much as one distillation and one training after it.
-
-    A search with more trainings sends less with distillation. n federated trainings send n times as much as one. A
-    search on a distilled set sends what the set takes and what the training of the chosen candidate takes, so n* = 1 +
-    distillation / training. With T rounds and C classes for the set, R rounds for a training, equally many clients in
-    each round of both, and releases of P numbers for each class, n* is 1 + T (1 + C) / (2 R).
-
-    >>> break_even(traffic(500 * 25, 100, 10 * 100), traffic(500 * 25, 100, 100))
-    6.5
-    """
-    return 1 + distillation.total / training.total
-
-
 def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
-    """Return the number of clients of a round, summed over the rounds of a plan.
+    """Return the number of clients of a round, summed over the rounds, whose clients are the `cohorts`.
 
-    Args:
-        cohorts: clients that are drawn in each round.
-        releases: number of releases that each of the N clients can pay for.
-        fewest: minimum number of clients with budget left; a round with fewer is left out.
-
-    >>> participations([{0, 1}, {0, 2}, {0, 1}], releases=[1, 2, 2], fewest=1)
-    4
+    Each of the N clients can pay for its number of `releases`. A round with fewer than `fewest` of them is skipped.
     """
     taken = [0] * len(releases)
     for cohort in cohorts:
@@ -77,16 +49,8 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
 def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
     """Describe what a run sends in total, in rounds of federated training, and from how many trainings it sends less.
 
-    Args:
-        distillation: sent in the whole run.
-        training_round: sent in one round of federated training of the same net.
-        clients: number of clients in such a round.
-
-    >>> words = traffic_words(traffic(12_500, 320_010, 3_200_100), traffic(25, 320_010, 320_010), 25)
-    >>> print(words)  # doctest: +NORMALIZE_WHITESPACE
-    The run sends 16 GB to clients and 160 GB back, as much as 2,750 rounds of training this net with 25 clients. One
-    distilled set and one training after it therefore send less than n trainings of R rounds each if n is above
-    1 + 2,750 / R.
+    `training_round` is sent in one round of federated training of the same net with this number of clients. n trainings
+    send n times as much as one; a search on a distilled set sends the set and one training.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
     down, up = (data_size(BYTES * floats) for floats in distillation)
@@ -97,29 +61,18 @@ def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str
     )
 
 
-# --- the paper's epsilon
-
-
 def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0) -> float:
     """Return eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`, for comparison only.
 
-    It is not a valid epsilon. It counts one release, regardless of the number of releases of a run. It uses the noise
-    multiplier as a standard deviation and therefore grows with the clip norm, on which no epsilon depends. The formula
-    from which it is derived holds only below 1.
+    It is not a valid epsilon: it counts one release of the whole run, uses the noise multiplier as a standard deviation
+    (so it grows with the clip norm, on which no epsilon depends), and rests on a formula that holds only below 1.
 
     Args:
-        noise_multiplier: sigma of the paper, which is noise std / clip norm, on the sum as in its eq. 10, or on the
-            mean as in its appendix; > 0.
+        noise_multiplier: sigma of the paper: noise std / clip norm, on the sum (eq. 10) or on the mean (appendix); > 0.
         delta: in (0, 1).
         clip_norm: clip norm of one record's gradient, > 0.
 
-    Raises:
-        UserError: a number is out of range.
-
     Reference: Wang and Wang (2024), eqs. 40 and 41; Dwork and Roth (2014), theorem A.1.
-
-    >>> round(paper_epsilon(noise_multiplier=10.0, delta=1e-5), 3)  # 500 rounds of full batches have 11.48
-    0.969
     """
     require(noise_multiplier > 0, "noise_multiplier", "be above 0", noise_multiplier)
     require(0 < delta < 1, "delta", "be in (0, 1)", delta)
@@ -128,13 +81,7 @@ def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0)
 
 
 def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float) -> str:
-    """Describe the epsilon of eq. 41 for comparison with the run's epsilon.
-
-    >>> print(paper_epsilon_words(10.0, 1e-5, 1.0))  # doctest: +NORMALIZE_WHITESPACE
-    For comparison only: the paper's eq. 41 gives epsilon 0.969 for noise multiplier 10 and a record's clip norm of 1 at
-    delta 1e-05. It counts one release of the whole run, uses the multiplier as a standard deviation, and is not this
-    run's epsilon.
-    """
+    """Describe the epsilon of eq. 41 for comparison with the run's epsilon."""
     epsilon = paper_epsilon(noise_multiplier, delta, clip_norm)
     setting = f"noise multiplier {noise_multiplier:.3g} and a record's clip norm of {clip_norm:.3g} at delta {delta:g}"
     return (
@@ -143,17 +90,10 @@ def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float)
     )
 
 
-# --- the set
-
-
 def card(view: View, result: RunResult, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
     """Return the card of a distilled set: how it was made, from which clients, and at what privacy cost.
 
-    Args:
-        view: facts of the run.
-        result: result of the run.
-        options: options of the strategy.
-        sampling: the sampling that was used, also where the option is null.
+    `sampling` is the sampling that was used, also where the option is null.
     """
     facts, run = view.facts, view.run.options
     spent = [client["epsilon_spent"] for client in result.clients]

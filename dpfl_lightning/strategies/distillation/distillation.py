@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-import warnings
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,16 +18,10 @@ from dpfl_lightning.algorithms.gradient_matching import (
     noise_aware_rows,
     num_rows,
 )
-from dpfl_lightning.algorithms.server_training import (
-    Training,
-    public_generator,
-    torch_seed,
-    trained_on,
-)
-from dpfl_lightning.errors import UserNotice, require
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.models import ClientModels
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.algorithms.server_training import Training, public_generator, torch_seed, trained_on
+from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.federated.messages.evaluation import ClientModels
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.callback import Callback
@@ -39,15 +32,8 @@ from dpfl_lightning.models.augmentation import ClassAugmentation
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Gaussian, Mechanism
+from dpfl_lightning.strategies.distillation import costs
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from dpfl_lightning.strategies.distillation.costs import (
-    card,
-    paper_epsilon,
-    paper_epsilon_words,
-    participations,
-    traffic,
-    traffic_words,
-)
 from dpfl_lightning.strategies.distillation.options import AUGMENTATIONS, KEY, loops, participants, switches
 
 PURPOSE = "class_gradients"
@@ -58,9 +44,7 @@ _COUNTS = 2  # additional columns of a block: records drawn, and records that th
 def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
     """Return `sum_i share_i block_i / sum_i share_i` of every class, `[G, d]`; zeros if no client has a share.
 
-    Args:
-        blocks: `[C, G, d]`.
-        shares: `[C, G]`, >= 0.
+    `blocks` is `[C, G, d]`, and `shares` `[C, G]`, >= 0.
     """
     shares = shares.to(blocks.dtype)
     total = torch.einsum("cg,cgd->gd", shares, blocks)
@@ -70,11 +54,10 @@ def mean_of_holders(blocks: Tensor, shares: Tensor) -> Tensor:
 class Distillation(Strategy, Callback):
     """DistDD: learns synthetic images whose gradients match those of the clients' records, class by class.
 
-    In every round clients send one noised sum of clipped gradients for each class, computed on a temporary net of the
-    server. The server moves its images until the net's gradient on them is similar to the released one, and then trains
-    the net on the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation
-    is worthwhile if many trainings follow, such as a search for hyperparameters: all of them use the set, without
-    clients and without privacy loss.
+    In every round clients send one noised sum of clipped gradients for each class, computed on the server's net. The
+    server moves its images until the net's gradient on them is similar to the released one, and then trains the net on
+    the images. The results of a run are the set (`distilled.pt`) and a new net trained on it. Distillation pays if many
+    trainings follow, such as a search for hyperparameters: they use the set without clients or privacy loss.
 
     Args:
         mode: defaults of the options that are not set: `default`, or `paper_literal` (aggregation `uniform`, sampling
@@ -90,10 +73,8 @@ class Distillation(Strategy, Callback):
             and is applied to records and images.
         net_update: how the net changes between rounds: `synthetic` (epochs on the set) or `aggregate` (one step along
             the released gradients).
-        reinit_every: number of rounds between two initialisations of the net; 0 is never; null is the condensation
-            paper's number for this number of images.
-        net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number for this number of
-            images.
+        reinit_every: rounds between two initialisations of the net; 0 is never; null is the condensation paper's.
+        net_epochs: epochs on the set after a round, >= 0; null is the condensation paper's number.
         net_learning_rate: learning rate of the net's SGD, > 0.
         aggregation: `sampled` (the sum over clients: each drawn record has the same weight), `uniform` (each client's
             mean has the same weight), `class_count` (each client's mean is weighted by its number of records; only
@@ -104,31 +85,25 @@ class Distillation(Strategy, Callback):
         sampling: `full` (all records of a client), `poisson` (with its batch_size), or `fixed` (`records_per_class`
             without replacement, accounted without amplification); null is `full` with noise, and `fixed` without.
         records_per_class: number of records drawn from each class with `sampling: fixed`, >= 1.
-        noise_scale: `sum`, or `paper_mean`, with which given noise multipliers refer to the mean of a class, as in the
-            paper's appendix; the ledger holds the corresponding multipliers of the sum.
-        min_participants: minimum number of clients in a round, >= 1. The run is refused at the start if cohorts are
-            smaller. A round in which fewer clients are present or have budget left is skipped, and the run ends if that
-            holds for all later rounds.
+        noise_scale: `sum`, or `paper_mean`: given noise multipliers refer to the mean of a class, as in the paper's
+            appendix; the ledger holds those of the sum.
+        min_participants: minimum number of clients in a round, >= 1. The run is refused if cohorts are smaller. A round
+            in which fewer clients are present or have budget left is skipped; the run ends if all later rounds are.
         min_records_per_target: without noise, a class with fewer drawn records in a round is left out of it, >= 1.
         evaluation_epochs: epochs on the set with which the final net is trained, >= 1.
 
     **Guarantees** A client makes one release in a round, with one block for each class, including classes that it does
-    not have: the stack of all blocks has the sensitivity of one gradient. The divisor of the release is the public
-    expected batch size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn
-    before the first one, so a client's budget is divided among the rounds in which it takes part.
+    not have: the stack of all blocks has the sensitivity of one gradient. The divisor is the public expected batch
+    size, or the largest number of records that `fixed` may draw. The cohorts of all rounds are drawn before the first
+    one, so a client's budget is divided among the rounds in which it takes part.
 
     **Privacy** Each round of a client is one step of the mechanism. Images, nets and everything derived from them are
     post-processing; images are initialised as noise. A run without noise also sends exact counts, and gradients of few
     records, from which these can be reconstructed.
 
-    Raises:
-        UserError: a name is unknown, a number is out of range, options contradict each other, the records have no
-            classes, or the run also has a strategy for local training, such as a selection.
-
-    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 (the net is trained on the set) in
-    place of the last line of its Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching,
-    loops and augmentation. Clipping, Poisson draws, accounting over all rounds, row weights and several image steps for
-    each release are additions of this package.
+    Reference: Wang and Wang (2024), https://arxiv.org/abs/2410.08665, with its eq. 7 in place of the last line of its
+    Algorithm 1; Zhao, Mopuri and Bilen (2021) and Zhao and Bilen (2021) for matching, loops and augmentation. Clipping,
+    Poisson draws, accounting over all rounds, row weights and several image steps are additions of this package.
     """
 
     trains_on_server = True
@@ -162,11 +137,8 @@ class Distillation(Strategy, Callback):
         every, epochs = loops(images_per_class)
         self._reinit_every = every if given["reinit_every"] is None else given["reinit_every"]
         augmentations = AUGMENTATIONS[augmentation]
-        self._between = Training(
-            epochs=epochs if net_epochs is None else net_epochs,
-            learning_rate=net_learning_rate,
-            augmentations=augmentations,
-        )
+        epochs = epochs if net_epochs is None else net_epochs
+        self._between = Training(epochs, net_learning_rate, augmentations=augmentations)
         self._evaluation = Training(
             epochs=evaluation_epochs, momentum=0.9, weight_decay=5e-4, decayed=True, augmentations=augmentations
         )
@@ -178,85 +150,67 @@ class Distillation(Strategy, Callback):
         self._taken: list[int] = []  # number of rounds in which each client has taken part
         self._target_noise_std = self._records_of_sum = 0.0  # of the round
         self._drawn: Tensor | None = None  # records of each class in the round, if weights hide them: `[num_classes]`
-        self._told: dict[str, float] = {}
+        self._metrics: dict[str, float] = {}
 
     # -- the plan
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
         self._check_population(view)
         view.new_model(view.seed)  # raises an error now instead of after the first round
-        bare = sum(not _is_noised(planned) for planned in schedule.clients)
+        bare = sum(not client.adds_noise for client in schedule.clients)
         self._private = bare < len(schedule.clients)
         self._sampling = self._switches["sampling"] or ("full" if self._private else "fixed")
         if bare:
             whose = f" from {bare} of {len(schedule.clients)} clients" if self._private else ""
-            warnings.warn(
+            warn_user(
                 f"strategy distillation: gradients of single classes are sent without noise{whose}. Records can be "
                 "reconstructed from them more easily than from a usual update. Set privacy.epsilon unless this is a "
-                "study.",
-                UserNotice,
-                stacklevel=2,
+                "study."
             )
+        must_be_sum = "be sum without privacy.noise_multiplier"
+        advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
         must = "not be class_count if clients add noise, because their numbers of records of a class are private"
         allowed = not (self._private and self._switches["aggregation"] == "class_count")
         require(allowed, f"{KEY}.aggregation", must, self._switches["aggregation"])
         self._taken = [0] * view.facts.num_clients
-        rounds_of = [0] * view.facts.num_clients
-        for round in range(1, schedule.rounds + 1):
-            for client in self._cohort(view, round):
-                rounds_of[client] += 1
-        return schedule.replan(
-            lambda client, client_schedule: self._planned(
-                client, client_schedule, schedule.rounds, rounds_of[client], view
-            )
-        )
+        rounds_of = Counter(client for round in range(1, schedule.rounds + 1) for client in self._cohort(view, round))
 
-    def _planned(self, client: int, own: ClientSchedule, rounds: int, takes_part: int, view: View) -> ClientSchedule:
-        """Return the schedule with a release of class gradients instead of training, in each of the client's rounds."""
-        lines = []
-        for line in own.planned:
-            if line.purpose == "train" and isinstance(line.event, NoisedEvent):
-                rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
-                noise = self._on_the_sum(line.event.noise_multiplier, self._records_of_a_class(client, rate, view))
-                reserve = max(0, line.count - rounds)
-                count = min(line.count, takes_part + reserve)
-                laplace = isinstance(line.event, LaplaceEvent)
-                event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
-                lines.append(Planned(PURPOSE, event, count))
-            else:
+        def with_class_gradients(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            """Replace training by a release of class gradients in each of the client's rounds."""
+            lines = []
+            for line in client_schedule.planned:
+                if line.purpose == "train" and isinstance(line.event, NoisedEvent):
+                    rate = line.event.sample_rate if self._sampling == "poisson" else 1.0
+                    noise = line.event.noise_multiplier
+                    if self._switches["noise_scale"] == "paper_mean":
+                        require(noise is not None, f"{KEY}.noise_scale", must_be_sum, "paper_mean", advice)
+                        noise = (noise or 0.0) * self._records_of_a_class(client, rate, view)
+                    count = min(line.count, rounds_of[client] + max(0, line.count - schedule.rounds))
+                    laplace = isinstance(line.event, LaplaceEvent)
+                    event = LaplaceEvent(noise, 1) if laplace else GaussianEvent(rate, noise, 1)
+                    line = Planned(PURPOSE, event, count)
                 lines.append(line)
-        return dataclasses.replace(own, planned=tuple(lines))
+            return dataclasses.replace(client_schedule, planned=tuple(lines))
+
+        return schedule.replan(with_class_gradients)
 
     def _records_of_a_class(self, client: int, rate: float, view: View) -> float:
         """Return the public number of records of a class that the client is expected to draw in a round."""
         expected = rate * view.facts.num_records[client] / view.facts.num_classes
         return min(expected, self._switches["records_per_class"]) if self._sampling == "fixed" else expected
 
-    def _on_the_sum(self, noise_multiplier: float | None, expected_records: float) -> float | None:
-        """Convert the noise multiplier of a class's mean over the expected records into that of their sum."""
-        if self._switches["noise_scale"] == "sum":
-            return noise_multiplier
-        advice = "A budget is solved for noise on the sum. Set privacy.noise_multiplier, or do not set this option."
-        require(
-            noise_multiplier is not None,
-            f"{KEY}.noise_scale",
-            "be sum without privacy.noise_multiplier",
-            "paper_mean",
-            advice,
-        )
-        return noise_multiplier * expected_records  # type: ignore[operator]
-
     def describe(self, view: View) -> tuple[str, ...]:
-        options, rounds = self._switches, range(1, view.run.rounds + 1)
+        options = self._switches
+        cohorts = (self._cohort(view, round) for round in range(1, view.run.rounds + 1))
         releases = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
-        taken = participations((self._cohort(view, round) for round in rounds), releases, options["min_participants"])
+        taken = costs.participations(cohorts, releases, options["min_participants"])
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         model, size = sum(sizes.values()), participants(view.facts.num_clients, options["participation_fraction"])
-        sent = traffic(taken, model, self._job(view).size(sizes))
-        return (traffic_words(sent, traffic(size, model, model), size), *self._papers_words(view))
+        sent = costs.traffic(taken, model, self._job(view).size(sizes))
+        return (costs.traffic_words(sent, costs.traffic(size, model, model), size), *self._papers_words(view))
 
     def _papers_words(self, view: View) -> tuple[str, ...]:
-        """Describe the largest epsilon that the paper's formula gives a client, if the mode is the paper's."""
+        """Describe the largest epsilon of the paper's formula, if the mode is the paper's."""
         if self._switches["mode"] != "paper_literal":
             return ()
         settings = []
@@ -268,10 +222,11 @@ class Distillation(Strategy, Callback):
                 if self._switches["noise_scale"] == "paper_mean":
                     noise /= self._records_of_a_class(client, mechanism.sample_rate, view)
                 settings.append((noise, schedule.delta, clip_norm))
-        return (paper_epsilon_words(*max(settings, key=lambda one: paper_epsilon(*one))),) if settings else ()
+        worst = max(settings, key=lambda one: costs.paper_epsilon(*one), default=None)
+        return () if worst is None else (costs.paper_epsilon_words(*worst),)
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
-        self._told = {}
+        self._metrics = {}
         able = self._able(view, view.round)
         plan = view.plan(PURPOSE, [client for client in plan.clients if client in able], self._job(view))
         mechanisms = tuple(self._mechanism(client, view) for client in plan.clients)
@@ -291,8 +246,7 @@ class Distillation(Strategy, Callback):
     def _able(self, view: View, round: int) -> frozenset[int]:
         """Return the clients of a round's cohort that have a planned release left.
 
-        The number of rounds in which they took part is compared, not the number of charges: a resumed run has already
-        been charged for rounds that are still to come.
+        Rounds are counted, not charges: a resumed run has already been charged for rounds that are still to come.
         """
         counts = [schedule.count_of(PURPOSE) for schedule in view.schedule.clients]
         return frozenset(client for client in self._cohort(view, round) if self._taken[client] < counts[client])
@@ -360,16 +314,15 @@ class Distillation(Strategy, Callback):
     def combine(self, updates: ClientUpdates, weights: Tensor, view: View) -> Tensor | None:
         must = "not be combined with strategies that create several models"
         require(len(weights) == 1, KEY, must, f"{len(weights)} models")
-        divisors, noise_std = (
-            torch.tensor(values, dtype=torch.float64) for values in (_divisors(updates), updates.noise_std)
-        )
+        divisors = torch.tensor(_divisors(updates), dtype=torch.float64)
+        noise_std = torch.tensor(updates.noise_std, dtype=torch.float64)
         single = self._reads_single_updates  # which are then summed here
         self._records_of_sum = float(divisors.sum()) if single else _records_of_sum(weights[0].double().cpu(), divisors)
         self._target_noise_std = float((weights[0] * noise_std).square().sum().sqrt()) * view.facts.num_classes
         if not self._private and self.role != "base":
             counts = updates.released[..., -_COUNTS].cpu().double()  # the base rule weights means of drawn records
             self._drawn = torch.einsum("cg,c->g", counts, divisors * (weights[0].cpu() > 0)).round()
-        if not self._reads_single_updates:
+        if not single:
             return None
         weigh, deltas = weights[0].to(updates.released), updates.released
         if self._private:
@@ -389,11 +342,9 @@ class Distillation(Strategy, Callback):
         return mean_of_holders(blocks, shares)
 
     def _target(self, combined: Tensor) -> tuple[Tensor, Tensor]:
-        """Return each class's mean gradient, and which classes have one.
+        """Return each class's mean gradient `[num_classes, d]`, and which classes have one, `[num_classes]` bool.
 
-        Returns:
-            The mean gradients `[num_classes, d]`, over a public number of records if clients add noise; and
-            `[num_classes]` bool.
+        If clients add noise, the mean is over a public number of records.
         """
         if self._private:
             return combined * len(combined), torch.ones(len(combined), dtype=torch.bool, device=combined.device)
@@ -415,17 +366,18 @@ class Distillation(Strategy, Callback):
         }
         before = self._move_images(params, by_class, present, view)
         reinitialised = self._age + 1 == self._reinit_every
-        self._told = {
+        self._metrics = {
             "matching_loss": float(before[present].sum()),
             "classes_left_out": float((~present).sum()),
             "net_reinitialised": float(reinitialised),
         }
         if self._switches["matching"] == "layerwise_cosine" and bool(present.any()):
-            self._told["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
+            self._metrics["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
         self._age = 0 if reinitialised else self._age + 1
-        theta = (
-            self._new_net(view) if reinitialised else self._moved_net(state.models[0], target * present[:, None], view)
-        )
+        if reinitialised:
+            theta = view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
+        else:
+            theta = self._moved_net(state.models[0], target * present[:, None], view)
         return dataclasses.replace(state, models=theta[None])
 
     def _move_images(
@@ -433,30 +385,23 @@ class Distillation(Strategy, Callback):
     ) -> Tensor:
         """Move the images by some steps towards one target; return the distances `[num_classes]` before them.
 
-        A step to images that are not finite is not taken. No further step is tried then, because it would be the same.
+        A step to images that are not finite is not taken, and ends the steps, because the next one would be the same.
         """
         matching = dataclasses.replace(self._matching_of(view), augment=self._augmentation(view))
         noise_aware = self._switches["row_weights"] == "noise_aware"
         rows = noise_aware_rows(target, self._target_noise_std) if noise_aware else None
-        moved, before = matching.step(self._synthetic(view), params, target, present, rows)
-        for _ in range(self._switches["image_steps"] - 1):
+        distances = []
+        for _ in range(self._switches["image_steps"]):
+            moved, before = matching.step(self._synthetic(view), params, target, present, rows)
+            distances.append(before)
             if not moved.is_finite:
+                warn_user(
+                    f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
+                    f"skipped. Set a smaller {KEY}.image_learning_rate."
+                )
                 break
             self._set = moved
-            moved, _ = matching.step(moved, params, target, present, rows)
-        if moved.is_finite:
-            self._set = moved
-        else:
-            warnings.warn(
-                f"strategy distillation: in round {view.round} the new images were not finite, so this step was "
-                f"skipped. Set a smaller {KEY}.image_learning_rate.",
-                UserNotice,
-                stacklevel=2,
-            )
-        return before
-
-    def _new_net(self, view: View) -> Tensor:
-        return view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
+        return distances[0]
 
     def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
         if self._switches["net_update"] == "aggregate":
@@ -472,10 +417,10 @@ class Distillation(Strategy, Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         if result.finished:
             x, y = self._synthetic(view).records
-            DistilledSet(x, y, card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
+            DistilledSet(x, y, costs.card(view, result, self._switches, self._sampling)).save(view.run.output_dir)
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        return self._told
+        return self._metrics
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self._set is None else {**vars(self._set), "age": self._age, "taken": list(self._taken)}
@@ -487,14 +432,10 @@ class Distillation(Strategy, Callback):
 
     def _synthetic(self, view: View) -> SyntheticSet:
         if self._set is None:
-            seed = torch_seed(public_generator(view.seed, "images"))
             facts, like = view.facts, view.module.flat
-            self._set = SyntheticSet.of_noise(
-                facts.num_classes,
-                self._switches["images_per_class"],
-                facts.input_shape,
-                torch.Generator().manual_seed(seed),
-            ).to(like.device, like.dtype)
+            generator = torch.Generator().manual_seed(torch_seed(public_generator(view.seed, "images")))
+            shape = facts.num_classes, self._switches["images_per_class"], facts.input_shape
+            self._set = SyntheticSet.of_noise(*shape, generator).to(like.device, like.dtype)
         return self._set
 
     def _matching_of(self, view: View) -> Matching:
@@ -528,7 +469,6 @@ class Distillation(Strategy, Callback):
 
 
 def _divisors(updates: ClientUpdates) -> list[float]:
-    """Return the divisor of each client's sums."""
     return [mechanism.expected_batch_size for mechanism in updates.mechanism_of]
 
 
@@ -540,12 +480,6 @@ def _records_of_sum(weights: Tensor, divisors: Tensor) -> float:
     """
     counts = weights > 0
     return float((divisors[counts] / weights[counts]).min()) if bool(counts.any()) else 0.0
-
-
-def _is_noised(own: ClientSchedule) -> bool:
-    """Whether the client's training adds noise."""
-    noise = own.main.noise_multiplier
-    return own.target_epsilon < math.inf if noise is None else noise > 0
 
 
 def _shapes(view: View) -> dict[str, tuple[int, ...]]:

@@ -17,9 +17,8 @@ from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.mechanism import mechanism_of
-from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, train_line, with_quotas
+from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, with_quotas
 
 Vector = NDArray[np.float64]
 
@@ -31,9 +30,8 @@ _FAR = 4  # the growth of noise is fitted between 1 / 4 of the mean quota and 4 
 class ParticipationNoise:
     """Noise of the mean gradient in one of T_n participations: `E|Z_n|^2 = factor_n T_n^exponent` over all coordinates.
 
-    Args:
-        factor: `[N]`, >= 0; 0 without noise.
-        exponent: 1 for Gaussian noise, 2 for Laplace noise with delta 0; fitted if batches are sampled.
+    `factor` `[N]` is 0 without noise. `exponent` is 1 for Gaussian noise, 2 for Laplace noise with delta 0, and fitted
+    if batches are sampled.
     """
 
     factor: Vector
@@ -45,12 +43,7 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
 
     For full batches the result is exact: the noise of T releases that share a budget is the noise of one release times
     sqrt(T) (Gaussian) or T (Laplace, delta 0). Otherwise the noise is solved at a quarter and at four times the mean
-    quota, and one exponent is fitted for all clients.
-
-    Args:
-        schedule: each client's target, budget and other releases; its noise is not solved yet.
-        view: solves the noise.
-        mean_quota: > 0.
+    quota, and one exponent is fitted for all clients. The schedule's noise is not solved yet.
     """
     exponent = exact_exponent(schedule)
     if exponent is not None:
@@ -70,12 +63,8 @@ def exact_exponent(schedule: RunSchedule) -> float | None:
 
     A formula exists only if nothing but full batches of one kind shares the budgets.
     """
-    events = [
-        line.event
-        for client_schedule in schedule.clients
-        for line in client_schedule.planned
-        if isinstance(line.event, NoisedEvent)
-    ]
+    lines = [line for client_schedule in schedule.clients for line in client_schedule.planned]
+    events = [line.event for line in lines if isinstance(line.event, NoisedEvent)]
     if len(events) > len(schedule.clients):
         return None
     if all(isinstance(event, GaussianEvent) and event.sample_rate == 1 for event in events):
@@ -100,33 +89,37 @@ def update_noise(schedule: RunSchedule, purpose: str, view: View) -> Vector:
     return np.array(noise)
 
 
+def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
+    """Raise UserError if noise multipliers are given, which no quota could change."""
+    for client in range(len(schedule.clients)):
+        event = schedule.planned(client, PURPOSE).event
+        if isinstance(event, NoisedEvent) and event.noise_multiplier:
+            raise UserError(
+                f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {event.noise_multiplier} for "
+                f"client {client}: quotas change the noise that is solved from a budget, but not noise that is given. "
+                "Set only privacy.epsilon, or use uniform_selection."
+            )
+
+
 class BiasedSelection(QuotaSelection):
     """DPFL-BCS: quotas that balance the noise of the mean update against the bias of unequal participation.
 
-    A client that takes part often must divide its budget among more releases, each of which has more noise. A client
-    that rarely takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ
-    much and noise limits the accuracy; if the noise is small, the quotas become equal.
+    A client that takes part often divides its budget among more releases, each of which has more noise; one that rarely
+    takes part biases the model away from its data. Use the strategy if budgets or numbers of records differ much and
+    noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
-        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
-            describes it).
-        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
-            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`.
+        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
             >= 0. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
         min_participation: minimum number of rounds in which every client takes part, >= 0.
         max_effective_epsilon: upper bound on the budgets used for the quotas, > 0: a client that claims more is not
             selected more often. null is no bound.
 
-    **Guarantees** Quotas are whole numbers with at most one participation in each round, and are exactly optimal for
-    the noise that the run's accountant requires.
+    **Guarantees** Quotas are exactly optimal whole numbers for the noise that the run's accountant requires.
 
-    **Privacy** Post-processing of public facts, as in `QuotaSelection`: no loss is reported, and nothing is estimated.
-    Claimed budgets and numbers of records are trusted.
-
-    Raises:
-        UserError: a number is out of range, or `privacy.noise_multiplier` is given, which no quota could change.
+    **Privacy** Post-processing of public facts: no loss is reported, and nothing is estimated. Claimed budgets and
+    numbers of records are trusted. `privacy.noise_multiplier` must be null, because no quota could change it.
 
     Reference: Ma et al., "The Power of Bias", Proposition 1, with a cap at one participation in each round, whole
     quotas, and an anchor in place of the paper's bias term: see `allocation.py`. The paper's two stages with that term
@@ -155,27 +148,20 @@ class BiasedSelection(QuotaSelection):
         if total == 0:  # other strategies use all rounds
             self._noise = ParticipationNoise(np.zeros(len(upper)), 1.0)
             return np.zeros(len(upper), dtype=np.int64)
-        self._noise = self._found_noise(total / len(upper), schedule, view)
+        check_free_noise(schedule, self.key.rpartition(".")[2])
+        claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf).tolist()
+        claims = schedule.replan(lambda client, one: dataclasses.replace(one, target_epsilon=claimed[client]))
+        self._noise = participation_noise(claims, view, total / len(upper))
         most = total // len(upper)
         must = f"be at most {most}, the mean number of rounds that a client takes part in"
         require(self._least <= most, f"{self.key}.min_participation", must, self._least)
-        anchor = self._anchor(schedule, view) if self._noise.factor.any() else 0.0
+        anchor = 0.0
+        if self._noise.factor.any():
+            laplace = isinstance(schedule.planned(0, PURPOSE).event, LaplaceEvent)
+            scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
+            anchor = anchor_strength(view.facts.num_clients, self._horizon, scale, self._dissimilarity)
         lower = np.minimum(self._least, upper)
         return allocate_int(self._noise.factor, total, self._noise.exponent, 0.0, lower, upper, anchor)
-
-    def _found_noise(self, mean_quota: float, schedule: RunSchedule, view: View) -> ParticipationNoise:
-        check_free_noise(schedule, self.key.rpartition(".")[2])
-        claimed = np.minimum(view.facts.reported_epsilon, self._most_epsilon or math.inf)
-
-        def claims(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
-            return dataclasses.replace(client_schedule, target_epsilon=float(claimed[client]))
-
-        return participation_noise(schedule.replan(claims), view, mean_quota)
-
-    def _anchor(self, schedule: RunSchedule, view: View) -> float:
-        laplace = isinstance(train_line(schedule.clients[0]).event, LaplaceEvent)
-        scale = float(np.median(view.clip_norm)) * (_L1_SCALE if laplace else 1.0)
-        return anchor_strength(view.facts.num_clients, self._horizon, scale, self._dissimilarity)
 
     def describe(self, view: View) -> tuple[str, ...]:
         noise = self._noise
@@ -188,19 +174,3 @@ class BiasedSelection(QuotaSelection):
             f"The noise in a round's mean update has {1 / gain:.3g} times the variance that equal quotas would "
             f"give (a gain of {gain:.3g}); it grows with a client's participations to the power {noise.exponent:.3g}.",
         )
-
-
-def check_free_noise(schedule: RunSchedule, strategy: str) -> None:
-    """Raise UserError if noise multipliers are given, which no quota could change."""
-    for client, client_schedule in enumerate(schedule.clients):
-        if noise := _given_noise(client_schedule):
-            raise UserError(
-                f"`privacy.noise_multiplier` must be null for strategy {strategy}, got {noise} for client {client}: "
-                "quotas change the noise that is solved from a budget, but not noise that is given. Set only "
-                "privacy.epsilon, or use uniform_selection."
-            )
-
-
-def _given_noise(own: ClientSchedule) -> float | None:
-    event = train_line(own).event
-    return event.noise_multiplier if isinstance(event, NoisedEvent) else None

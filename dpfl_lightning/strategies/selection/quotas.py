@@ -1,9 +1,8 @@
-"""Base class of selection strategies: a cohort of clients in each round, and a quota of rounds for each client."""
+"""Selection of clients: a cohort in each round, and a quota of rounds for each client."""
 
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from dpfl_lightning.algorithms.cohorts import draw_cohort
 from dpfl_lightning.algorithms.selection_estimates import jain_index
-from dpfl_lightning.errors import UserNotice, nearest, require
+from dpfl_lightning.errors import require, require_one_of, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
@@ -22,7 +21,7 @@ from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.aggregation.pfa import larger_budgets
 from dpfl_lightning.strategies.aggregation.uniform import Uniform
@@ -30,16 +29,12 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 Counts = NDArray[np.int64]
 
 PURPOSE = "train"  # purpose of the releases that quotas limit
-_SAMPLERS = ("quota_systematic", "weighted_without_replacement")  # with both a client is in a round at most once
 _USUAL_SHARE = 5  # by default one in this many clients takes part in a round
 _DRAWS = 20  # attempts to draw a round that contains a client with a large budget
 
 
 def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSchedule:
-    """Return the schedule in which client n trains `quota[n]` times.
-
-    A client with a quota above 0 also has the reserve of the schedule.
-    """
+    """Return the schedule in which client n trains `quota[n]` times, and has the reserve if its quota is not 0."""
 
     def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
         count = int(quota[client]) + schedule.reserve if quota[client] else 0
@@ -55,19 +50,18 @@ def with_quotas(schedule: RunSchedule, quota: Sequence[int] | Counts) -> RunSche
 class QuotaSelection(Strategy, Callback):
     """Selects K clients in each round; client n trains in T_n rounds, and its noise is solved for T_n releases.
 
-    A subclass defines the quotas T_n. The strategy is combined with a base rule; without one, all updates of a round
-    have the same weight.
+    A subclass defines the quotas T_n. The strategy is combined with a base rule; the default is `uniform`.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to the number of clients; None is a fifth of them.
+        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
         sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
             describes it).
-        top_fraction: None, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
+        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
             contains one of this share of clients with the largest claimed budgets. Use it with `pfa`, which projects
             onto their updates.
 
-    **Guarantees** No client trains more often than its quota, for which its noise was solved. A client that an earlier
-    strategy excludes from a round keeps its slot. A client that is lost after it was charged has used its slot.
+    **Guarantees** No client trains more often than its quota. A client that an earlier strategy excludes from a round
+    keeps its slot. A client that is lost after it was charged has used its slot.
 
     **Privacy** Post-processing of public facts: claimed budgets and numbers of records, which are trusted. The server
     knows which clients take part, so there is no amplification by selection.
@@ -77,20 +71,22 @@ class QuotaSelection(Strategy, Callback):
     needs_training = True
     key = "strategies.quota_selection"
 
+    def __init_subclass__(cls) -> None:
+        """Write the options of all selections into the subclass's docstring, which is its help text."""
+        if cls.__doc__:
+            text = (QuotaSelection.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0].strip()
+            cls.__doc__ = cls.__doc__.replace("clients_per_round, sampler, top_fraction: see `QuotaSelection`.", text)
+
     def __init__(
-        self,
-        clients_per_round: int | None = None,
-        sampler: str = "quota_systematic",
-        top_fraction: float | None = None,
+        self, clients_per_round: int | None = None, sampler: str = "quota_systematic", top_fraction: float | None = None
     ) -> None:
-        size, known = clients_per_round, f"be one of {', '.join(_SAMPLERS)}"
+        size = clients_per_round
         require(size is None or size >= 1, f"{self.key}.clients_per_round", "be >= 1", size)
-        require(sampler in _SAMPLERS, f"{self.key}.sampler", known, sampler, nearest(sampler, _SAMPLERS))
+        require_one_of(("quota_systematic", "weighted_without_replacement"), f"{self.key}.sampler", sampler)
         fits = top_fraction is None or 0 < top_fraction < 1
         require(fits, f"{self.key}.top_fraction", "be in (0, 1)", top_fraction)
         self._size, self._sampler, self._top_fraction = size, sampler, top_fraction
         self._taken = np.zeros(0, dtype=np.int64)
-        self._purpose = PURPOSE  # of the current rounds
         self._drawn_in = 0  # the round of the last cohort
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
@@ -102,12 +98,11 @@ class QuotaSelection(Strategy, Callback):
         self._cohort_size = max(1, round(count / _USUAL_SHARE)) if self._size is None else self._size
         must = f"be at most the {count} clients"
         require(self._cohort_size <= count, f"{self.key}.clients_per_round", must, self._cohort_size)
-        planned = [client_schedule.count_of(PURPOSE) for client_schedule in schedule.clients]
-        upper = np.maximum(np.array(planned) - schedule.reserve, 0)
+        upper = self._paid_rounds(schedule)
         self._horizon = int(upper.max())
         total = min(self._cohort_size * self._horizon, int(upper.sum()))
         self._quota = self._quotas(total, upper, schedule, view)
-        self._taken, self._settled, self._purpose = np.zeros(count, dtype=np.int64), False, PURPOSE
+        self._taken, self._settled = np.zeros(count, dtype=np.int64), False
         if self._top_fraction is not None:
             epsilon = np.array(view.facts.reported_epsilon)
             self._top = larger_budgets(epsilon, "top", self._top_fraction, view.seed)
@@ -123,28 +118,24 @@ class QuotaSelection(Strategy, Callback):
         self._drawn_in = view.round
         return plan.only(lambda client: client in cohort)
 
+    def _paid_rounds(self, schedule: RunSchedule) -> Counts:
+        """Return the number of rounds `[N]` that each client's releases pay for, without the reserve."""
+        return np.maximum([client.count_of(PURPOSE) - schedule.reserve for client in schedule.clients], 0)
+
     def _settle(self, view: View) -> None:
         """Reduce quotas to what budgets can pay for, once in a run; with given noise that may be less than planned."""
         if not self._settled:
-            paid = [
-                max(0, client_schedule.count_of(self._purpose) - view.schedule.reserve)
-                for client_schedule in view.schedule.clients
-            ]
-            self._quota, self._settled = np.minimum(self._quota, paid), True
+            self._quota, self._settled = np.minimum(self._quota, self._paid_rounds(view.schedule)), True
 
     def _cohort(self, quota: Counts, view: View) -> Counts:
         key = np.random.SeedSequence(view.seed, spawn_key=stream_words("selection", view.round))
         generator = np.random.Generator(np.random.PCG64DXSM(key))
+        left = min(self._horizon, view.run.rounds - view.round + 1)  # at most the rounds that budgets can pay for
         for _ in range(_DRAWS):
-            left = self._rounds_left(view.run.rounds, view.round)
             cohort = draw_cohort(self._sampler, quota, self._taken, left, self._cohort_size, generator)
             if self._top_fraction is None or self._top[cohort].any():
                 break
         return cohort
-
-    def _rounds_left(self, rounds: int, round: int) -> int:
-        """Return the number of rounds left, including this one; at most those that budgets can pay for."""
-        return min(self._horizon, rounds - round + 1)
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if self._drawn_in == view.round:
@@ -152,12 +143,11 @@ class QuotaSelection(Strategy, Callback):
         return state
 
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
-        left = self._rounds_left(view.run.rounds, view.state.round + 1)
-        forfeited = int(np.maximum(self._quota - self._taken - left, 0).sum())
+        left = min(self._horizon, view.run.rounds - view.state.round)
         metrics: dict[str, float | Tensor] = {
             "quota": torch.from_numpy(self._quota).double(),
             "participations": torch.from_numpy(self._taken).double(),
-            "forfeited_participations": float(forfeited),
+            "forfeited_participations": float(np.maximum(self._quota - self._taken - left, 0).sum()),
         }
         return {**metrics, "participation_equality": jain_index(self._taken)} if self._taken.any() else metrics
 
@@ -174,12 +164,10 @@ class QuotaSelection(Strategy, Callback):
     def on_fit_end(self, view: View, result: RunResult) -> None:
         unused = int((self._quota - self._taken).sum())
         if result.finished and unused:
-            warnings.warn(
+            warn_user(
                 f"{self.key.rpartition('.')[2]}: {unused} of {int(self._quota.sum())} planned participations were not "
                 "used, because clients were away or the run ended early. The noise of these clients was solved "
-                "for them, so it was larger than necessary.",
-                UserNotice,
-                stacklevel=2,
+                "for them, so it was larger than necessary."
             )
 
     def state_dict(self) -> dict[str, Any]:
@@ -187,8 +175,3 @@ class QuotaSelection(Strategy, Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._taken = np.array(state["taken"], dtype=np.int64)
-
-
-def train_line(own: ClientSchedule) -> Planned:
-    """Return the planned line that quotas limit."""
-    return next(line for line in own.planned if line.purpose == PURPOSE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,22 +22,17 @@ from dpfl_lightning.algorithms.selection_estimates import (
     least_differences,
     shrunken_heterogeneity,
 )
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import LossesAroundStep, MeanLoss, NoMechanism
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.accounting.events import NoisedEvent, NonPrivateEvent
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
-from dpfl_lightning.strategies.selection.biased_selection import (
-    check_free_noise,
-    exact_exponent,
-    participation_noise,
-    update_noise,
-)
-from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, train_line, with_quotas
+from dpfl_lightning.strategies.selection import biased_selection
+from dpfl_lightning.strategies.selection.quotas import PURPOSE, Counts, QuotaSelection, with_quotas
 
 FILTER = (
     "the noise of later rounds was chosen from noised losses of the first ones: what holds is the client's whole "
@@ -48,24 +43,21 @@ UNSOUND = (
     "record changes"
 )
 _LOSS, _LATER = "loss", "later_train"
-_ESTIMATES = ("shrunken", "least_difference")
 _MARGIN = 1 + 1e-7  # factor on the noise, so that rounding cannot exceed the split of a budget
+
+Report = tuple[int, int, float, float]  # (round, client, loss before, loss after or NaN)
 
 
 class TwoStageSelection(QuotaSelection):
     """DPFL-BCS in two stages: clients report losses in the first rounds, from which the later quotas are computed.
 
     The first stage uses the quotas of least noise. The second stage minimises `sum_n noise_n T_n^(z + 1) + ratio sum_n
-    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. The
-    strategy serves for comparison with `biased_selection`. The bias term has brought no gain, even with true values,
-    because where noise is small it leads to the few most similar clients instead of equal quotas.
+    unlikeness_n T_n` over the remaining rounds, with the remaining budgets; the last sum is the paper's bias term. It
+    has brought no gain over `biased_selection`, even with true values, because where noise is small it leads to the few
+    most similar clients instead of equal quotas.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
-        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
-            describes it).
-        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
-            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`.
+        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         warmup_rounds: number T_0 of rounds in which losses are reported, from 2 to one less than the rounds.
         ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
             noise factors, >= 0. null fits the paper's five constants to one number, which does not determine them: see
@@ -74,7 +66,7 @@ class TwoStageSelection(QuotaSelection):
         loss_bound: losses are clipped to [0, loss_bound], > 0; null is log(classes).
         estimates: `shrunken` uses the mean noised loss, shrunk towards the mean of all clients as far as noise explains
             the differences. `least_difference` (the paper's) uses the smallest difference between a client's losses
-            before and after its update; the second loss is asked at the noised update and costs a second report.
+            before and after its noised update, which costs a second report.
         allow_unsound: with `least_difference`, losses as the paper's clients report them: not clipped, and at the
             client's own model before noise. Noise is added, but no bound on one record's influence is known, and every
             epsilon is infinite. For comparison only.
@@ -83,14 +75,11 @@ class TwoStageSelection(QuotaSelection):
 
     **Privacy** Losses are `MeanLoss` queries, planned and charged in addition to the updates. Later noise depends on
     them, so a guarantee states the whole budget (a privacy filter). This requires full batches with Gaussian noise, or
-    with Laplace noise and delta 0.
-
-    Raises:
-        UserError: a number is out of range, batches are sampled, or a noise multiplier is given.
+    with Laplace noise and delta 0, and noise that is solved from a budget.
 
     Reference: Ma et al., "The Power of Bias", Algorithms 1 and 2. The paper's clients report unclipped losses, one of
-    them at the client's own model before noise, which its sensitivity does not cover. Its quotas are real numbers,
-    which overspend. It splits epsilon and delta in proportion to participations, which takes ten times the noise.
+    them before noise, which its sensitivity does not cover. Its quotas are real numbers, which overspend. It splits
+    epsilon and delta in proportion to participations, which takes ten times the noise.
     """
 
     key = "strategies.two_stage_selection"
@@ -114,70 +103,60 @@ class TwoStageSelection(QuotaSelection):
         require(0 < loss_share < 1, f"{self.key}.loss_share", "be in (0, 1)", loss_share)
         in_range = loss_bound is None or 0 < loss_bound < math.inf
         require(in_range, f"{self.key}.loss_bound", "be above 0 and finite", loss_bound)
-        must = f"be one of {', '.join(_ESTIMATES)}"
-        require(estimates in _ESTIMATES, f"{self.key}.estimates", must, estimates, nearest(estimates, _ESTIMATES))
-        fitted = ratio is not None or estimates == "least_difference"
-        advice = "The paper's constants can be fitted only with estimates least_difference."
-        require(fitted, f"{self.key}.ratio", "be a number with shrunken estimates", None, advice)
-        self._warmup, self._ratio, self._share, self._bound = warmup_rounds, ratio, loss_share, loss_bound
+        require_one_of(("shrunken", "least_difference"), f"{self.key}.estimates", estimates)
         paper = estimates == "least_difference"
+        advice = "The paper's constants can be fitted only with estimates least_difference."
+        require(ratio is not None or paper, f"{self.key}.ratio", "be a number with shrunken estimates", None, advice)
         must = "be false with shrunken estimates"
         require(paper or not allow_unsound, f"{self.key}.allow_unsound", must, allow_unsound)
-        self._estimates, self._unsound = estimates, allow_unsound
+        self._warmup, self._ratio, self._share, self._bound = warmup_rounds, ratio, loss_share, loss_bound
+        self._paper, self._unsound = paper, allow_unsound
         self._losses_a_round = 2 if paper else 1
-        self._reports: list[tuple[int, int, float, float]] = []  # (round, client, loss before, loss after or NaN)
+        self._reports: list[Report] = []
         self._first: Counts | None = None  # participations in the first stage; None until the second stage begins
         self._constants: dict[str, float] = {}  # the paper's constants, if they were fitted
 
     # -- the first stage
 
     def plan_run(self, schedule: RunSchedule, view: View) -> RunSchedule:
-        self._check(schedule, view)
-        self._first, self._reports = None, []
-        planned = super().plan_run(schedule, view)
-        once = with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients))
-        self._report_noise: list[Any] = []  # by client, with `allow_unsound`: noise of the losses
-        alone = [client_schedule.noise_multiplier(PURPOSE) for client_schedule in view.solve(once).clients]
-        return planned.replan(lambda client, client_schedule: self._with_reports(client_schedule, alone[client]))
-
-    def _check(self, schedule: RunSchedule, view: View) -> None:
         name = self.key.rpartition(".")[2]
-        check_free_noise(schedule, name)
+        biased_selection.check_free_noise(schedule, name)
         must = f"be below the {schedule.rounds} rounds"
         require(self._warmup < schedule.rounds, f"{self.key}.warmup_rounds", must, self._warmup)
         must = f"be null (full batches) for strategy {name}, with delta 0 if noise is Laplace, and no other releases"
-        plain = exact_exponent(schedule) is not None
+        plain = biased_selection.exact_exponent(schedule) is not None
         require(plain, "clients.batch_size", must, "other plans", "Later noise depends on released losses.")
-        known = ("gdp", "rdp")
-        must = f"be {' or '.join(known)} where later noise depends on released losses"
-        require(view.run.accountant in known, "privacy.accountant", must, view.run.accountant)
+        must = "be gdp or rdp where later noise depends on released losses"
+        require(view.run.accountant in ("gdp", "rdp"), "privacy.accountant", must, view.run.accountant)
         self._bound_now = math.log(view.facts.num_classes) if self._bound is None else self._bound
         advice = "Losses of a regression have no default bound."
         require(self._bound_now > 0, f"{self.key}.loss_bound", "be a number for a regression", self._bound, advice)
+        self._first, self._reports = None, []
+        planned = super().plan_run(schedule, view)
+        once = view.solve(with_quotas(dataclasses.replace(schedule, reserve=0), [1] * len(schedule.clients)))
+        self._report_noise: list[Any] = []  # by client, with `allow_unsound`: noise of the losses
+
+        def with_reports(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            """Split the budget of each of the client's participations between the update and the losses."""
+            line, event = planned.planned(client, PURPOSE), planned.noised(client, PURPOSE)
+            power = self._noise.exponent / 2
+            noise = _MARGIN * once.clients[client].noise_multiplier(PURPOSE) * line.count**power
+            of_update = dataclasses.replace(event, noise_multiplier=noise / (1 - self._share) ** power)
+            of_loss = noise * (self._losses_a_round / self._share) ** power
+            report = dataclasses.replace(event, noise_multiplier=of_loss, steps=1)  # also if an update has several
+            reports = Planned(_LOSS, report, self._losses_a_round * line.count)
+            if self._unsound:
+                self._report_noise.append(report)
+                reports = Planned(_LOSS, NonPrivateEvent(UNSOUND), line.count)
+            others = (other for other in client_schedule.planned if other is not line)
+            updates = dataclasses.replace(line, event=of_update)
+            return dataclasses.replace(client_schedule, planned=(updates, reports, *others))
+
+        return planned.replan(with_reports)
 
     def _quotas(self, total: int, upper: Counts, schedule: RunSchedule, view: View) -> Counts:
-        self._noise = participation_noise(schedule, view, total / len(upper))
+        self._noise = biased_selection.participation_noise(schedule, view, total / len(upper))
         return allocate_int(self._noise.factor, total, self._noise.exponent, upper=upper)
-
-    def _with_reports(self, own: ClientSchedule, alone: float) -> ClientSchedule:
-        """Return the client's schedule with each participation's budget split between the update and the losses.
-
-        Args:
-            own: schedule of the client.
-            alone: noise multiplier of a client that takes part once, without reports.
-        """
-        line, power = train_line(own), self._noise.exponent / 2
-        noise = _MARGIN * alone * line.count**power
-        updates = _of_noise(line, noise / (1 - self._share) ** power)
-        reports = _of_noise(line, noise * (self._losses_a_round / self._share) ** power)
-        assert isinstance(reports.event, NoisedEvent)  # for mypy
-        once = dataclasses.replace(reports.event, steps=1)  # one step, also if an update has several
-        reports = Planned(_LOSS, once, self._losses_a_round * line.count)
-        if self._unsound:
-            self._report_noise.append(reports.event)
-            reports = Planned(_LOSS, NonPrivateEvent(UNSOUND), line.count)
-        others = (other for other in own.planned if other is not line)
-        return dataclasses.replace(own, planned=(updates, reports, *others))
 
     def plan_round(self, plan: RoundPlan, view: View) -> RoundPlan:
         plan = super().plan_round(plan, view)
@@ -188,12 +167,12 @@ class TwoStageSelection(QuotaSelection):
             self._reports += self._asked_unsoundly(plan, view) if self._unsound else self._asked_before(plan, view)
         return plan
 
-    def _asked_before(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
+    def _asked_before(self, plan: RoundPlan, view: View) -> list[Report]:
         row_of = dict(zip(plan.clients, plan.model_of, strict=True))
         answers = self._ask(view.state.models, row_of, view)
         return [(view.round, client, loss, math.nan) for client, loss in answers.items()]
 
-    def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[tuple[int, int, float, float]]:
+    def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[Report]:
         mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}
         step_of = {
             client: (mechanism.clip_norm, mechanism.clip_order, rate)
@@ -209,7 +188,7 @@ class TwoStageSelection(QuotaSelection):
 
     def _asks_after(self, view: View) -> bool:
         """Whether clients are asked for their losses at their noised updates, too."""
-        return self._losses_a_round == 2 and not self._unsound and view.round <= self._warmup
+        return self._paper and not self._unsound and view.round <= self._warmup
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
         if updates.deltas is not None and self._asks_after(view):
@@ -235,20 +214,23 @@ class TwoStageSelection(QuotaSelection):
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
         if view.round <= self._warmup or schedule.clients[0].planned[-1].purpose == _LATER:
             return schedule
-        paid = schedule.replan(lambda client, client_schedule: _paid(client_schedule, client, view))
+
+        def only_paid(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+            lines = (dataclasses.replace(p, count=view.used(client, p.purpose)) for p in client_schedule.planned)
+            return dataclasses.replace(client_schedule, planned=tuple(lines))
+
+        paid = schedule.replan(only_paid)
         if self._first is None:
             self._begin_second_stage(schedule, paid, view)
-        self._horizon, self._settled, quota = view.run.rounds - self._warmup, True, self._quota
-        return paid.replan(
-            lambda client, client_schedule: _with_later(client_schedule, int(quota[client]), schedule.reserve)
-        )
+        self._horizon, self._settled = view.run.rounds - self._warmup, True
+        return _with_later(paid, self._quota.tolist(), schedule.reserve)
 
     def _begin_second_stage(self, planned: RunSchedule, paid: RunSchedule, view: View) -> None:
-        able = np.array([_has_budget_left(*both) for both in zip(planned.clients, paid.clients, strict=True)])
-        once = view.solve(
-            paid.replan(lambda client, client_schedule: _with_later(client_schedule, int(able[client]), 0))
-        )
-        factor = np.where(able, update_noise(once, _LATER, view), np.inf)
+        counts = zip(planned.clients, paid.clients, strict=True)
+        pairs = [(before.count_of(PURPOSE), after.count_of(PURPOSE)) for before, after in counts]
+        able = np.array([plan == 0 or paid < plan for plan, paid in pairs])  # with quota 0 the whole budget is left
+        once = view.solve(_with_later(paid, able.astype(int).tolist(), 0))
+        factor = np.where(able, biased_selection.update_noise(once, _LATER, view), np.inf)
         self._unlike, self._first = self._heterogeneity(planned, view), self._taken.copy()
         rounds = view.run.rounds - self._warmup
         cost = self._cost_of_unlikeness(factor[able], rounds) * self._unlike
@@ -259,13 +241,11 @@ class TwoStageSelection(QuotaSelection):
     def _heterogeneity(self, schedule: RunSchedule, view: View) -> np.ndarray:
         """Return each client's unlikeness, estimated from its reports, `[N]`."""
         count = view.facts.num_clients
-        if self._estimates == "least_difference":
+        if self._paper:
             whole = [(client, before, after) for _, client, before, after in self._reports if not math.isnan(after)]
             return least_differences(whole, count)
-        reports = np.bincount([client for _, client, _, _ in self._reports], minlength=count)
-        sums = np.bincount(
-            [client for _, client, _, _ in self._reports], [loss for _, _, loss, _ in self._reports], minlength=count
-        )
+        clients, losses = [client for _, client, _, _ in self._reports], [loss for _, _, loss, _ in self._reports]
+        reports, sums = np.bincount(clients, minlength=count), np.bincount(clients, losses, minlength=count)
         std = [self._loss_mechanism(client, schedule, view).noise_std(1, 1.0) for client in range(count)]
         positive = np.where(np.array(std) > 0, std, 1e-12)  # without noise differences are not shrunk
         return shrunken_heterogeneity(sums / np.maximum(reports, 1), reports, positive, self._bound_now)[0]
@@ -288,15 +268,16 @@ class TwoStageSelection(QuotaSelection):
         self._constants |= {"fitted_smoothness": constants.smoothness, "fitted_convexity": constants.strong_convexity}
         return bias_noise_ratio(constants, rounds, self._cohort_size)
 
-    # -- metrics and state
-
     def metrics(self, view: View) -> Mapping[str, float | Tensor]:
         metrics = dict(super().metrics(view))
         if self._first is not None:
             whole = self._first + self._taken
-            metrics |= {"quota": torch.from_numpy(self._first + self._quota).double()}
-            metrics |= {"participations": torch.from_numpy(whole).double(), "participation_equality": jain_index(whole)}
-            metrics["unlikeness"] = torch.from_numpy(self._unlike).double()
+            metrics |= {
+                "quota": torch.from_numpy(self._first + self._quota).double(),
+                "participations": torch.from_numpy(whole).double(),
+                "participation_equality": jain_index(whole),
+                "unlikeness": torch.from_numpy(self._unlike).double(),
+            }
         return metrics | self._constants
 
     def describe(self, view: View) -> tuple[str, ...]:
@@ -323,24 +304,12 @@ class TwoStageSelection(QuotaSelection):
             self._unlike = np.array(unlike)
 
 
-def _of_noise(line: Planned, noise_multiplier: float | None) -> Planned:
-    assert isinstance(line.event, NoisedEvent)  # for mypy
-    return dataclasses.replace(line, event=dataclasses.replace(line.event, noise_multiplier=noise_multiplier))
+def _with_later(schedule: RunSchedule, counts: Sequence[int], reserve: int) -> RunSchedule:
+    """Return the schedule with `counts[n]` more participations, whose noise uses the rest of the budget."""
 
+    def change(client: int, client_schedule: ClientSchedule) -> ClientSchedule:
+        event = dataclasses.replace(schedule.noised(client, PURPOSE), noise_multiplier=None)
+        later = Planned(_LATER, event, counts[client] + reserve if counts[client] else 0)
+        return dataclasses.replace(client_schedule, planned=(*client_schedule.planned, later))
 
-def _paid(own: ClientSchedule, client: int, view: View) -> ClientSchedule:
-    """Return the schedule with the number of releases that the client has been charged for."""
-    lines = [dataclasses.replace(line, count=view.used(client, line.purpose)) for line in own.planned]
-    return dataclasses.replace(own, planned=tuple(lines))
-
-
-def _has_budget_left(planned: ClientSchedule, paid: ClientSchedule) -> bool:
-    """Whether planned releases are left, counted in whole releases; a client with quota 0 has its whole budget left."""
-    return planned.count_of(PURPOSE) == 0 or paid.count_of(PURPOSE) < planned.count_of(PURPOSE)
-
-
-def _with_later(own: ClientSchedule, count: int, reserve: int) -> ClientSchedule:
-    """Return the schedule with `count` more participations, whose noise uses the rest of the budget."""
-    later = _of_noise(train_line(own), None)
-    later = dataclasses.replace(later, purpose=_LATER, count=count + reserve if count else 0)
-    return dataclasses.replace(own, planned=(*own.planned, later))
+    return schedule.replan(change)

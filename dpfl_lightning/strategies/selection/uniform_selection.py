@@ -1,4 +1,4 @@
-"""Uniform selection: all clients take part equally often, with exact counts instead of independent draws."""
+"""Uniform selection: all clients take part equally often."""
 
 from __future__ import annotations
 
@@ -14,19 +14,12 @@ class UniformSelection(QuotaSelection):
     """Selects K of N clients in each round, so that each client trains in K T / N of the T rounds.
 
     If K T / N is not a whole number, the first clients train in one round more. With independent draws, about half of
-    the clients would be drawn in more rounds than their noise was solved for. The strategy is combined with a base
-    rule. As a baseline of `biased_selection` it is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without
-    noise); with `epsilon_weighted`, WeiAvg; and with `inverse_noise`, the least noise that weights can give.
+    the clients would be drawn in more rounds than their noise was solved for. As a baseline of `biased_selection` it
+    is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without noise); with `epsilon_weighted`, WeiAvg; and
+    with `inverse_noise`, the least noise that weights can give.
 
     Args:
-        clients_per_round: number K of clients in each round, from 1 to N; null is a fifth of the clients.
-        sampler: `quota_systematic` (exact: see `cohorts.systematic`) or `weighted_without_replacement` (as the paper
-            describes it).
-        top_fraction: null, or a share of the clients, in (0, 1): a round is drawn again, at most 20 times, until it
-            contains one of this share of clients with the largest claimed budgets. Use it with `pfa`, which projects
-            onto their updates.
-
-    **Guarantees** As `QuotaSelection`: no client trains more often than its quota, for which its noise was solved.
+        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
 
     **Privacy** Post-processing of public facts. Claimed budgets are trusted only with `top_fraction`. The server knows
     which clients take part, so there is no amplification by selection.

@@ -10,7 +10,7 @@ from scipy.stats import kendalltau, spearmanr
 
 from dpfl_lightning import models
 from dpfl_lightning.federated.server.traffic import BYTES
-from dpfl_lightning.strategies.distillation.costs import break_even, traffic
+from dpfl_lightning.strategies.distillation.costs import traffic
 from experiments.papers.cells import Cell, finished, required_cells
 from experiments.papers.distillation.figures import judged
 from experiments.papers.registry import experiments
@@ -145,7 +145,7 @@ def test_traffic_of_tunings_crosses_where_the_formula_says():
     (drawn,) = [panel for panel in experiments()["distillation.figure5"].panels(own) if panel.title == "Traffic"]
     on_set, each = (dict(points) for points in drawn.series.values())
     for n in on_set:
-        assert (n > break_even(of_set, of_training)) == (on_set[n] < each[n])
+        assert (n > 1 + of_set.total / of_training.total) == (on_set[n] < each[n])
         assert on_set[n] == pytest.approx(_gigabytes(of_set.total + of_training.total), rel=1e-5)
         assert each[n] == pytest.approx(_gigabytes(n * of_training.total), rel=1e-5)
 

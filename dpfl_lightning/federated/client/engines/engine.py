@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from dpfl_lightning.data import Population
@@ -17,6 +18,9 @@ from dpfl_lightning.privacy.noise import Streams
 
 Batch = tuple[Tensor, Tensor]
 
+#: what is counted: gradients of single records (one a record and step), and of these
+COUNTED = ("gradients", "clipped", "not_finite")
+
 
 class Engine(Protocol):
     """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
@@ -25,6 +29,7 @@ class Engine(Protocol):
         workers: number of clients that are trained at the same time; known after `setup`.
         clipped_sum: how clipped gradients are summed; known after `setup`.
         seconds: client -> time of its last release in this process.
+        counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
         batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.
     """
 
@@ -35,35 +40,42 @@ class Engine(Protocol):
     seconds: dict[int, float]
     batch_coupled: bool
 
+    @property
+    def counts(self) -> Tensor: ...
+
     def setup(self, module: ClientModule, population: Population, streams: Streams, sampling: str) -> None:
         """Prepare a run. Module and population are on the device of the run."""
-        ...
 
     def train(
         self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int], raw_weights: Tensor | None = None
     ) -> ClientUpdates:
-        """Train the clients of the plan from `models` `[K, P]` and return their noised releases.
+        """The noised releases of the plan's clients from `models` `[K, P]`, or their sum by `raw_weights` `[K, C]`.
 
-        Args:
-            charge_numbers: `[C]`, selects the noise stream of each client.
-            raw_weights: `[K, C]`; if given, only the sum `raw_weights @ releases` is returned.
+        `charge_numbers` `[C]` select the noise stream of each client.
         """
-        ...
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
         """The noised answers of the clients of the query."""
-        ...
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         """Outputs `[n, ...]` of the net with parameters `model` `[P]` for `rows` `[n]` of the population's records."""
-        ...
 
     def personalised(self, model: Tensor, client: int) -> Tensor:
         """`model` `[P]` with the client's personal parameters."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts` of gradients `[N, 3]`."""
-        ...
+        """What stays with the clients: `personal` parameters (client -> `[p]`), and `counts`."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+def count_outcomes(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
+    """For each gradient by its norm `[...]` the numbers 0 or 1 to add up for `COUNTED`, `[..., 3]` int64. Private.
+
+    A norm of -1 stands for padding, which counts as none.
+
+    >>> count_outcomes(torch.tensor([0.5, 2.0, float("nan"), -1.0]), clip_norm=1.0).sum(dim=0)
+    tensor([3, 1, 1])
+    """
+    finite = torch.isfinite(norms)
+    return torch.stack([norms != -1, finite & (norms > clip_norm), ~finite], dim=-1).long()

@@ -7,6 +7,7 @@ import itertools
 import queue
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from operator import itemgetter
 from typing import TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
-from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines import one_batch
 from dpfl_lightning.federated.client.engines.serial import DrawnBatches, SerialEngine
 from dpfl_lightning.federated.client.engines.unclipped import quicker_without_clipping
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
@@ -31,20 +32,13 @@ T = TypeVar("T")
 
 
 class FastEngine(SerialEngine):
-    """Trains several clients at the same time, by plain SGD on one flat parameter vector.
+    """Trains `workers` clients at the same time (None: one a core, one on a GPU), by plain SGD on one flat vector.
 
-    Each of `workers` threads has a copy of the module. Two clients at once use small operators better than two threads
-    within an operator. Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else
-    `vmap(grad)`; `description` says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
-
-    Args:
-        workers: number of clients trained at the same time, >= 1; None is one for each core (one on a GPU).
+    Layer rules are used if they reproduce `vmap(grad)` for this net on random data, else `vmap(grad)`; `description`
+    says which. On a CPU the process keeps freed memory for the next step (at most 512 MiB).
 
     **Guarantees** The number of workers does not change a bit: a client's release depends on its random streams only,
     and the number of threads within an operator on cores and clients only.
-
-    Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which this engine does not call.
     """
 
     name = "fast"
@@ -61,13 +55,17 @@ class FastEngine(SerialEngine):
             torch.set_num_threads(max(1, cores() // population.num_clients))
             keep_freed_memory()
         super().setup(module, population, streams, sampling)
-        if on_cpu:  # loops are compiled now: not in several threads at once, nor in some client's measured time
+        if on_cpu:  # compiles loops: not in several threads at once, nor in some client's measured time
             example = dummy_batch(population, 8, module.device)
             self.clipped_sum(module.unflatten(module.flat), *example, ClipRequest(1.0))
         self._seats: queue.SimpleQueue[SerialEngine] = queue.SimpleQueue()
-        for number in range(self.workers):
-            self._seats.put(self if number == 0 else self._another_seat())
-        self._pool: ThreadPoolExecutor | None = None  # not yet: of ranks, the first says how many threads are within
+        self._seats.put(self)
+        for _ in range(self.workers - 1):
+            seat = copy.copy(self)
+            seat.module = copy.deepcopy(module)  # a forward pass swaps parameters and adds hooks
+            seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
+            self._seats.put(seat)
+        self._pool: ThreadPoolExecutor | None = None  # later: rank 0 says how many threads are within an operator
 
     def choose_clipped_sum(self) -> ClippedSum:
         clipped_sum, reason = checked_clipped_sum(self)
@@ -75,27 +73,25 @@ class FastEngine(SerialEngine):
         return quicker_without_clipping(clipped_sum, self.module, self.population.x[:0], self.population.y[:0])
 
     def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
-        groups = sorted(one_step.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
+        groups = sorted(one_batch.groups(plan, self.module), key=lambda rows: -plan.steps[rows[0]])
         done = self._side_by_side(
-            lambda seat, number: one_step.releases(seat, plan, groups[number], models, charge_numbers),
+            lambda seat, number: one_batch.releases(seat, plan, groups[number], models, charge_numbers),
             range(len(groups)),
         )
         for number, released in done:
             yield from zip(groups[number], released, strict=True)
 
     def ask(self, query: ChargedQuery, round: int, charge_numbers: Sequence[int]) -> Answers:
-        done = dict(
-            self._side_by_side(
-                lambda seat, row: seat.answer(query, query.clients[row], round, charge_numbers[row]),
-                range(len(charge_numbers)),
-            )
+        done = self._side_by_side(
+            lambda seat, row: seat.answer(query, query.clients[row], round, charge_numbers[row]),
+            range(len(charge_numbers)),
         )
-        return {client: done[row] for row, client in enumerate(query.clients)}
+        return {query.clients[row]: answer for row, answer in sorted(done, key=itemgetter(0))}
 
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
         parts = rows.split(-(-len(rows) // (self.workers or 1) // FORWARD_CHUNK) * FORWARD_CHUNK or len(rows))
         done = self._side_by_side(lambda seat, part: SerialEngine.outputs(seat, model, parts[part]), range(len(parts)))
-        return torch.cat([output for _, output in sorted(done, key=lambda one: one[0])])
+        return torch.cat([output for _, output in sorted(done, key=itemgetter(0))])
 
     def _side_by_side(self, work: Callable[[SerialEngine, int], T], numbers: Sequence[int]) -> Iterator[tuple[int, T]]:
         """Yield `work(seat, number)` for all numbers as they finish; few are started ahead, so few results wait."""
@@ -123,36 +119,24 @@ class FastEngine(SerialEngine):
             for task in running:
                 task.cancel()
 
-    def _another_seat(self) -> SerialEngine:
-        """A copy of this engine with another module, since a forward pass swaps parameters and adds hooks."""
-        seat = copy.copy(self)
-        seat.module = copy.deepcopy(self.module)
-        seat.clipped_sum = self.clipped_sum.copy_for(seat.module.net, seat.module.sample_loss)
-        return seat
-
     def local_training(self, task: LocalTask, start: Tensor, batches: DrawnBatches) -> Tensor:
         theta = start.clone()
         params = self.module.unflatten(theta)  # views: they follow theta
-        mechanism, learning_rate = task.mechanism, task.learning_rate
         for x, y in batches:
-            step = mechanism.privatise(task.sum_of(params, x, y), task.noise, theta.dtype)[0]
+            step = task.mechanism.privatise(task.sum_of(params, x, y), task.noise, theta.dtype)[0]
             if task.anchor is not None:
                 step.add_(theta - task.anchor, alpha=task.pull)
-            theta.add_(step, alpha=-learning_rate)
+            theta.add_(step, alpha=-task.learning_rate)
         return theta
 
 
 def checked_clipped_sum(engine: SerialEngine) -> tuple[ClippedSum, str]:
-    """The clipped sum that `clipped_sum_for` chooses for the engine's module, and why.
-
-    Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which the engine does not call.
-    """
+    """The clipped sum for the engine's module, and why; UserError if the module overrides a hook that is not called."""
     module = engine.module
     for hook in ("training_step", "configure_optimizers"):
         if getattr(type(module), hook) is not getattr(ClientModule, hook):
             raise UserError(
-                f"`engine.name` must be serial or trainer for a module with its own `{hook}`, got {engine.name!r}, "
+                f"`engine.name` must be serial or trainer for a module that overrides `{hook}`, got {engine.name!r}, "
                 f"which never calls it. Use `engine: {{name: serial}}`."
             )
     x, y = dummy_batch(engine.population, records=4, device=module.device)

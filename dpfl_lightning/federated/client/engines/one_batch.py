@@ -8,16 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.client import class_gradients
+from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.gradient_counts import count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 
 MOST_CLIENTS = 16  # a batch: with more the fixed cost is small already, and workers need several batches
-FEW_RECORDS = 128  # expected of a client: who has more fills passes of its own
+FEW_RECORDS = 128  # expected of a client: a client with more fills a pass alone
 MOST_BYTES = 64 << 20  # of the sums `[clients * G, P]` in float64
 
 
@@ -27,12 +25,12 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
     Groups follow from the clients' numbers, the size of the module and the job. The bits of a release therefore depend
     neither on workers and memory nor on other groups.
     """
-    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * blocks(plan))))
+    most = max(1, min(MOST_CLIENTS, MOST_BYTES // (8 * module.num_params * _rows_of_sums(plan))))
     alike = defaultdict(list)
     for row, client in enumerate(plan.clients):
         mechanism = plan.mechanism_of[row]
         fits = plan.steps[row] == 1 and not module.personal and mechanism.expected_batch_size <= FEW_RECORDS
-        block = client // most if fits else -1 - client  # a number of its own: alone
+        block = client // most if fits else -1 - client  # a negative number is unique: a group of one
         alike[block, plan.model_of[row], mechanism.clip_norm, mechanism.clip_order].append(row)
     return list(alike.values())
 
@@ -41,11 +39,9 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> list[Tensor]:
-    """The release of each client of a group, as `engine.release` draws and noises it.
+    """The release of each client of one of the `groups`, as `engine.release` draws and noises it.
 
-    Args:
-        rows: one of `groups(plan, engine.module)`.
-        charge_numbers: `[C]`, of all clients of the plan.
+    `charge_numbers` `[C]` are those of all clients of the plan.
     """
     if len(rows) == 1:
         return [engine.release(plan, row, models, charge_numbers[row]) for row in rows]
@@ -53,22 +49,23 @@ def releases(
         *(engine.local_task(plan, row, models, charge_numbers[row]) for row in rows), strict=True
     )
     xs, ys = zip(*(batches[0] for batches in drawn), strict=True)
-    x, y, num_blocks, job = torch.cat(xs), torch.cat(ys), blocks(plan), plan.job
-    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(own) for own in ys])).to(y.device)
+    x, y, num_rows, job = torch.cat(xs), torch.cat(ys), _rows_of_sums(plan), plan.job
+    owner = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([len(labels) for labels in ys])).to(y.device)
     params = engine.module.unflatten(starts[0])
-    clip_norm, group, only = plan.clip_norm(rows[0]), owner, None
+    clip_norm, group, parameters = plan.clip_norm(rows[0]), owner, None
     if isinstance(job, ClassGradients):
-        x, group, only = class_gradients.augmented(job, x, y), owner * num_blocks + y, job.parameters
-    request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_blocks, only)
+        x, group, parameters = job.augmented(x, y), owner * num_rows + y, job.parameters
+    request = ClipRequest(clip_norm, tasks[0].mechanism.clip_order, group, len(rows) * num_rows, parameters)
     sums, norms = engine.clipped_sum(params, x, y, request)
-    clients = torch.tensor([plan.clients[row] for row in rows], device=y.device)
-    engine.counts.index_add_(0, clients[owner], count_outcomes(norms, clip_norm))
-    clipped = sums.split(num_blocks)
+    clients = [plan.clients[row] for row in rows]
+    engine.counts.index_add_(0, torch.tensor(clients, device=y.device)[owner], count_outcomes(norms, clip_norm))
+    parts = zip(tasks, starts, sums.split(num_rows), ys, clients, strict=True)
     if isinstance(job, ClassGradients):
-        held = [engine.held_labels(plan.clients[row]) for row in rows]
-        each = zip(clipped, tasks, ys, held, strict=True)
-        return [class_gradients.release(job, own, task, starts[0].dtype, *labels) for own, task, *labels in each]
-    return [_change(task, *own) for task, *own in zip(tasks, starts, clipped, strict=True)]
+        return [
+            task.class_gradients(job, clipped, start.dtype, labels, engine.labels(client))
+            for task, start, clipped, labels, client in parts
+        ]
+    return [_change(task, start, clipped) for task, start, clipped, _, _ in parts]
 
 
 def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
@@ -79,6 +76,6 @@ def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
     return step.mul_(-task.learning_rate)
 
 
-def blocks(plan: RoundPlan) -> int:
+def _rows_of_sums(plan: RoundPlan) -> int:
     """G: rows of one client's sums, one or one for each class."""
     return plan.job.num_classes if isinstance(plan.job, ClassGradients) else 1

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.func import functional_call
 
 from dpfl_lightning.data import Population
-from dpfl_lightning.federated.client import answers, class_gradients
-from dpfl_lightning.federated.client.engines.engine import Batch
-from dpfl_lightning.federated.client.gradient_counts import COUNTED, count_outcomes
+from dpfl_lightning.federated.client import answers
+from dpfl_lightning.federated.client.engines.engine import COUNTED, Batch, count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery
 from dpfl_lightning.federated.messages.update import ClientUpdates, UpdateBuffer
 from dpfl_lightning.models.model import FORWARD_CHUNK
@@ -73,8 +71,7 @@ class SerialEngine:
 
     @torch.inference_mode()
     def outputs(self, model: Tensor, rows: Tensor) -> Tensor:
-        params = self.module.unflatten(model)
-        parts = []
+        params, parts = self.module.unflatten(model), []
         with evaluating(self.module.net):
             for chunk in rows.split(FORWARD_CHUNK):
                 x = self.clipped_sum.enter(self.population.x[chunk])
@@ -91,25 +88,29 @@ class SerialEngine:
     def personalised(self, model: Tensor, client: int) -> Tensor:
         if client not in self._personal:
             return model
-        own = model.clone()
-        own[self._mask] = self._personal[client]
-        return own
+        personalised = model.clone()
+        personalised[self._mask] = self._personal[client]
+        return personalised
 
     def state_dict(self) -> dict[str, Any]:
         return {"personal": dict(self._personal), "counts": self.counts.clone()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._personal.clear()  # in place: it may be shared
+        self._personal.clear()  # in place: copies of this engine share it
         self._personal.update({client: value.to(self._mask.device) for client, value in state["personal"].items()})
         self.counts.copy_(state["counts"])
 
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def release(self, plan: RoundPlan, row: int, models: Tensor, charge_number: int) -> Tensor:
-        """One client's noised change `[P]`, or its class gradients `[num_classes, p]`."""
-        begun, client = time.perf_counter(), plan.clients[row]
+        """One client's noised change `[P]`, or its class gradients `[num_classes, p]`, also of absent classes."""
+        begun, client, job = time.perf_counter(), plan.clients[row], plan.job
         task, start, batches = self.local_task(plan, row, models, charge_number)
-        if isinstance(plan.job, ClassGradients):
-            released = self._class_gradients(client, plan.job, task, start, batches[0])
+        if isinstance(job, ClassGradients):
+            x, y = batches[0]
+            clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
+            request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
+            sums = task.sum_of(self.module.unflatten(start), job.augmented(x, y), y, request)
+            released = task.class_gradients(job, sums, start.dtype, y, self.labels(client))
         else:
             released = self.change(client, start, self.local_training(task, start, batches))
         if task.norms:
@@ -121,12 +122,11 @@ class SerialEngine:
         self, plan: RoundPlan, row: int, models: Tensor, charge_number: int
     ) -> tuple[LocalTask, Tensor, DrawnBatches]:
         """A client's task in the round, its start `[P]` and its batches. All records are drawn here."""
-        client = plan.clients[row]
+        client, mechanism = plan.clients[row], plan.mechanism_of[row]
         start = self.personalised(models[plan.model_of[row]], client)
-        mechanism = plan.mechanism_of[row]
         stream = self.streams.generator("sampling", plan.round, client, charge_number)
         if isinstance(plan.job, ClassGradients) and plan.job.most_records is not None:
-            draws = [rows_of_each_class(self.held_labels(client).cpu().numpy(), plan.job.most_records, stream)]
+            draws = [rows_of_each_class(self.labels(client).cpu().numpy(), plan.job.most_records, stream)]
         else:
             num_records = self.population.num_records[client]
             draws = list(draw_steps(self.sampling, num_records, mechanism.sample_rate, plan.steps[row], stream))
@@ -148,19 +148,9 @@ class SerialEngine:
             delta[self._mask] = 0.0
         return delta
 
-    def held_labels(self, client: int) -> Tensor:
+    def labels(self, client: int) -> Tensor:
         """Labels of all training records of the client, `[n]`."""
         return self.population.y[self.population.train_of[client]]
-
-    def _class_gradients(
-        self, client: int, job: ClassGradients, task: LocalTask, start: Tensor, batch: Batch
-    ) -> Tensor:
-        """The noised and divided gradient sum of each class in one draw, `[num_classes, p]`, also of absent classes."""
-        x, y = batch
-        clip_norm, order = job.clip_norm(task.mechanism), task.mechanism.clip_order
-        request = ClipRequest(clip_norm, order, y, job.num_classes, job.parameters)
-        sums = task.sum_of(self.module.unflatten(start), class_gradients.augmented(job, x, y), y, request)
-        return class_gradients.release(job, sums, task, start.dtype, y, self.held_labels(client))
 
 
 class DrawnBatches:

@@ -15,41 +15,35 @@ from torch.func import vmap
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.dummy_data import dummy_batch
-from dpfl_lightning.federated.client.engines import one_batch as one_step
+from dpfl_lightning.federated.client.engines import one_batch
+from dpfl_lightning.federated.client.engines.engine import count_outcomes
 from dpfl_lightning.federated.client.engines.fast import checked_clipped_sum
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
-from dpfl_lightning.federated.client.gradient_counts import count_outcomes
 from dpfl_lightning.federated.client.module import ClientModule, LocalTask
-from dpfl_lightning.federated.messages.jobs import ClassGradients
-from dpfl_lightning.federated.messages.plan import RoundPlan
+from dpfl_lightning.federated.messages.plan import ClassGradients, RoundPlan
 from dpfl_lightning.privacy.clipping.reference import ClippedSum, summing_dtype
 from dpfl_lightning.privacy.clipping.stacked import StackedSums, stacked_clipped_sums
 from dpfl_lightning.privacy.mechanism import Mechanism, MechanismRows
 from dpfl_lightning.privacy.noise import Streams
 
 CPU_BYTES = 64 << 20  # of per-record gradients a pass: more leave the caches, and gain nothing
-CUDA_SHARE = 16  # one part in so many of the memory: activations and copies take several times as much again
+CUDA_SHARE = 16  # gradients take 1 / 16 of the memory: activations and copies take several times as much again
 DEVIATIONS = 3.0  # a batch of the widest client exceeds its padded width once in about 700 steps
 SHAPES = 64  # of passes that may be compiled in a run; by default the ninth is an error
 
 
 class StackedEngine(SerialEngine):
-    """Clients of a round trained at once: per-record gradients by `vmap` over clients and records, padded batches.
+    """Trains the clients of a round at once: per-record gradients by `vmap` over clients and records, padded batches.
 
-    When to use it: on a GPU, for many clients with small models, whose single steps leave it idle. A pass has one
-    static shape `[S, B]` for S clients of B records; on CUDA it is compiled once into CUDA graphs. On a CPU `fast` is
-    faster. Clients that take one step from one model are one unpadded batch instead (`one_step.py`).
+    For a GPU and many clients with small models, whose single steps leave it idle. A pass has one static shape `[S, B]`
+    for S clients of B records; on CUDA it is compiled into CUDA graphs. Clients that take one step from one model are
+    one unpadded batch instead (`one_batch.py`).
 
     **Guarantees** Releases equal those of `SerialEngine` up to rounding: the same draws, the same noise. They depend on
-    the plan and on `description` alone, which holds the memory that bounds S. A draw larger than B takes more passes;
-    B comes from sizes and sampling rates, which are public, never from a draw. A client whose steps are done draws no
-    noise.
+    the plan and on `description` alone, which holds the memory that bounds S.
 
-    **Privacy** As `SerialEngine`: each step of each client is one `Mechanism.privatise`, row by row.
-
-    Raises:
-        UserError: the module overrides `training_step` or `configure_optimizers`, which this engine would not run, or
-            cannot be run under `vmap` (on CUDA: cannot be compiled as one graph).
+    **Privacy** B comes from sizes and sampling rates, which are public, never from a draw; a larger draw takes more
+    passes. Each step of each client is one `Mechanism.privatise`, row by row.
     """
 
     name = "stacked"
@@ -61,7 +55,8 @@ class StackedEngine(SerialEngine):
         sums = stacked_clipped_sums(module.sample_loss)
         self.check(captured(sums, backend="eager") if on_cuda else sums)  # traced, not compiled: seconds
         self._sums = captured(sums, mode="reduce-overhead") if on_cuda else sums
-        self.bytes = _gradient_bytes(module.device)
+        # of the whole memory, not of what is free now: a resumed run must have the same stacks
+        self.bytes = torch.cuda.mem_get_info(module.device)[1] // CUDA_SHARE if on_cuda else CPU_BYTES
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
 
     def choose_clipped_sum(self) -> ClippedSum:
@@ -70,11 +65,11 @@ class StackedEngine(SerialEngine):
     @torch.no_grad()  # per-record gradients turn it on where they need it
     def releases(self, plan: RoundPlan, models: Tensor, charge_numbers: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
         alone: list[int] = []
-        for rows in one_step.groups(plan, self.module):
+        for rows in one_batch.groups(plan, self.module):
             if len(rows) == 1:
                 alone += rows
             else:
-                yield from zip(rows, one_step.releases(self, plan, rows, models, charge_numbers), strict=True)
+                yield from zip(rows, one_batch.releases(self, plan, rows, models, charge_numbers), strict=True)
         if isinstance(plan.job, ClassGradients):  # one pass over many records: no launches to save
             yield from ((row, self.release(plan, row, models, charge_numbers[row])) for row in alone)
             return
@@ -88,36 +83,33 @@ class StackedEngine(SerialEngine):
         num_records = self.population.num_records
         widest = max(padded_width(plan.mechanism_of[row], num_records[plan.clients[row]]) for row in rows)
         most = max(1, self.bytes // self.module.flat.nbytes)  # gradients at once
-        width = min(size_above(widest), size_below(most))
-        most_clients = size_below(max(1, most // max(width, 2)))  # the sums are in float64
-        size = size_above(math.ceil(len(rows) / math.ceil(len(rows) / most_clients)))
-        # equal numbers of steps share a stack; the client breaks ties, so that the plan's order does not count
+        width = min(_size_above(widest), _size_below(most))
+        most_clients = _size_below(max(1, most // max(width, 2)))  # the sums are in float64
+        size = _size_above(math.ceil(len(rows) / math.ceil(len(rows) / most_clients)))
+        # equal numbers of steps share a stack; the client breaks ties, so that the order of the plan has no effect
         ordered = sorted(rows, key=lambda row: (-plan.steps[row], plan.clients[row]))
         for first in range(0, len(rows), size):
             yield ordered[first : first + size], (size, width)
 
     def stack_releases(
-        self,
-        plan: RoundPlan,
-        rows: Sequence[int],
-        shape: tuple[int, int],
-        models: Tensor,
-        charge_numbers: Sequence[int],
+        self, plan: RoundPlan, rows: Sequence[int], shape: tuple[int, int], models: Tensor, numbers: Sequence[int]
     ) -> list[Tensor]:
         """What each client of a stack sends. `rows` `[k]`, most steps first, k <= S: the other rows are padding."""
-        begun = [self.local_task(plan, row, models, charge_numbers[row]) for row in rows]
-        clients, tasks = [plan.clients[row] for row in rows], [task for task, _, _ in begun]
+        clients = [plan.clients[row] for row in rows]
+        tasks, starts, batches = zip(*(self.local_task(plan, row, models, numbers[row]) for row in rows), strict=True)
         stack = Stack(self.module, self.population, self._sums, clients, tasks, shape)
-        starts = torch.stack([start for _, start, _ in begun])
-        draws = [batches.draws for _, _, batches in begun]
-        ends = stack.local_training(starts, draws)
-        changes = [self.change(*own) for own in zip(clients, starts, ends, strict=True)]
+        ends = stack.local_training(torch.stack(starts), [drawn.draws for drawn in batches])
+        changes = list(map(self.change, clients, starts, ends))
         counts = count_outcomes(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
         self.counts.index_add_(0, torch.tensor(clients, device=counts.device), counts[: len(clients)])
         return changes
 
     def check(self, sums: StackedSums) -> None:
-        """Run a pass of 2 clients with 3 records on random data, before anything private is touched or charged for."""
+        """Run a pass of 2 clients with 3 records on random data, before anything private is read or charged.
+
+        Raises:
+            UserError: the module cannot be run under `vmap` (on CUDA: cannot be compiled as one graph).
+        """
         x, y = dummy_batch(self.population, records=3, device=self.module.device)
         params = vmap(self.module.unflatten)(torch.stack([self.module.flat] * 2))
         mask, clip_norm = torch.ones(2, 3, dtype=torch.bool, device=x.device), self.module.flat.new_ones(2)
@@ -132,13 +124,9 @@ class StackedEngine(SerialEngine):
 
 
 class Stack:
-    """The clients of one stack in training: row s of every tensor is client s; rows beyond the clients are padding.
+    """k <= S clients of one stack in training: row s of every tensor is client s; rows beyond them are padding.
 
-    Args:
-        sums: the pass; it sees tensors of the one shape (S, B) only.
-        clients: k <= S of them.
-        tasks: length k.
-        shape: (S, B).
+    Every pass has the one `shape` (S, B).
     """
 
     def __init__(
@@ -151,12 +139,10 @@ class Stack:
         shape: tuple[int, int],
     ) -> None:
         self.module, self.population, self.sums, self.shape = module, population, sums, shape
-        like = module.flat
-        mechanisms = [task.mechanism for task in tasks]
+        like, mechanisms = module.flat, [task.mechanism for task in tasks]
         self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, module.num_params)
         self.order = mechanisms[0].clip_order
-        padding = [1.0] * (shape[0] - len(tasks))
-        clip_norms = [m.clip_norm for m in mechanisms] + padding
+        clip_norms = [m.clip_norm for m in mechanisms] + [1.0] * (shape[0] - len(tasks))
         self.clip_norm = like.new_tensor(clip_norms, dtype=summing_dtype(like))  # [S]
         self.learning_rate = like.new_tensor([task.learning_rate for task in tasks])[:, None]  # [k, 1]
         anchors = [task.anchor for task in tasks if task.anchor is not None]  # all have one, or none has
@@ -167,9 +153,10 @@ class Stack:
 
     def local_training(self, starts: Tensor, draws: Sequence[Sequence[np.ndarray]]) -> Tensor:
         """The clients' parameters `[k, P]` after their steps from `starts` `[k, P]`; most steps first."""
-        theta = self.padded(starts)
+        theta = starts.new_zeros(self.shape[0], starts.shape[1])
+        theta[: len(starts)] = starts
         for step in range(len(draws[0])):
-            active = [own[step] for own in draws if step < len(own)]  # the first so many clients
+            active = [steps[step] for steps in draws if step < len(steps)]  # those of the first clients
             now = theta[: len(active)]
             move = self.noise.privatise(self.clipped_sums(theta, active)[:, None])[:, 0]
             if self.anchors is not None:
@@ -178,12 +165,7 @@ class Stack:
         return theta[: len(starts)]
 
     def clipped_sums(self, theta: Tensor, draws: Sequence[np.ndarray]) -> Tensor:
-        """`[k, P]` of one draw a client, in float64.
-
-        Args:
-            theta: `[S, P]`.
-            draws: rows of the first k clients, `[b]` each, within their own records.
-        """
+        """`[k, P]` in float64 at `theta` `[S, P]`, of one draw `[b]` of each of the first k clients."""
         params = vmap(self.module.unflatten)(theta)
         total = torch.zeros_like(theta, dtype=summing_dtype(theta))
         for index in self.passes(draws):
@@ -191,7 +173,7 @@ class Stack:
             x, y = self.population.x[rows], self.population.y[rows]
             sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, self.order)
             total.add_(sums)
-            self.norms.append(norms.clone())  # the next pass may reuse its memory
+            self.norms.append(norms.clone())  # the next pass may reuse their memory
         return total[: len(draws)]
 
     def passes(self, draws: Sequence[np.ndarray]) -> Tensor:
@@ -199,33 +181,21 @@ class Stack:
         size, width = self.shape
         count = max(1, math.ceil(max(map(len, draws)) / width))
         places = np.full((size, count * width), -1)
-        for own, first, draw in zip(places, self.first, draws, strict=False):
-            own[: len(draw)] = first + draw
+        for row, first, draw in zip(places, self.first, draws, strict=False):
+            row[: len(draw)] = first + draw
         index = torch.from_numpy(places.reshape(size, count, width).swapaxes(0, 1).copy())
         device = self.rows_of.device
         return (index.pin_memory() if device.type == "cuda" else index).to(device, non_blocking=True)
 
-    def padded(self, rows: Tensor) -> Tensor:
-        """`[k, P]` as a new `[S, P]`."""
-        out = rows.new_zeros(self.shape[0], rows.shape[1])
-        out[: len(rows)] = rows
-        return out
-
 
 def captured(sums: StackedSums, **compiler: Any) -> StackedSums:
-    """`sums` compiled, once for each shape: with `mode="reduce-overhead"` as CUDA graphs, one launch a pass.
-
-    Not measured on a GPU yet; a test traces the same function.
-
-    Args:
-        compiler: further arguments of `torch.compile`.
-    """
-    torch.compiler.reset()  # what earlier runs of this process compiled would count against the limit
+    """`sums` compiled by `torch.compile`, once for each shape: with `mode="reduce-overhead"` as CUDA graphs."""
+    torch.compiler.reset()  # shapes that earlier runs of this process compiled would count against the limit
     torch._dynamo.config.cache_size_limit = max(SHAPES, torch._dynamo.config.cache_size_limit)
     compiled = torch.compile(sums, fullgraph=True, dynamic=False, **compiler)
 
     def one_pass(*args: Any) -> tuple[Tensor, Tensor]:
-        torch.compiler.cudagraph_mark_step_begin()  # what the last pass gave was taken: reuse its memory
+        torch.compiler.cudagraph_mark_step_begin()  # the results of the last pass are no longer needed
         return compiled(*args)
 
     return cast(StackedSums, one_pass)
@@ -235,22 +205,21 @@ def captured(sums: StackedSums, **compiler: Any) -> StackedSums:
 SIZES = sorted({1, *(base << power for base in (2, 3) for power in range(40))})
 
 
-def size_above(number: int) -> int:
+def _size_above(number: int) -> int:
     """The least of `SIZES` that is not below `number`.
 
-    >>> [size_above(number) for number in (1, 5, 64, 65, 100)]
+    >>> [_size_above(number) for number in (1, 5, 64, 65, 100)]
     [1, 6, 64, 96, 128]
     """
     return SIZES[bisect_left(SIZES, number)]
 
 
-def size_below(number: int) -> int:
-    """The greatest of `SIZES` that is not above `number` >= 1."""
+def _size_below(number: int) -> int:
     return SIZES[bisect_right(SIZES, number) - 1]
 
 
 def padded_width(mechanism: Mechanism, num_records: int) -> int:
-    """Records that a Poisson draw exceeds rarely: mean and `DEVIATIONS` standard deviations, of public facts.
+    """Records that a Poisson draw rarely exceeds: mean and `DEVIATIONS` standard deviations, from public facts.
 
     >>> from dpfl_lightning.privacy.mechanism import Gaussian
     >>> padded_width(Gaussian(1.0, 1.0, sample_rate=0.5, expected_batch_size=50.0), num_records=100)
@@ -259,11 +228,3 @@ def padded_width(mechanism: Mechanism, num_records: int) -> int:
     rate = mechanism.sample_rate
     mean = rate * num_records
     return max(1, min(num_records, math.ceil(mean + DEVIATIONS * math.sqrt(mean * (1 - rate)))))
-
-
-def _gradient_bytes(device: torch.device) -> int:
-    """Memory for the per-record gradients of one pass."""
-    if device.type != "cuda":
-        return CPU_BYTES
-    _, total = torch.cuda.mem_get_info(device)  # not what is free now: a resumed run must have the same stacks
-    return total // CUDA_SHARE

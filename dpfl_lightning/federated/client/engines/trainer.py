@@ -14,10 +14,7 @@ from dpfl_lightning.federated.client.module import LocalTask
 
 
 class TrainerEngine(SerialEngine):
-    """Trains each client by `lightning.Trainer(...).fit(module, batches)`; same results as `SerialEngine`, but slower.
-
-    Use it for features of the Trainer around the local step.
-    """
+    """Trains each client by `Trainer.fit`, for features of the Trainer; same results as `SerialEngine`, but slower."""
 
     name = "trainer"
     description = "a lightning.Trainer for each client and round"
@@ -39,7 +36,7 @@ class TrainerEngine(SerialEngine):
             )
             try:
                 trainer.fit(self.module, DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
-            except SystemExit as error:  # what a Trainer makes of Ctrl-C
+            except SystemExit as error:  # a Trainer turns Ctrl-C into it
                 raise error.__context__ or error from None
         self.module.to(device)
         return self.module.flat

@@ -1,4 +1,4 @@
-"""Sums of gradients where nothing is to be clipped: no record's own gradient is needed, and one backward pass does."""
+"""Sums of gradients that are not clipped: one backward pass, without the gradients of single records."""
 
 from __future__ import annotations
 
@@ -24,63 +24,51 @@ from dpfl_lightning.runtime.threads import thread_pool
 
 Pass = slice | Tensor  # its records
 
-FEWEST = 16  # records a group on average: below, a pass of its own for each group costs more than it saves
+FEWEST = 16  # records a group on average: below, a separate pass for each group costs more than it saves
 
 
 class UnclippedSum:
-    """A `ClippedSum` that is quicker on a CPU where nothing is to be clipped (`clip_norm = inf`).
+    """A `ClippedSum` that is quicker on a CPU where nothing is clipped (`clip_norm = inf`).
 
-    All else is the other sum's: gradients that are clipped, groups of few records, and a batch in which some gradient
-    is not finite, which only a look at single records can leave out.
+    The sum `clipped`, whose check showed that a batch's loss is a sum over its records, computes all else: gradients
+    that are clipped, groups of few records, and a batch in which some gradient is not finite and has to be left out.
 
-    Args:
-        clipped_sum: the other sum; that it was found right for the net says that a batch's loss is a sum over its
-            records, which is all that this one relies on.
-        loss: the module's, with layers that are faster for a first derivative.
-
-    **Privacy** Private, as every `ClippedSum`; and what is not clipped no noise protects.
+    **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
 
-    def __init__(self, clipped_sum: FastClippedSum, loss: FastLoss) -> None:
-        self._clipped, self._loss = clipped_sum, loss
+    def __init__(self, clipped: FastClippedSum, loss: FastLoss) -> None:
+        self._clipped, self._loss = clipped, loss
         self._pool: ThreadPoolExecutor | None = None
 
-    @torch.no_grad()  # but for the passes
-    def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        request: ClipRequest,
-    ) -> tuple[Tensor, Tensor]:
+    @torch.no_grad()  # except for the passes
+    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         if request.clip_norm == math.inf and len(x) >= FEWEST * request.num_groups:
             total = self._summed(params, x, y, request)
-            if torch.linalg.vector_norm(total, dim=1).isfinite().all():  # a gradient that is not would show in its sum
-                return total, torch.zeros(len(x))  # finite, and not clipped: all that is counted of norms
+            if torch.linalg.vector_norm(total, dim=1).isfinite().all():  # so every gradient is finite
+                return total, torch.zeros(len(x))  # norms that count as finite and not clipped
         return self._clipped(params, x, y, request)
 
     def _summed(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> Tensor:
         """`[G, P]`, chunks added in float64."""
         leaves = {name: p.detach().requires_grad_() for name, p in params.items()}
-        wanted = request.chosen(leaves)
+        chosen = list(request.chosen(leaves).values())
         x = self._clipped.enter(x)
 
         def gradient(records: Pass) -> Tensor:
             with torch.enable_grad():
                 loss = self._loss(leaves, x[records], y[records]).sum()
-                parts = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True, materialize_grads=True)
+                parts = torch.autograd.grad(loss, chosen, allow_unused=True, materialize_grads=True)
             return torch.cat([one.flatten() for one in parts])
 
         rows, passes = zip(*_passes(len(x), request.group, self._clipped.chunk or CPU_CHUNK), strict=True)
-        like = next(iter(wanted.values()))
-        width = sum(p.numel() for p in wanted.values())
-        total = torch.zeros(request.num_groups, width, dtype=summing_dtype(like))
-        for row, found in zip(rows, self._side_by_side(gradient, passes), strict=True):
-            total[row] += found
+        width = sum(p.numel() for p in chosen)
+        total = torch.zeros(request.num_groups, width, dtype=summing_dtype(chosen[0]))
+        for row, part in zip(rows, self._side_by_side(gradient, passes), strict=True):
+            total[row] += part
         return total
 
     def _side_by_side(self, work: Callable[[Pass], Tensor], passes: Sequence[Pass]) -> Iterator[Tensor]:
-        """`work` of every pass: in as many threads of its own as a client may have within an operator."""
+        """`work` of every pass, in as many threads as a client may have within an operator."""
         threads = torch.get_num_threads()
         if threads == 1 or len(passes) == 1:
             return map(work, passes)
@@ -88,21 +76,21 @@ class UnclippedSum:
         return self._pool.map(work, passes)
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> UnclippedSum:
-        return UnclippedSum(self._clipped.copy_for(net, sample_loss), self._loss)  # which serves several threads
+        return UnclippedSum(self._clipped.copy_for(net, sample_loss), self._loss)  # the loss serves several threads
 
     def enter(self, x: Tensor) -> Tensor:
         return self._clipped.enter(x)
 
 
 def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: Tensor, y: Tensor) -> ClippedSum:
-    """The same sum, as an `UnclippedSum` where that is possible: on a CPU, for a net whose records do not mix."""
+    """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
     if module.device.type != "cpu" or not isinstance(clipped_sum, FastClippedSum):
         return clipped_sum
     return UnclippedSum(clipped_sum, FastLoss(module, x, y, second_order=False))
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
-    """Records of one group each, at most `chunk`, and which group it is."""
+    """Pairs of a group and at most `chunk` of its records."""
     if group is None:
         yield from ((0, rows) for rows in chunks_of(num_records, chunk))
         return
