@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserNotice
-from dpfl_lightning.federated.client import class_gradients
+from dpfl_lightning.federated.client.module import LocalTask
 from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
@@ -179,8 +178,8 @@ def test_the_noise_of_a_release_is_that_of_its_sum_however_many_records_were_dra
     for drawn, expected in ((0, 10.0), (0, 640.0), (500, 640.0), (700, 640.0)):
         mechanism = Gaussian(clip_norm=0.5, noise_multiplier=3.0, sample_rate=1.0, expected_batch_size=expected)
         labels = torch.arange(drawn) % 10
-        task = SimpleNamespace(mechanism=mechanism, noise=RandomGenerator(bytes(32)))
-        sent = class_gradients.release(ClassGradients(10), sums, task, torch.float32, labels, labels)
+        task = LocalTask(None, mechanism, RandomGenerator(bytes(32)), learning_rate=0.1)
+        sent = task.class_gradients(ClassGradients(10), sums, torch.float32, labels, labels)
         noise = sent * expected - sums
         assert float(noise.std()) == pytest.approx(3.0 * 0.5, rel=0.02)
         assert abs(float(noise.mean())) < 5 * 1.5 / math.sqrt(noise.numel())
