@@ -12,7 +12,7 @@ BAD = {
     "clustered": [
         ("num_clusters", 0, "`auto` or a whole number .* got 0"),
         ("num_clusters", "four", "`auto` or a whole number .* got 'four'"),
-        ("num_clusters", True, "`auto` or a whole number"),
+        ("num_clusters", True, "a whole number or text, got True"),
         ("mixture", "papre", "one of robust, paper.*Did you mean `paper`"),
         ("choose_m", "gap", "one of split, mss"),
         ("min_cluster_size", 0, "at least 1"),
@@ -52,7 +52,7 @@ BAD = {
         ("objective", "snr", "one of min_variance, max_snr"),
         ("preset", "fats", "one of .*Did you mean `fast`"),
         ("reestimate_every", -1, "a number of rounds"),
-        ("reestimate_every", 1.5, r"a number of rounds or `first_round`, got 1\.5"),
+        ("reestimate_every", 1.5, r"a whole number or text, got 1\.5"),
         ("reestimate_every", True, ""),
         ("reestimate_every", "never", ".* got 'never'"),
         ("floor", -1.0, ">= 0"),
