@@ -236,6 +236,7 @@ def test_diagnostics_change_no_bit_of_the_training_and_engines_agree_on_counts(e
         loop.run()
     assert torch.equal(shown.state.models, plain.state.models)
     assert [one.planned for one in shown.schedule.clients] == [one.planned for one in plain.schedule.clients]
+    torch.testing.assert_close(plain.state.models, serial.state.models, rtol=1e-4, atol=1e-5)
     counts = plain.clients.engine.state_dict()["counts"]
     assert torch.equal(counts, serial.clients.engine.state_dict()["counts"])
     assert ((counts[:, 1] > 0) & (counts[:, 1] < counts[:, 0])).all()

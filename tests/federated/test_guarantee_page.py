@@ -60,7 +60,7 @@ def test_a_run_leaves_its_page(make_loop):
     loop = make_loop(privacy=PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3))
     result = loop.run()
     words = words_of((loop.output_dir / "guarantee.html").read_text())
-    for told in (
+    for part in (
         "add or remove one record",
         "Poisson sampling",
         "RDP (Opacus, orders 1.1 to 1024)",
@@ -71,7 +71,7 @@ def test_a_run_leaves_its_page(make_loop):
         "opacus",
         "≤ 10 at δ = 0.001 is the largest of 4 clients (client 3)",
     ):
-        assert told in words, told
+        assert part in words, part
     for client in result.clients:
         assert f"{client['noise_multiplier']:.6g}" in words and client["releases"] == 3
 

@@ -20,21 +20,19 @@ def laplace(**more) -> PrivacyOptions:
     return PrivacyOptions(**{"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 0.0, "mechanism": "laplace", **more})
 
 
-@pytest.mark.parametrize("adjacency", ["add_remove", "replace_one"])
-def test_a_run_spends_pure_budgets(adjacency, make_loop, capsys):
+@pytest.mark.parametrize(("adjacency", "sensitivity"), [("add_remove", 1), ("replace_one", 2)])
+def test_a_run_spends_pure_budgets(adjacency, sensitivity, make_loop, capsys):
     loop = make_loop(privacy=laplace(adjacency=adjacency), clients=FULL)
     result = loop.run()
-    for client, (row, promise) in enumerate(zip(result.clients, loop.clients.budgets.guarantees(), strict=True)):
-        budget = [4.0, 6.0, 8.0, 10.0][client]
+    rows = zip([4.0, 6.0, 8.0, 10.0], result.clients, loop.clients.budgets.guarantees(), strict=True)
+    for budget, row, promise in rows:
         assert budget * (1 - 1e-5) <= row["epsilon_spent"] <= budget and row["delta"] == 0
         assert promise.accountant == "addition of pure epsilons" and f"({budget:g}, 0)-diff" in promise.words()
-        sensitivity = 2 if adjacency == "replace_one" else 1
         assert row["noise_multiplier"] == pytest.approx(3 * sensitivity / budget, rel=1e-5)
-        own = Laplace(1.0, row["noise_multiplier"], 1.0, float(row["num_records"]))
-        assert row["noise_std"] == pytest.approx(own.noise_std(1, 0.3)), "the divisor is the number of records"
-    assert {charge.event for charge in read_ledger(loop.clients.folder.ledger_file) if charge.client == 0} == {
-        LaplaceEvent(result.clients[0]["noise_multiplier"], 1)
-    }
+        mechanism = Laplace(1.0, row["noise_multiplier"], 1.0, float(row["num_records"]))
+        assert row["noise_std"] == pytest.approx(mechanism.noise_std(1, 0.3)), "the divisor is the number of records"
+    events = {charge.event for charge in read_ledger(loop.clients.folder.ledger_file) if charge.client == 0}
+    assert events == {LaplaceEvent(result.clients[0]["noise_multiplier"], 1)}
     assert plan(["--ledger", str(loop.output_dir), "--json"]) == 0
     again = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert [c["epsilon"] for c in again["clients"]] == [c["epsilon_spent"] for c in result.clients]

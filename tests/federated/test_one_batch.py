@@ -40,9 +40,8 @@ def released(engine, plan, dtype=torch.float32) -> torch.Tensor:
     engine.setup(ClientModule(small_net().to(dtype)), population, Streams(bytes(32)), "poisson")
     flat = engine.module.flat
     models = torch.stack([flat, 2 * flat])
-    return torch.stack(
-        [one for _, one in sorted(engine.releases(plan, models, list(range(CLIENTS))), key=lambda it: it[0])]
-    )
+    rows = dict(engine.releases(plan, models, list(range(CLIENTS))))
+    return torch.stack([rows[row] for row in sorted(rows)])
 
 
 @pytest.mark.parametrize("engine", [FastEngine, StackedEngine])
@@ -99,5 +98,5 @@ def test_nothing_is_grouped_that_is_not_one_step_from_one_start():
     alone = [[row] for row in range(CLIENTS)]
     assert one_batch.groups(plan_of(steps=2), ClientModule(small_net())) == alone
     assert one_batch.groups(plan_of(models=CLIENTS), ClientModule(small_net())) == alone
-    own = type("Own", (ClientModule,), {"personal": ("0.bias",)})
+    own = type("Personal", (ClientModule,), {"personal": ("0.bias",)})
     assert one_batch.groups(plan_of(), own(small_net())) == alone

@@ -124,12 +124,12 @@ def test_noise_and_divisor_are_the_mechanisms():
 
 def test_a_row_sees_its_record_alone():
     x = torch.randn(2 * FORWARD_CHUNK + 3, 2, generator=torch.Generator().manual_seed(0))
-
-    def mixing(x):
-        return torch.cat([x - x.mean(dim=0), x.sum(dim=0, keepdim=True)], dim=1)
-
-    found = released(Columns(mechanism_of={0: silent(clip_norm=1e9)}, make=mixing), x)
-    torch.testing.assert_close(found, torch.cat([torch.zeros(2), x.sum(dim=0)]).double(), rtol=1e-5, atol=1e-5)
+    query = Columns(
+        mechanism_of={0: silent(clip_norm=1e9)},
+        make=lambda x: torch.cat([x - x.mean(dim=0), x.sum(dim=0)[None]], dim=1),
+    )
+    expected = torch.cat([torch.zeros(2), x.sum(dim=0)]).double()
+    torch.testing.assert_close(released(query, x), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_anything_but_one_row_a_record_is_refused():
@@ -193,12 +193,13 @@ def _steal(query, client, module, x, y):
     return torch.cat([x, y[:, None]], dim=1)
 
 
-@dataclass(frozen=True)
 class OldStyle:
     """A question that answers by itself, and says what that costs."""
 
-    clients: tuple[int, ...]
-    purpose: str = "steal"
+    purpose = "steal"
+
+    def __init__(self, clients):
+        self.clients = clients
 
     def event_of(self, client):
         return Caveat("sizes are public")
@@ -256,18 +257,11 @@ def test_a_question_that_cannot_be_priced_or_answered_is_refused_before_anything
         purpose: str = "steal"
 
     noise, bare = Gaussian(0.5, 6.0, 1.0, 1.0), NoMechanism("all")
+    unknown = "cannot answer Unknown: register a function with "
     for event, question, words in (
         (SelectionEvent(0.1), OldStyle, "a question to clients must be a `Query`, got OldStyle"),
-        (
-            noise.event(1),
-            lambda clients: Unknown(mechanism_of=dict.fromkeys(clients, noise)),
-            "cannot answer Unknown: register a function with `rows_of",
-        ),
-        (
-            bare.event(1),
-            lambda clients: Unknown(mechanism_of=dict.fromkeys(clients, bare)),
-            "cannot answer Unknown: register a function with `plain_answer_of",
-        ),
+        (noise.event(1), lambda to: Unknown(mechanism_of=dict.fromkeys(to, noise)), unknown + "`rows_of"),
+        (bare.event(1), lambda to: Unknown(mechanism_of=dict.fromkeys(to, bare)), unknown + "`plain_answer_of"),
     ):
         asks = Asks(event, question)
         loop = make_loop(parts=[SizeWeighted(), asks])

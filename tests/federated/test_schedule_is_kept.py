@@ -81,15 +81,10 @@ def test_rates_and_steps_are_those_of_the_schedule(engines, make_loop, monkeypat
         for engine in engines:
             witness.forget()
             with tempfile.TemporaryDirectory() as folder:
-                loop = make_loop(
-                    population,
-                    ClientModule(small_net()),
-                    PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY),
-                    ClientOptions(batch_size=batches, local_epochs=local_epochs),
-                    engine=ENGINES[engine](),
-                    rounds=rounds,
-                    output_dir=f"{folder}/run",
-                )
+                privacy = PrivacyOptions(epsilon=8.0, delta=1e-3, noise_key=FIXED_KEY)
+                clients = ClientOptions(batch_size=batches, local_epochs=local_epochs)
+                options = {"engine": ENGINES[engine](), "rounds": rounds, "output_dir": f"{folder}/run"}
+                loop = make_loop(population, ClientModule(small_net()), privacy, clients, **options)
                 loop.run()
             expected_draws, expected_noise = Counter(), Counter()
             for client, (n, batch) in enumerate(zip(records, batches, strict=True)):

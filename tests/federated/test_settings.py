@@ -41,12 +41,11 @@ def test_claims_are_the_truth_unless_they_are_said_to_be_false():
     def claimed(value):
         clients = ClientOptions(count=2, reported_epsilon=value)
         settings = client_settings((95, 300), clients, privacy, seed=0)
-        assert [own.epsilon for own in settings] == [1.0, 4.0]
+        assert [one.epsilon for one in settings] == [1.0, 4.0]
         return reported_epsilons(clients, settings, seed=0)
 
     assert claimed(None) == (1.0, 4.0) and claimed([9, 4]) == (9.0, 4.0) and claimed(3.0) == (3.0, 3.0)
-    spread = {"name": "dist7", "source": "sampled"}
-    assert all(0.2 <= claim <= 1.0 for claim in claimed(spread))
+    assert all(0.2 <= claim <= 1.0 for claim in claimed({"name": "dist7", "source": "sampled"}))
     for wrong in ([1.0], [0.0, 1.0], "high"):
         with pytest.raises(UserError, match=r"`clients\.reported_epsilon` must"):
             claimed(wrong)

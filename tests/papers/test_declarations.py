@@ -128,14 +128,12 @@ def _selection(cell: Cell, run: Options, small: bool) -> bool:
     if cell.experiment == "selection.composed":
         return True
     privacy, pure = run.privacy, "laplace" in cell.column
-    return (
-        run.rounds == (100 if small else 200)
-        and run.clients.batch_size is None
-        and run.clients.count == (20 if run.data.name == "diabetes" else 100)
-        and (privacy is None) == (cell.row == "fedsgd")
-        and (privacy is None or not pure or (privacy.mechanism, privacy.delta) == ("laplace", 0))
-        and (privacy is None or privacy.adjacency == "replace_one")
-    )
+    sizes = run.rounds == (100 if small else 200) and run.clients.batch_size is None
+    sizes = sizes and run.clients.count == (20 if run.data.name == "diabetes" else 100)
+    if privacy is None or cell.row == "fedsgd":
+        return sizes and privacy is None and cell.row == "fedsgd"
+    noise = not pure or (privacy.mechanism, privacy.delta) == ("laplace", 0)
+    return sizes and noise and privacy.adjacency == "replace_one"
 
 
 def _distillation(cell: Cell, run: Options, small: bool) -> bool:
@@ -158,13 +156,8 @@ def _example(cell: Cell, run: Options, small: bool) -> bool:
     return run.rounds == (2 if small else 20)
 
 
-CHECKS = {
-    "noise_aware": _noise_aware,
-    "clustered": _clustered,
-    "selection": _selection,
-    "distillation": _distillation,
-    "example": _example,
-}
+PAPERS = {"noise_aware": _noise_aware, "clustered": _clustered, "selection": _selection, "distillation": _distillation}
+CHECKS = {**PAPERS, "example": _example}
 
 #: table, row, column and scale of a cell: some of its options; `set` is short for those of distillation
 SETTINGS = """

@@ -123,7 +123,7 @@ def test_a_finished_run_is_read_again_and_one_of_other_options_or_again_is_anoth
 
 def test_missing_data_is_one_sentence(work, monkeypatch, tmp_path):
     monkeypatch.setenv("DPFL_DATA", str(tmp_path))
-    offline = RunnerOptions(fit, work.results, work.runs, (*QUIET, "--data.download=false"))
+    offline = dataclasses.replace(work, free=(*QUIET, "--data.download=false"))
     cells = [*cells_of("noise_aware.table12", columns=["dist1"]), CELL]
     there, sentences = without_data(cells, offline)
     assert there == [CELL] and len(sentences) == 1
@@ -167,8 +167,7 @@ def test_several_at_once(work, capfd):
 
 
 def test_an_error_of_a_process_is_reported(work, tmp_path):
-    (tmp_path / "file").write_text("")
-    broken = RunnerOptions(fit, work.results, work.runs, (*QUIET, f"--data.folder={tmp_path / 'nowhere'}"))
+    broken = dataclasses.replace(work, free=(*QUIET, f"--data.folder={tmp_path / 'nowhere'}"))
     cells = cells_of("noise_aware.table13", columns=["dist1"], rows=["weiavg"])
     (problem,) = make_at_once(cells, broken, 2)
     assert "weiavg" in problem and "data.folder" in problem and ".log" in problem
