@@ -112,11 +112,11 @@ def test_the_reference_is_plain_autograd_with_laplace_noise(make_loop):
     ours, loop = released("serial", make_loop, **options), make_loop(**options)
     loop.plan_schedule()
     net, count = small_net(), loop.module.num_params
-    for client, own in enumerate(loop.settings):
+    for client, row in enumerate(loop.settings):
         multiplier = loop.schedule.clients[client].noise_multiplier("train")
-        x, y = loop.population.records(client, torch.arange(own.num_records))
+        x, y = loop.population.records(client, torch.arange(row.num_records))
         clipped = reference.clipped_sum(net, dict(net.named_parameters()), x, y, 2.0, order=1)
-        expected = -0.3 * (clipped + noise(Laplace(2.0, multiplier, 1.0, 1.0), client, count)) / own.num_records
+        expected = -0.3 * (clipped + noise(Laplace(2.0, multiplier, 1.0, 1.0), client, count)) / row.num_records
         torch.testing.assert_close(ours[client], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -143,7 +143,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
     net = image_module().net
     params = {name: p.detach() for name, p in net.named_parameters()}
     wanted = [name for name in params if job.parameters is None or name in job.parameters]
-    for client, own in enumerate(ours):
+    for client, update in enumerate(ours):
         sampling = STREAMS.generator("sampling", 1, client)
         x, y = population.records(client, torch.arange(records))
         if job.most_records:
@@ -166,7 +166,7 @@ def test_engine_gives_the_class_gradients_of_the_reference(engine, records, job,
         if job.counts:
             numbers = [labels.bincount(minlength=3), y.bincount(minlength=3)]
             sums = torch.cat([sums, torch.stack(numbers, dim=1)], dim=1)
-        torch.testing.assert_close(own, sums / divisor, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(update, sums / divisor, rtol=1e-4, atol=1e-6)
 
 
 def test_a_job_that_its_event_does_not_cover_is_no_plan(make_loop):
@@ -195,11 +195,11 @@ def test_no_noise_and_no_clipping_is_plain_fedavg(engine, make_loop):
     loop.run()
     streams = loop.clients.engine.streams
     clients = []
-    for client, own in enumerate(loop.settings):
+    for client, row in enumerate(loop.settings):
         generator = streams.generator("sampling", 1, client)
-        draws = draw_steps("poisson", own.num_records, own.sample_rate, own.steps, generator)
+        draws = draw_steps("poisson", row.num_records, row.sample_rate, row.steps, generator)
         clients.append([loop.population.records(client, torch.from_numpy(rows)) for rows in draws])
-    columns = [[getattr(own, n) for own in loop.settings] for n in ("learning_rate", "batch_size", "num_records")]
+    columns = [[getattr(row, n) for row in loop.settings] for n in ("learning_rate", "batch_size", "num_records")]
     expected = reference.fedavg_round(net, start, clients, *columns)
     torch.testing.assert_close(loop.state.models[0], expected, rtol=1e-5, atol=1e-5)
 

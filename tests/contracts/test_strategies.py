@@ -27,7 +27,7 @@ LOOPS = {"two_stage_selection": {"rounds": 4, "clients": ClientOptions(count=4, 
 
 @pytest.fixture
 def make_loop(make_loop):
-    """Clients with true groups, for strategies that are told them."""
+    """Clients with true groups, for strategies that read them."""
     population = dataclasses.replace(blobs(), groups=(0, 1, 0, 1))
     return lambda **options: make_loop(population, **options)
 
@@ -38,9 +38,9 @@ def first_view(loop):
 
 def in_a_loop(name, make_loop, **options):
     """The strategy, and a loop with it, and with a base rule beside it if it is none."""
-    (own,) = strategies.build({name: OPTIONS.get(name)})
-    parts = [own] if own.role == "base" else [SizeWeighted(), own]
-    return own, make_loop(parts=parts, **{**options, **LOOPS.get(name, {})})
+    (strategy,) = strategies.build({name: OPTIONS.get(name)})
+    parts = [strategy] if strategy.role == "base" else [SizeWeighted(), strategy]
+    return strategy, make_loop(parts=parts, **{**options, **LOOPS.get(name, {})})
 
 
 def some_updates(order):
@@ -56,9 +56,9 @@ def test_it_runs_within_budgets(name, make_loop):
     _, loop = in_a_loop(name, make_loop, rounds=2)
     result = loop.run()
     assert result.finished and result.rounds == loop.rounds
-    for client, own in zip(result.clients, loop.schedule.clients, strict=True):
-        planned = sum(line.count for line in own.planned)
-        sums = sum(line.count for line in own.planned if isinstance(line.event, NoisedEvent))
+    for client, schedule in zip(result.clients, loop.schedule.clients, strict=True):
+        planned = sum(line.count for line in schedule.planned)
+        sums = sum(line.count for line in schedule.planned if isinstance(line.event, NoisedEvent))
         assert sums <= client["releases"] <= planned, "who trains is planned; a choice may turn out to be needless"
         assert (client["epsilon_spent"] > 0) == (planned > 0) and client["epsilon_spent"] <= client["epsilon_budget"]
     assert sum(client["releases"] for client in result.clients) > 0
@@ -66,11 +66,11 @@ def test_it_runs_within_budgets(name, make_loop):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_weights_follow_the_clients_in_any_order(name, make_loop):
-    own, loop = in_a_loop(name, make_loop)
+    strategy, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     view = first_view(loop)
     order = [2, 0, 3, 1]
-    plain, mixed = own.weigh(some_updates(range(4)), view), own.weigh(some_updates(order), view)
+    plain, mixed = strategy.weigh(some_updates(range(4)), view), strategy.weigh(some_updates(order), view)
     if plain is None:
         assert mixed is None
     else:
@@ -80,25 +80,25 @@ def test_weights_follow_the_clients_in_any_order(name, make_loop):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_are_enough_for_who_declared_so(name, make_loop):
-    own, loop = in_a_loop(name, make_loop)
+    strategy, loop = in_a_loop(name, make_loop)
     loop.plan_schedule()
     view = first_view(loop)
-    if not own.needs_updates(view.plan(loop.first_purpose), view):
+    if not strategy.needs_updates(view.plan(loop.first_purpose), view):
         blind = dataclasses.replace(some_updates(range(4)), deltas=None)
-        a, b = own.weigh(blind, view), own.weigh(some_updates(range(4)), view)
+        a, b = strategy.weigh(blind, view), strategy.weigh(some_updates(range(4)), view)
         assert a is b is None or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_state_survives_a_checkpoint(name, make_loop):
-    own, loop = in_a_loop(name, make_loop, rounds=2)
+    strategy, loop = in_a_loop(name, make_loop, rounds=2)
     loop.run()
     buffer = io.BytesIO()
-    torch.save(own.state_dict(), buffer)
+    torch.save(strategy.state_dict(), buffer)
     buffer.seek(0)
     (fresh,) = strategies.build({name: OPTIONS.get(name)})
     fresh.load_state_dict(torch.load(buffer, weights_only=True))
-    assert repr(fresh.state_dict()) == repr(own.state_dict())
+    assert repr(fresh.state_dict()) == repr(strategy.state_dict())
 
 
 def test_the_formulas(make_loop):

@@ -44,12 +44,12 @@ def words_of(page: str) -> str:
     return " ".join(" ".join(Reader(page).text).split())
 
 
-def a_page(view, guarantees, **told):
+def a_page(view, guarantees, **changes):
     clients = [
-        {**row, "releases": 30, "epsilon_spent": own.epsilon}
-        for row, own in zip(a_result(view).clients, guarantees, strict=True)
+        {**row, "releases": 30, "epsilon_spent": promise.epsilon}
+        for row, promise in zip(a_result(view).clients, guarantees, strict=True)
     ]
-    return guarantee_page(a_result(view, clients=tuple(clients), **told), guarantees, view.run)
+    return guarantee_page(a_result(view, clients=tuple(clients), **changes), guarantees, view.run)
 
 
 def promise(epsilon, **more):

@@ -317,14 +317,14 @@ def test_metrics_of_strategies_are_reported_and_kept(make_loop):
 
 
 def test_metrics_of_a_taken_name_or_another_shape_are_refused(make_loop):
-    for told, words in (
+    for metrics, words in (
         ([{"mood": 1.0}, {"mood": 2.0}], "'mood', which is reported already"),
         ([{"weight": 1.0}], "'weight', which is reported already"),
         ([{"epsilon": torch.zeros(4)}], "'epsilon', which is reported already"),
         ([{"mood": torch.ones(3)}], r"'mood' of shape \(3,\), not one for each client"),
     ):
         with pytest.raises(RuntimeError, match=words):
-            make_loop(parts=[tells(one) for one in told], rounds=1).run()
+            make_loop(parts=[tells(one) for one in metrics], rounds=1).run()
 
 
 def test_a_strategys_caveats_are_in_every_guarantee(make_loop):

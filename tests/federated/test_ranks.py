@@ -1,4 +1,4 @@
-"""Several processes, one run: the same bits, one voice, and a clear end whoever dies."""
+"""Several processes, one run: the same bits, one voice, and a clear end when one dies."""
 
 import itertools
 import json
@@ -39,9 +39,9 @@ def torchrun():
 
     def start(ranks: int, *command: str) -> warm.Process:
         paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-        own = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         run = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        processes.append(process := warm.Process(*run, *command, env=own))
+        processes.append(process := warm.Process(*run, *command, env=environment))
         return process
 
     yield start
@@ -54,13 +54,13 @@ def torchrun():
 
 @pytest.fixture
 def srun():
-    """What SLURM's `srun` does: a process for each task, told by variables; nobody looks after them."""
+    """What SLURM's `srun` does: a process for each task, known by variables; nobody looks after them."""
     processes: list[warm.Process] = []
 
     def start(ranks: int, *command: str) -> list[warm.Process]:
         port = ranked_runs.free_port()
-        own = [{**os.environ, **ranked_runs.slurm(rank, 1, ranks, port)} for rank in range(ranks)]
-        processes.extend(started := [warm.Process(*command, env=environment) for environment in own])
+        environments = [{**os.environ, **ranked_runs.slurm(rank, 1, ranks, port)} for rank in range(ranks)]
+        processes.extend(started := [warm.Process(*command, env=environment) for environment in environments])
         return started
 
     yield start
@@ -303,8 +303,8 @@ def test_ranks_with_other_data_are_refused(srun, tmp_path):
 def test_work_is_spread_whole_and_evenly(costs, ranks):
     pieces = spread(costs, ranks)
     assert len(pieces) == ranks and sorted(itertools.chain(*pieces)) == list(range(len(costs)))
-    assert all(own == sorted(own) for own in pieces)
-    loads = [sum(costs[piece] for piece in own) for own in pieces]
+    assert all(part == sorted(part) for part in pieces)
+    loads = [sum(costs[piece] for piece in part) for part in pieces]
     assert max(loads) <= (4 / 3 - 1 / (3 * ranks)) * _least_possible(costs, ranks) * (1 + 1e-9)
     assert not costs or pieces[0], "rank 0 works too"
 
@@ -314,9 +314,11 @@ def _least_possible(costs: list[float], ranks: int) -> float:
     loads = {(0.0,) * ranks}
     for cost in costs:
         loads = {
-            tuple(sorted((*own[:rank], own[rank] + cost, *own[rank + 1 :]))) for own in loads for rank in range(ranks)
+            tuple(sorted((*part[:rank], part[rank] + cost, *part[rank + 1 :])))
+            for part in loads
+            for rank in range(ranks)
         }
-    return min(max(own) for own in loads)
+    return min(max(part) for part in loads)
 
 
 def test_launchers_are_known_by_their_variables():

@@ -1,4 +1,4 @@
-"""Every client's own settings, and the plan that follows from them."""
+"""Every client's one settings, and the plan that follows from them."""
 
 import dataclasses
 import math
@@ -56,7 +56,7 @@ def test_given_noise_and_a_budget_say_how_many_rounds_are_paid():
     settings = client_settings((100, 100), ClientOptions(batch_size=20), privacy, seed=0)
     judge = accountant_of(privacy)
     schedule = solved(default_schedule(settings, privacy, rounds=1000), judge)
-    paid, free = (own.planned[0].count for own in schedule.clients)
+    paid, free = (one.planned[0].count for one in schedule.clients)
     assert 1 <= paid < 1000 and free == 1000
     assert judge.epsilon(schedule.clients[0].events(), 1e-3) <= 2.0
 
@@ -66,19 +66,19 @@ def test_what_strategies_plan_beside_given_noise_is_paid_first():
     settings = client_settings((100,) * 3, ClientOptions(batch_size=20), privacy, seed=0)
     judge = accountant_of(privacy)
 
-    def change(client, own):
-        (train,) = own.planned
+    def change(client, one):
+        (train,) = one.planned
         full = Planned("full", GaussianEvent(1.0, 3.0), 5)
         quiet = dataclasses.replace(train, event=GaussianEvent(1.0, 2.0), count=1000)
-        return dataclasses.replace(own, planned=((full, train), (train, full), (quiet,))[client])
+        return dataclasses.replace(one, planned=((full, train), (train, full), (quiet,))[client])
 
     schedule = solved(default_schedule(settings, privacy, rounds=1000).replan(change), judge)
-    counts = [{line.purpose: line.count for line in own.planned} for own in schedule.clients]
+    counts = [{line.purpose: line.count for line in one.planned} for one in schedule.clients]
     assert counts[0] == counts[1] and counts[0]["full"] == 5 and 1 <= counts[0]["train"] < 1000
     assert 1 <= counts[2]["train"] < 10, "full batches cost more than those that were counted on by default"
-    assert all(judge.epsilon(own.events(), 1e-3) <= 4.0 for own in schedule.clients)
+    assert all(judge.epsilon(one.events(), 1e-3) <= 4.0 for one in schedule.clients)
     loud = default_schedule(settings, privacy, rounds=5).replan(
-        lambda _, own: dataclasses.replace(own, planned=(Planned("full", GaussianEvent(1.0, 0.1), 2), *own.planned))
+        lambda _, one: dataclasses.replace(one, planned=(Planned("full", GaussianEvent(1.0, 0.1), 2), *one.planned))
     )
     with pytest.raises(UserError, match=r"`epsilon` must be above .*, the cost of full with the given noise.* got 4"):
         solved(loud, judge)

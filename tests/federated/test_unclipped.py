@@ -107,9 +107,9 @@ def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
 
 
 def test_threads_change_no_bit():
-    ours, (x, y), before = both(a_module())[0], batch(), torch.get_num_threads()
+    (x, y), before = batch(), torch.get_num_threads()
     for groups in ((None, 1), (y, 3)):
-        found = []
+        ours, found = both(a_module())[0], []
         for threads in (1, 3):
             torch.set_num_threads(threads)
             found.append(summed(ours, a_module().named_trainable, x, y, math.inf, *groups))

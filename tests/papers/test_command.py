@@ -138,7 +138,7 @@ def test_one_process_only(monkeypatch, capsys):
 
 def test_the_list_is_quick():
     """It imports neither torch nor matplotlib, though it knows every table and figure."""
-    told = "import sys; print([name for name in ('torch', 'matplotlib', 'mlflow', 'opacus') if name in sys.modules])"
-    code = f"from experiments.papers.__main__ import main; main(['list']); {told}"
+    loaded = "import sys; print([name for name in ('torch', 'matplotlib', 'mlflow', 'opacus') if name in sys.modules])"
+    code = f"from experiments.papers.__main__ import main; main(['list']); {loaded}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]" and "noise_aware.table13" in done.stdout

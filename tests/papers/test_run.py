@@ -197,8 +197,8 @@ def test_a_stopped_process_keeps_what_is_finished(number, status, jobs, tmp_path
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == status and "the same command goes on" in said
+    _, printed = process.communicate(timeout=60)
+    assert process.returncode == status and "the same command goes on" in printed
     with pytest.raises(ProcessLookupError):
         os.killpg(process.pid, 0)
     done = subprocess.run([*command, "--rows", "uniform", "--columns", "epsilon4"], capture_output=True, text=True)

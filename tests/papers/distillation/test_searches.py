@@ -80,7 +80,7 @@ def test_rank_correlations_are_scipys():
 
 
 def test_no_test_record_chooses():
-    """The winner is the best on public records, whatever the test set says of it; its regret is told."""
+    """The winner is the best on public records, whatever the test set says of it; its regret is shown."""
     rows = list(NAS.rows)
     found = random_cells(rows)
     for scorer in SCORERS:

@@ -1,4 +1,4 @@
-"""The made-up problem: its runs are those of the real loop, and what is kept of it holds what is said of it."""
+"""The simulated problem: its runs are those of the real loop, and its kept cells are as their notes say."""
 
 import numpy as np
 import pytest
@@ -46,11 +46,11 @@ def test_quotas_and_noise_are_those_that_a_run_plans(mechanism, make_loop):
     )
     planned = loop.plan_schedule()
     quota = quotas("anchored", problem, setting)
-    assert [own.count_of("train") for own in planned.clients] == quota.tolist()
+    assert [schedule.count_of("train") for schedule in planned.clients] == quota.tolist()
     std = np.sqrt(noise_of(problem, setting).variance(quota) / 650)
-    for client, own in enumerate(planned.clients):
+    for client, schedule in enumerate(planned.clients):
         if quota[client]:
-            scale = own.noise_multiplier("train") * setting.clip_norm / len(problem.rows_of[client])
+            scale = schedule.noise_multiplier("train") * setting.clip_norm / len(problem.rows_of[client])
             assert scale * (np.sqrt(2) if pure else 1) == pytest.approx(std[client], rel=1e-4)
 
 
