@@ -44,6 +44,12 @@ def parts_of(parts) -> dict:
     return {"strategies": [one for one in parts if isinstance(one, Strategy)], "callbacks": only_watch}
 
 
+@pytest.fixture
+def in_the_repository(monkeypatch):
+    """Commands name configurations by their place there."""
+    monkeypatch.chdir(Path(__file__).parents[1])
+
+
 class PowerCut(Exception):
     pass
 

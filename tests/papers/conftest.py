@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 from fake_experiments import fake
 
@@ -19,9 +17,3 @@ def known(monkeypatch):
     for one in (fake(), borrower):
         monkeypatch.setitem(experiments(), one.name, one)
     return borrower
-
-
-@pytest.fixture
-def in_the_repository(monkeypatch):
-    """Declared cells name configurations by their place there."""
-    monkeypatch.chdir(Path(__file__).parents[2])
