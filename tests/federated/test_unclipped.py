@@ -35,7 +35,7 @@ def a_module(**convnet) -> ClientModule:
 
 def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
     inner, labels = Watched(module.net, module.sample_loss, chunk), torch.empty(0, dtype=torch.long)
-    return UnclippedSum(inner, FastLoss(module, torch.empty(0, 1, 12, 12), labels, second_order=False)), inner
+    return UnclippedSum(inner, FastLoss(module, torch.empty(0, 1, 12, 12), labels)), inner
 
 
 def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,12 +107,12 @@ def test_chunks_change_rounding_only_and_a_copy_gives_the_same_bits():
 
 
 def test_threads_change_no_bit():
-    (x, y), before = batch(), torch.get_num_threads()
+    module, (x, y), before = a_module(), batch(), torch.get_num_threads()
     for groups in ((None, 1), (y, 3)):
-        ours, found = both(a_module())[0], []
+        ours, found = both(module)[0], []
         for threads in (1, 3):
             torch.set_num_threads(threads)
-            found.append(summed(ours, a_module().named_trainable, x, y, math.inf, *groups))
+            found.append(summed(ours, module.named_trainable, x, y, math.inf, *groups))
         torch.set_num_threads(before)
         assert ours._pool is not None and torch.equal(*found)
 
