@@ -1,7 +1,6 @@
 """From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,6 +12,7 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.registry import imported
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -60,7 +60,7 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
-        kind, arguments = _import(model["class_path"]), model.get("init_args") or {}
+        kind, arguments = imported("model.class_path", model["class_path"], nn.Module), model.get("init_args") or {}
         try:
             return kind(**arguments)
         except TypeError as error:
@@ -222,15 +222,3 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
     check_same(folder, {key: header.identity.get(key) for key in now}, now)
     return True, json.loads(result.read_text()) if result.exists() else None
-
-
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        advice = "Is it on PYTHONPATH?"
-        raise UserError(f"`model.class_path` must be importable, got {class_path!r}: {error}. {advice}") from None
-    is_net = isinstance(kind, type) and issubclass(kind, nn.Module)
-    require(is_net, "model.class_path", "be a torch.nn.Module", class_path)
-    return kind

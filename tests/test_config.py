@@ -274,14 +274,15 @@ except SystemExit as end:
 
 def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
-    from dpfl_lightning.data.datasets import NAMES
+    from dpfl_lightning.data.datasets import BUILT_IN
     from dpfl_lightning.data.groups import GROUPS, UNITS
     from dpfl_lightning.data.partition import PARTITIONS
+    from dpfl_lightning.data.sources import SOURCES
     from dpfl_lightning.privacy.accounting.accountant import get_accountant
 
     assert data is not None
     for key, names in {
-        "data.name": NAMES,
+        "data.name": [*SOURCES, *BUILT_IN],
         "data.partition": PARTITIONS,
         "data.groups": GROUPS,
         "data.label_noise": list(UNITS),

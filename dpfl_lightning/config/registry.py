@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -34,22 +35,37 @@ REGISTRIES = {
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
 }
+#: other keys that accept names -> module and attribute of the mappings whose keys are the names
+NAMES = {
+    "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN")],
+    "engine.name": [("build", "ENGINES")],
+    "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
+    "sweep.sampler": [("search.samplers", "SAMPLERS")],
+    "sweep.pruner": [("search.samplers", "PRUNERS")],
+}
 
 
-def names_in(registry: Registry) -> list[str]:
-    """Return the names in a registry. They are read from the module's source, because importing it would import torch.
+def names_of(key: str) -> list[str]:
+    """Return the names that a key accepts; empty if it accepts no names.
 
-    >>> names_in(REGISTRIES["data.groups"])
+    They are read from the source of the registries, because importing these would import torch.
+
+    >>> names_of("data.groups")
     ['rotation', 'label_shift']
     """
-    place = Path(__file__).parents[1].joinpath(*registry.module.split("."))
+    registries = [REGISTRIES[key][:2]] if key in REGISTRIES else NAMES.get(key, [])
+    return [name for module, attribute in registries for name in _keys_in(module, attribute)]
+
+
+def _keys_in(module: str, attribute: str) -> list[str]:
+    place = Path(__file__).parents[1].joinpath(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            if isinstance(target, ast.Name) and target.id == registry.attribute:
+            if isinstance(target, ast.Name) and target.id == attribute:
                 return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-    raise LookupError(f"{file} has no registry {registry.attribute}")
+    raise LookupError(f"{file} has no registry {attribute}")
 
 
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
@@ -81,6 +97,22 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
     return known[name](*args, **options)
+
+
+def imported(key: str, class_path: str, base: type[T]) -> type[T]:
+    """Return a user's class, which the option `key` names as package.module.Class.
+
+    Raises:
+        UserError: it cannot be imported, or does not derive from `base`.
+    """
+    module, _, name = class_path.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"`{key}` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+    fits = inspect.isclass(kind) and issubclass(kind, base)
+    require(fits, key, f"be a class that derives from {base.__name__}", class_path)
+    return kind
 
 
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:
@@ -119,7 +151,21 @@ def help_text(key: str, name: str | None, about: str) -> str:
 
 
 def _text(function: Callable[..., Any]) -> str:
-    return inspect.getdoc(function) or "(no docstring)"
+    """Return the docstring. Options that only base classes of a class describe come first in its `Args`."""
+    text = inspect.getdoc(function) or "(no docstring)"
+    described = _args(text)
+    options = {one.name for _, one in _parameters(function, 0)} - described.keys()
+    bases = reversed(function.__mro__[1:]) if isinstance(function, type) else ()
+    args = [words for base in bases for name, words in _args(inspect.getdoc(base) or "").items() if name in options]
+    if args and not described:
+        text += "\n\nArgs:\n"
+    return text.replace("Args:\n", "\n".join(["Args:", *args, ""]), 1).rstrip()
+
+
+def _args(text: str) -> dict[str, str]:
+    """Return the lines of a docstring's `Args` that describe each argument."""
+    section = text.partition("Args:\n")[2].partition("\n\n")[0]
+    return {match[1]: match[0] for match in re.finditer(r"^    (\w+): .*(?:\n {8}.*)*", section, re.MULTILINE)}
 
 
 def _default(option: inspect.Parameter) -> str:

@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import SCORES, SweepOptions
-from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
+from dpfl_lightning.search.samplers import pruner, sampler
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
@@ -129,7 +129,7 @@ class Study:
         self.wanted = sweep.trials
         if sweep.sampler["name"] == "grid":
             self._check_grid()
-            self.wanted = min(sweep.trials, size_of_grid(dimensions))
+            self.wanted = min(sweep.trials, math.prod(len(dimension.grid()) for dimension in dimensions.values()))
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
     def _check_grid(self) -> None:

@@ -107,7 +107,6 @@ class BiasedSelection(QuotaSelection):
     noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
             >= 0. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
         min_participation: minimum number of rounds in which every client takes part, >= 0.

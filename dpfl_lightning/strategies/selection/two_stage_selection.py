@@ -55,7 +55,6 @@ class TwoStageSelection(QuotaSelection):
     most similar clients instead of equal quotas.
 
     Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         warmup_rounds: number T_0 of rounds in which losses are reported, from 2 to one less than the rounds.
         ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
             noise factors, >= 0. null fits the paper's five constants to one number, which does not determine them: see
