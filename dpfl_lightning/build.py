@@ -32,7 +32,6 @@ from dpfl_lightning.federated.server.settings import client_settings, reported_e
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -82,23 +81,18 @@ class FederatedLoop(ServerLoop):
     Args:
         population: the clients' private records, and the records for evaluation.
         module: one client's step; the parameters of its net are the initial model.
-        rounds: communication rounds of the whole run, >= 1.
-        clients: batch size, local epochs and learning rate; each is one value, a list, or a named distribution.
-        privacy: budgets and mechanism, given in the same way; None is a run without privacy.
-        network: simulated network: how long the transfers would take.
+        privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
-        seed: seed of everything except noise and sampling.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
-        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
 
+    The other arguments are options of `config.options`.
+
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. A complete round is on disk before any result of it is shown. `run(resume=True)` continues only the
-    same run: the round that a crash interrupted is charged again, from `reserve_rounds`, with fresh noise. With
-    `privacy.noise_key`, a simulation, the result has the parameters of the uninterrupted run, bit for bit (on a CPU,
-    and except for nets that draw random numbers themselves, such as dropout).
+    its schedule. `run(resume=True)` charges the round that a crash interrupted again, from `reserve_rounds`, with fresh
+    noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU.
 
     **Privacy** The guarantee is at record level, for each client separately, against an untrusted server that sees
     every update. Evaluation on test and held-out records is not covered.
@@ -199,12 +193,6 @@ def build_loop(
         options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )
-
-
-def planned_clients(options: Options) -> tuple[FederatedLoop, tuple[ClientSchedule, ...]]:
-    """Return the loop and every client's solved schedule, without training, for `plan --config`."""
-    loop = build_loop(options)
-    return loop, loop.plan_schedule().clients
 
 
 def so_far(options: Options) -> tuple[bool, dict | None]:
