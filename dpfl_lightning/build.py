@@ -169,11 +169,7 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
 def build_loop(
     options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
 ) -> FederatedLoop:
-    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
-
-    Raises:
-        UserError: a part of the configuration cannot be built.
-    """
+    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population."""
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(
@@ -198,8 +194,7 @@ def build_loop(
 def so_far(options: Options) -> tuple[bool, dict | None]:
     """Return whether the run in `output_dir` has begun, and its result if it has finished, else None.
 
-    Raises:
-        UserError: the run began with other options.
+    Raises UserError if the run began with other options.
     """
     folder = Path(str(options.output_dir))
     if (header := ClientFolder(folder).header()) is None:

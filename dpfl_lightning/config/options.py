@@ -22,6 +22,10 @@ FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 # One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
+_PER_CLIENT: dict[Any, tuple] = {
+    int: (PerClientInt, PerClientInt | None),
+    float: (PerClientFloat, PerClientFloat | None),
+}
 
 _AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
 _NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
@@ -258,28 +262,17 @@ def departures(options: Options) -> dict[str, Any]:
 
 
 def check(options: Options) -> None:
-    """Check what needs several options: the value of every client, and that noise can be computed.
-
-    Raises:
-        UserError: the first value that is out of range.
-    """
+    """Raise UserError unless the value of every client is in range, and noise can be computed."""
     for key, known in all_keys().items():
         section, _, name = key.rpartition(".")
         value = getattr(getattr(options, section), name, None) if section else None
-        if value is not None and known.hint in _PER_CLIENT:
-            resolve(key, value, options.clients.count, options.seed, _PER_CLIENT[known.hint])
+        for kind, hints in _PER_CLIENT.items():
+            if value is not None and known.hint in hints:
+                resolve(key, value, options.clients.count, options.seed, kind)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
-
-
-_PER_CLIENT: dict[Any, type[int] | type[float]] = {
-    PerClientInt: int,
-    PerClientInt | None: int,
-    PerClientFloat: float,
-    PerClientFloat | None: float,
-}
 
 
 # ---- keys and their types
@@ -305,10 +298,7 @@ MAY_BE_NULL = {name for name, hint in get_type_hints(Options).items() if types.N
 
 @functools.cache
 def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
-    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass).
-
-    The help of a key that accepts a name lists the names.
-    """
+    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass)."""
     import docstring_parser
 
     keys = {}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from dpfl_lightning.config.typed import converted, in_words
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 
 T = TypeVar("T")
 
@@ -69,20 +69,16 @@ def _keys_in(module: str, attribute: str) -> list[str]:
 
 
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
-    """Return `known[name](*args, **options)`, for a name and options that a user wrote.
+    """Return `known[name](*args, **options)`, for a name and options that a user wrote below the dotted `key`.
 
-    The function's parameters after `args` are the options; their annotations give the types. `key` is the dotted name
-    of the option that holds the name, such as `model`.
-
-    Raises:
-        UserError: an unknown name or option, a missing option, or a value of the wrong type.
+    The function's parameters after `args` are the options; their annotations give the types. Raises UserError.
 
     >>> call("model", {"scale": lambda x, by=2: x * by}, "scale", 3, bye=4)
     Traceback (most recent call last):
     ...
     dpfl_lightning.errors.UserError: `model.bye` must be an option of scale (by), got 4. Did you mean `by`?
     """
-    require(name in known, f"{key}.name", f"be one of {', '.join(known)}", name, nearest(name, known))
+    require_one_of(known, f"{key}.name", name)
     allowed = {one.name: (hint, one) for hint, one in _parameters(known[name], len(args))}
     takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
@@ -100,11 +96,7 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
 
 
 def imported(key: str, class_path: str, base: type[T]) -> type[T]:
-    """Return a user's class, which the option `key` names as package.module.Class.
-
-    Raises:
-        UserError: it cannot be imported, or does not derive from `base`.
-    """
+    """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
     module, _, name = class_path.rpartition(".")
     try:
         kind = getattr(importlib.import_module(module), name)
@@ -126,14 +118,8 @@ def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, ins
 
 
 def help_text(key: str, name: str | None, about: str) -> str:
-    """Return the text that `--KEY.help [NAME]` prints: all names and the help of the key, or the options of one name.
-
-    The registry is imported only here, because many registries import torch.
-
-    Raises:
-        UserError: `name` is not registered for the key.
-    """
-    registry = REGISTRIES[key]
+    """Return the text of `--KEY.help [NAME]`: all names and the help of the key, or the options of one name."""
+    registry = REGISTRIES[key]  # imported only here, because many registries import torch
     module = importlib.import_module(f"dpfl_lightning.{registry.module}")
     known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
     if name is None:

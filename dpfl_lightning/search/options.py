@@ -61,11 +61,7 @@ class SweepOptions:
 
 
 def check(sweep: SweepOptions) -> None:
-    """Check what needs several options of the search.
-
-    Raises:
-        UserError: no key to search, or an option that contradicts another one.
-    """
+    """Raise UserError if no key is searched, or an option contradicts another one."""
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
     for score in sweep.scores:
         require(score in SCORES, "sweep.scores", f"be of {', '.join(SCORES)}", score, nearest(score, SCORES))

@@ -92,9 +92,6 @@ def sampler(sweep: SweepOptions, dimensions: Dimensions, seed: int | None, share
 
     `seed` seeds this worker's draws; None draws it at random. `shared` seeds the order in which workers process a grid
     or a sequence: with different orders, they would omit some points and repeat others.
-
-    Raises:
-        UserError: an unknown sampler, an option out of range, or a space that the sampler cannot search.
     """
     options = dict(sweep.sampler)
     name, given = str(options.pop("name")), options.pop("seed", None)

@@ -39,10 +39,7 @@ STRATEGIES = {
 
 
 def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
-    """Build the strategies of a configuration, in its order.
-
-    Args:
-        strategies: registry name, or the `class_path` of a user-defined strategy -> its options; None means no options.
+    """Build the strategies of a configuration, in its order: name or package.module.Class -> options (or None).
 
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']

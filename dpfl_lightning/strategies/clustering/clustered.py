@@ -30,10 +30,7 @@ _KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", 
 
 
 def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, seed: int) -> tuple[int, ...]:
-    """Draw a group for each client of a round from its row of `responsibilities` `[N, M]`, with public randomness.
-
-    A draw depends only on (seed, round, client).
-    """
+    """Draw each client's group from its row of `responsibilities` `[N, M]`; depends only on (seed, round, client)."""
     drawn = []
     for client in clients:
         row = responsibilities[client].double().numpy()
@@ -241,10 +238,7 @@ class Clustered(GroupingStrategy):
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
 
     def _check(self, schedule: RunSchedule, view: View) -> None:
-        """Check the number of groups, and that no quotas were planned before this strategy.
-
-        Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
-        """
+        """Check the number of groups, and that no quotas were planned before, which round 1 would spend."""
         key, number, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
         require(number is None or number <= count, key, f"be at most the {count} clients", number)
         blind = number is None and self._mixture == "robust" and math.inf in view.clip_norm
