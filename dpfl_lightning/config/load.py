@@ -7,6 +7,7 @@
 import argparse
 import copy
 import dataclasses
+import inspect
 import re
 import sys
 import types
@@ -299,8 +300,6 @@ def _command_parser(
     prog: str, description: str | None, section: Section | None, takes: Sequence[str]
 ) -> _CommandParser:
     """Return a parser of the flags that all commands have. It knows the keys only for its help."""
-    import docstring_parser
-
     usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     parser.add_argument(
@@ -313,9 +312,8 @@ def _command_parser(
     groups = {}
     for name, kind in [*([section] if section else []), ("", Options), *SECTIONS.items()]:
         if not takes or name in takes:
-            about = docstring_parser.parse(kind.__doc__ or "")
-            text = f"{about.short_description} {about.long_description or ''}" if name else ""
-            groups[name] = parser.add_argument_group(name or "run", text or None)
+            about = (inspect.getdoc(kind) or "").partition("\n\nArgs:")[0] if name else None
+            groups[name] = parser.add_argument_group(name or "run", about)
     for key, known in all_keys(section).items():
         if group := groups.get(key.rpartition(".")[0]):
             default = "null" if known.default is None else known.default

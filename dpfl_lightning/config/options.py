@@ -6,6 +6,7 @@ of those names checks. The `Args` line of each field is its text in `--help`.
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from dpfl_lightning.config.per_client import Bound, resolve
-from dpfl_lightning.config.registry import NAMES, REGISTRIES, names_of
+from dpfl_lightning.config.registry import NAMES, REGISTRIES, described, names_of
 from dpfl_lightning.errors import nearest, require
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
@@ -22,7 +23,7 @@ FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 # One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
-_PER_CLIENT: dict[Any, tuple] = {
+_PER_CLIENT: dict[Any, Any] = {
     int: (PerClientInt, PerClientInt | None),
     float: (PerClientFloat, PerClientFloat | None),
 }
@@ -299,11 +300,9 @@ MAY_BE_NULL = {name for name, hint in get_type_hints(Options).items() if types.N
 @functools.cache
 def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
     """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass)."""
-    import docstring_parser
-
     keys = {}
     for section, kind in [*([extra] if extra else []), ("", Options), *SECTIONS.items()]:
-        texts = {line.arg_name: line.description for line in docstring_parser.parse(kind.__doc__ or "").params}
+        texts = described(inspect.getdoc(kind) or "")
         hints = get_type_hints(kind)
         for name, annotated in get_type_hints(kind, include_extras=True).items():
             if section or name not in SECTIONS:
@@ -313,7 +312,7 @@ def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
                     hint, names = Literal[*names], []
                 more = f" Names: {', '.join(names)}." if names else ""
                 bound = next(iter(getattr(annotated, "__metadata__", ())), None)
-                help_text = " ".join((texts[name] or "").split()) + more
+                help_text = " ".join(texts[name].split()).partition(": ")[2] + more
                 keys[key] = Key(hint, bound, getattr(kind(), name), help_text)
     return keys
 

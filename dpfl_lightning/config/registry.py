@@ -139,16 +139,17 @@ def help_text(key: str, name: str | None, about: str) -> str:
 def _text(function: Callable[..., Any]) -> str:
     """Return the docstring. Options that only base classes of a class describe come first in its `Args`."""
     text = inspect.getdoc(function) or "(no docstring)"
-    described = _args(text)
-    options = {one.name for _, one in _parameters(function, 0)} - described.keys()
+    here = described(text)
+    options = {one.name for _, one in _parameters(function, 0)} - here.keys()
     bases = reversed(function.__mro__[1:]) if isinstance(function, type) else ()
-    args = [words for base in bases for name, words in _args(inspect.getdoc(base) or "").items() if name in options]
-    if args and not described:
+    there = {name: words for base in bases for name, words in described(inspect.getdoc(base) or "").items()}
+    args = [words for name, words in there.items() if name in options]
+    if args and not here:
         text += "\n\nArgs:\n"
     return text.replace("Args:\n", "\n".join(["Args:", *args, ""]), 1).rstrip()
 
 
-def _args(text: str) -> dict[str, str]:
+def described(text: str) -> dict[str, str]:
     """Return the lines of a docstring's `Args` that describe each argument."""
     section = text.partition("Args:\n")[2].partition("\n\n")[0]
     return {match[1]: match[0] for match in re.finditer(r"^    (\w+): .*(?:\n {8}.*)*", section, re.MULTILINE)}
