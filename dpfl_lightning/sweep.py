@@ -90,7 +90,11 @@ class Search:
 
         self.objective = objective(sweep, self._in_trials({}))
         self._check_builds()
-        url = sweep.storage or self._sqlite_url()
+        if not (url := sweep.storage):
+            plain, advice = not set("?#%") & set(str(self.folder)), "Choose another folder, or set sweep.storage."
+            must = "have no ?, # or % in its name if it holds the database"
+            require(plain, "output_dir", must, str(self.folder), advice)
+            url = f"sqlite:///{self.folder / 'study.db'}"
         self.folder.mkdir(parents=True, exist_ok=True)
         # Check the folder before opening the study, because another worker may start a trial in between.
         made = any((self.folder / "trials" / str(sweep.name)).glob("*"))
@@ -104,13 +108,6 @@ class Search:
             self._track(self.options.tracking)
 
     # -- before the first trial
-
-    def _sqlite_url(self) -> str:
-        """Return the URL of an SQLite file in the folder of the search."""
-        plain = not set("?#%") & set(str(self.folder))
-        advice = "Choose another folder, or set sweep.storage."
-        require(plain, "output_dir", "have no ?, # or % in its name if it holds the database", str(self.folder), advice)
-        return f"sqlite:///{self.folder / 'study.db'}"
 
     def _in_trials(self, values: Mapping[str, Any]) -> Options:
         """Return the options of a trial that drew `values`."""
