@@ -18,8 +18,6 @@ from dpfl_lightning.federated.client.module import ClientModule
 
 NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
 
-# ---- norms that underflow
-
 
 class Steep(nn.Module):
     """A linear layer, or a convolution with several positions, whose logits are public and constant.
@@ -88,9 +86,6 @@ def test_a_tiny_gradient_of_huge_features_is_clipped(layer, engine, tmp_path):
         noise = NOISE * clip_norm * (math.sqrt(len(noisy)) + 6)
         moved = float(noisy.norm())
         assert moved <= 1.01 * clip_norm + noise, f"{moved / clip_norm:.3g} clip norms: {margin, size, clip_norm}"
-
-
-# ---- nets that mix records
 
 
 class Rescaled(nn.Module):

@@ -56,9 +56,6 @@ def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Te
     return loop, seen.of_round[round]
 
 
-# ---- separate runs and seeds
-
-
 OTHERS = [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 2}, {"clip_norm": 2.0}, {"noise_multiplier": 2 * NOISE}]
 
 
@@ -102,9 +99,6 @@ def test_seeds_with_a_key_promise_nothing(tmp_path, monkeypatch, request):
         assert "nobody is protected" in result["guarantee"]
 
 
-# ---- questions
-
-
 class Another(MeanLoss):
     """Another question, of the same fields."""
 
@@ -135,9 +129,6 @@ def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
     charges = [charge for charge in read_ledger(tmp_path / "run" / "ledger.jsonl") if charge.purpose == "loss"]
     assert len(charges) == 2 * 4, "every answer is paid for"
     assert all(first[client] != second[client] for client in range(4)), "and has noise of its own"
-
-
-# ---- a round that was broken off
 
 
 class Smoothed(ClientModule):
@@ -195,9 +186,6 @@ def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp
     for client in range(4):
         apart = noise_apart(before[client], seen.of_round[2][client], noise_std(loop, client))
         assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
-
-
-# ---- copies
 
 
 @pytest.mark.parametrize("rate", [RATE, 2 * RATE], ids=["the same", "another learning rate"])

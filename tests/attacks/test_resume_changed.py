@@ -77,9 +77,6 @@ def begun_by_command(tmp_path_factory) -> Path:
     return folder
 
 
-# ---- by code
-
-
 def people(change: Callable[[Population, list[torch.Tensor]], None]) -> Population:
     """The clients of the run after `change(population, train_of)`, which writes into both."""
     same = blobs()
@@ -228,9 +225,6 @@ def test_an_attempt_that_was_refused_does_no_harm(begun, tmp_path):
             loop_of(folder, **BY_CODE[way][0]()).run(resume=True)
     assert loop_of(folder).run(resume=True).finished
     assert not overspent(folder / "ledger.jsonl", BUDGETS, DELTA)
-
-
-# ---- by the configuration in the folder
 
 
 def edited(folder: Path, key: str, value: Any) -> list[str]:

@@ -1,6 +1,5 @@
 """Groups with shifted data: everyone's records as its group has them, nobody else's touched, and no copy too many."""
 
-import itertools
 
 import numpy as np
 import pytest
@@ -45,9 +44,6 @@ def train(population: Population, client: int) -> tuple[torch.Tensor, torch.Tens
     return population.records(client, torch.arange(population.num_records[client]))
 
 
-# --- the shifts themselves ---
-
-
 @settings(deadline=None)
 @given(side=st.integers(1, 5), group=st.integers(0, 3), seed=st.integers(0, 2**32))
 def test_four_quarter_turns_are_the_identity_and_one_is_counter_clockwise(side, group, seed):
@@ -68,11 +64,6 @@ def test_renamed_labels_are_a_bijection_that_only_group_0_leaves_alone(num_class
     assert bool((renamed(y, group, num_classes) == y).any()) == (group == 0)
 
 
-def test_sizes_are_kept_and_the_minority_may_come_first():
-    for name in GROUPS:
-        assert grouped(name, 21, (1, 2, 2), 10, sizes=[3, 6, 6, 6]).of == (0,) * 3 + (1,) * 6 + (2,) * 6 + (3,) * 6
-
-
 @given(num_clients=st.integers(1, 100), count=st.integers(1, 9))
 def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, count):
     count = min(count, num_clients)
@@ -80,9 +71,8 @@ def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, co
     sizes = np.bincount(of, minlength=count)
     assert list(of) == sorted(of) and len(of) == num_clients and len(sizes) == count
     assert list(sizes) == sorted(sizes) and sizes.max() - sizes.min() <= 1
+    assert grouped("rotation", 9, (1, 2, 2), 10, sizes=[1, 3, 5]).of == (0,) * 1 + (1,) * 3 + (2,) * 5
 
-
-# --- in a population ---
 
 PARTITIONS = {
     "iid": {},
@@ -125,21 +115,6 @@ def test_every_client_has_the_records_of_a_run_without_groups_shifted_as_its_gro
     assert population.caveats == plain.caveats and (len(plain.caveats) == 1) == (name == "overlapping")
 
 
-def test_where_nobody_shares_a_record_memory_is_what_it_was():
-    for kind in (ROTATION, LABEL_SHIFT):
-        assert len(made(kind).x) == 420 + 105 == len(made().x)
-
-
-def test_overlapping_clients_of_one_group_share_a_copy_and_others_have_their_own():
-    plain = made(partition=("overlapping", {"records_per_client": 400}))
-    population = made(ROTATION, partition=("overlapping", {"records_per_client": 400}))
-    for one, two in itertools.combinations(range(7), 2):
-        both = set(plain.train_of[one].tolist()) & set(plain.train_of[two].tolist())
-        shared = set(population.train_of[one].tolist()) & set(population.train_of[two].tolist())
-        assert len(both) >= 380 and len(shared) == (len(both) if GROUP_OF[one] == GROUP_OF[two] else 0)
-    assert len(population.x) <= 4 * 420 + 105 and "several clients" in population.caveats[0]
-
-
 def test_rows_stay_within_what_is_stored_and_lists_may_be_empty():
     x, y = torch.arange(4.0).view(4, 1, 1, 1), torch.arange(4)
     rows = [torch.tensor([3, 3, 0]), torch.tensor([], dtype=torch.long), torch.tensor([0, 3])]
@@ -173,24 +148,19 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     assert first.test.accuracy == pytest.approx(1 / 7)  # the mean over clients
 
 
-def test_who_is_in_which_group_is_the_truth_of_a_simulation():
-    assert facts_of(made(ROTATION)).truth == {"groups": GROUP_OF} and facts_of(made()).truth is None
-
-
-def test_to_moves_everything():
+def test_groups_are_the_truth_of_a_simulation_and_move_to_a_device():
     population = made(ROTATION, public_records=70)
+    assert facts_of(population).truth == {"groups": GROUP_OF} and facts_of(made()).truth is None
     moved = population.to("meta")
     tensors = [moved.x, moved.y, moved.public, *moved.train_of, *moved.held_out_of]
     assert {tensor.device.type for tensor in tensors} == {"meta"} and moved.test is None
     assert moved.groups == GROUP_OF and moved.num_records == population.num_records
 
 
-def digest(population):
-    return tuple(data_digests(population, b"key"))
+def test_other_groups_are_other_data_to_a_resumed_run():
+    def digest(population):
+        return tuple(data_digests(population, b"key"))
 
-
-def test_other_groups_are_other_data():
-    """A resumed run is compared with the one that was begun by this digest."""
     kinds = [None, *((name, sizes) for name in GROUPS for sizes in ({"count": 2}, {"count": 3}, SIZES))]
     assert len({digest(made(kind)) for kind in kinds}) == len(kinds)
     assert digest(made(ROTATION)) == digest(made(ROTATION))
@@ -222,22 +192,20 @@ def test_wrong_groups_are_named(kind, message):
         made(kind)
 
 
-def test_data_that_cannot_be_shifted_so_is_named():
+def test_data_that_cannot_be_shifted_is_named():
     data = dataset()
     flat = Dataset("flat", data.x.flatten(1), data.y, data.test_x.flatten(1), data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"must be label_shift if records are not square images but have shape \(4,\)"):
-        Population.partitioned(flat, num_clients=2, groups=("rotation", {"count": 2}))
     wide = Dataset("wide", data.x[..., :1], data.y, data.test_x[..., :1], data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"not square images but have shape \(1, 2, 1\), got 'rotation'"):
-        Population.partitioned(wide, num_clients=2, groups=("rotation", {"count": 2}))
     regression = Dataset("regression", data.x, data.y.float(), data.test_x, data.test_y.float(), 1)
-    with pytest.raises(UserError, match=r"`data.groups.name` must be rotation if there are no classes to rename"):
-        Population.partitioned(regression, num_clients=2, groups=("label_shift", {"count": 2}))
+    for records, name, message in [
+        (flat, "rotation", r"must be label_shift if records are not square images but have shape \(4,\)"),
+        (wide, "rotation", r"not square images but have shape \(1, 2, 1\), got 'rotation'"),
+        (regression, "label_shift", "`data.groups.name` must be rotation if there are no classes to rename"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            Population.partitioned(records, num_clients=2, groups=(name, {"count": 2}))
     turned_targets = Population.partitioned(regression, num_clients=2, groups=("rotation", {"count": 2}))
     assert turned_targets.y.dtype == torch.float32
-
-
-# --- test records that each client draws for itself ---
 
 
 @pytest.mark.parametrize("kind", [None, ROTATION])
@@ -257,24 +225,14 @@ def test_test_records_that_clients_draw_have_their_classes():
         assert set(population.held_out(client)[1].tolist()) <= set(train(population, client)[1].tolist())
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        (
-            {"test_per_client": 106},
-            "`data.test_per_client` must be at most 105, the test records .* of client 0, got 106",
-        ),
-        ({"test_per_client": 0}, "`data.test_per_client` must be at least 1, or null, got 0"),
-        (
-            {"test_per_client": 5, "held_out_per_client": 2},
-            "`data.test_per_client` must be null with data.held_out_per_client 2, got 5. .* leave out one of the two",
-        ),
-        (
-            {"test_per_client": 80, "partition": ("shards", {"max_classes": 1})},
-            "must be at most 21, the test records with classes like those of client",
-        ),
-    ],
-)
-def test_wrong_draws_are_named(options, message):
-    with pytest.raises(UserError, match=message):
-        made(**options)
+def test_wrong_draws_are_named():
+    one_class = ("shards", {"max_classes": 1})
+    with_held_out = "must be null with data.held_out_per_client 2, got 5. .* leave out one of the two"
+    for options, message in [
+        ({"test_per_client": 106}, "must be at most 105, the test records .* of client 0, got 106"),
+        ({"test_per_client": 0}, "must be at least 1, or null, got 0"),
+        ({"test_per_client": 5, "held_out_per_client": 2}, with_held_out),
+        ({"test_per_client": 80, "partition": one_class}, "at most 21, the test records with classes like those of"),
+    ]:
+        with pytest.raises(UserError, match=f"`data.test_per_client` .*{message}"):
+            made(**options)

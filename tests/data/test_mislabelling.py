@@ -32,13 +32,10 @@ def test_a_share_of_the_clients(share, count):
     assert sorted(changed) == [0.0] * (5 - count) + [1.0] * count
 
 
-def test_what_scores_a_model_keeps_its_labels():
+def test_labels_follow_from_the_seed_and_what_scores_a_model_keeps_its_own():
     right, wrong = digits(), digits(mislabelled=("records", {"share": 1.0}))
     for rows in (right.test, right.public, *right.held_out_of):
         assert torch.equal(right.y[rows], wrong.y[rows])
-
-
-def test_it_follows_from_the_seed():
     same, again, other = (digits(mislabelled=("records", {"share": 0.5}), seed=seed).y for seed in (0, 0, 1))
     assert torch.equal(same, again) and not torch.equal(same, other)
 

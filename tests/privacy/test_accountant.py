@@ -40,9 +40,6 @@ def pld_loss(events):
     return total
 
 
-# ---- rdp
-
-
 @pytest.mark.parametrize("rate", [1e-4, 0.01, 0.2, 0.5, 0.97, 1.0])
 @pytest.mark.parametrize("noise", [0.1, 0.6, 1.5, 8.0, 200.0])
 def test_vectorised_rdp_is_opacus(rate, noise):
@@ -127,9 +124,6 @@ def test_high_orders_lower_the_floor():
     assert RDP.epsilon(almost_nothing, 1e-4) < 0.0013
 
 
-# ---- gdp
-
-
 @pytest.mark.parametrize(
     ("noise", "steps", "delta", "epsilon"),
     [
@@ -160,9 +154,6 @@ def test_gdp_refuses_what_it_cannot_compose():
         GDP.epsilon([GaussianEvent(1.0, 1.0), GaussianEvent(0.1, 1.0)], 1e-5)
     with pytest.raises(UserError, match="for selections and Laplace noise"):
         GDP.epsilon([GaussianEvent(1.0, 1.0), SelectionEvent(0.1)], 1e-5)
-
-
-# ---- prv
 
 
 def test_prv_golden_values():
@@ -247,20 +238,12 @@ def test_prv_widens_its_error_where_the_grid_would_not_fit():
     assert 79.07396 <= epsilon <= 79.07396 + 0.05  # dp_accounting: 79.07396
 
 
-# ---- what holds for all of them
-
-
 @pytest.mark.parametrize("accountant", [RDP, PRV, GDP, MA], ids=lambda one: one.name)
 class TestEvery:
     event = GaussianEvent(1.0, 4.0, 3)
 
     def test_nothing_is_free_and_no_noise_is_infinite(self, accountant):
-        for events in (
-            [],
-            [GaussianEvent(0.5, 1.0, 0)],
-            [Caveat("words")],
-            [GaussianEvent(1.0, math.inf, 9)],
-        ):
+        for events in ([], [GaussianEvent(0.5, 1.0, 0)], [Caveat("words")], [GaussianEvent(1.0, math.inf, 9)]):
             assert accountant.epsilon(events, 1e-5) == 0.0
         assert accountant.epsilon([self.event, GaussianEvent(1.0, 0.0)], 1e-5) == math.inf
         assert accountant.epsilon([GaussianEvent(1.0, 1e-300)], 1e-5) == math.inf
@@ -340,9 +323,6 @@ def test_rounding_is_up(value, decimals):
 def test_unknown_accountant_names_the_nearest():
     with pytest.raises(UserError, match=r"must be one of rdp, prv, gdp, paper_ma, got 'rpd'. Did you mean `rdp`\?"):
         get_accountant("rpd")
-
-
-# ---- guarantees
 
 
 def test_guarantee_says_what_it_covers():

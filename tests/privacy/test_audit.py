@@ -46,9 +46,6 @@ def test_one_run_bounds_are_those_of_jax_privacy(shift, plain, gaussian):
     assert float(gaussian_epsilon(np.array([mu]), np.array([1e-6]))[0]) == pytest.approx(gaussian, rel=1e-5)
 
 
-# ---- one run
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     canaries=st.integers(1, 60),
@@ -111,9 +108,6 @@ def test_a_curve_of_points_lies_below_the_truth_and_meets_it():
     powers = np.linspace(0.001, 0.999, 200)
     gaps = np.array([true(power) - points(power) for power in powers])
     assert (gaps > -1e-6).all() and gaps.max() < 2e-3
-
-
-# ---- many releases
 
 
 @pytest.mark.slow

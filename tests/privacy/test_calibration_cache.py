@@ -99,9 +99,6 @@ def test_versions_name_libraries_and_code():
     assert all(name in calibration_cache._versions() for name in ("opacus", "numpy", "scipy", "code"))
 
 
-# ---- lies and damage
-
-
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(epsilon=st.floats(0.1, 20.0), lie=st.floats(0.001, 0.9999999))
 def test_a_noise_that_is_too_small_is_not_used(tmp_path, epsilon, lie):
@@ -155,9 +152,6 @@ def test_the_last_of_several_lines_counts(tmp_path):
     assert CalibrationCache(tmp_path).noises([plan_of()], RDP) == [4.0]
 
 
-# ---- places
-
-
 def test_a_place_that_cannot_be_used_is_no_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     (tmp_path / "noise_multipliers.txt").mkdir()
@@ -198,9 +192,6 @@ def test_processes_append_at_once(tmp_path):
     assert [worker.exitcode for worker in workers] == [0] * 4
     held = CalibrationCache(tmp_path).noises([plan_of(1.0 + i) for i in range(200)], RDP)
     assert held == [1.0 + i for i in range(200)]
-
-
-# ---- speed
 
 
 @pytest.mark.slow

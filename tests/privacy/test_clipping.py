@@ -71,9 +71,6 @@ def assert_equals_reference(net, x, dtype=torch.float64, channels_last=True, spa
         assert ((ours - expected).norm(dim=1) <= TOLERANCE[dtype] * scale.clamp(min=0.1)).all()
 
 
-# --- one contract for all rules: a strategy for each registered layer draws (layer, records)
-
-
 @st.composite
 def linears(draw, batch):
     inner = draw(st.sampled_from([(), (1,), (3,), (2, 20)]))
@@ -184,9 +181,6 @@ def test_module_without_rule_equals_reference(module):
     assert_equals_reference(nn.Sequential(nn.Linear(6, 6), module), torch.randn(3, 2, 6))
 
 
-# --- whole models
-
-
 class Residual(nn.Module):
     def __init__(self):
         super().__init__()
@@ -288,10 +282,7 @@ def test_fast_is_chosen_and_leaves_no_trace(net):
 
 @pytest.mark.parametrize(
     ("net", "words"),
-    [
-        (Scaled(), "`net` (Scaled)"),
-        (nn.Sequential(nn.Linear(3, 3), Scaled(), nn.PReLU()), "`1` (Scaled), `2` (PReLU)"),
-    ],
+    [(Scaled(), "`net` (Scaled)"), (nn.Sequential(nn.Linear(3, 3), Scaled(), nn.PReLU()), "`1` (Scaled), `2` (PReLU)")],
 )
 def test_modules_without_rule_are_named(net, words):
     clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
@@ -410,9 +401,6 @@ def test_loss_that_reads_parameters_is_left_to_the_reference():
 
     _, reason = clipped_sum_for(net, with_decay, torch.randn(1, 3), LABELS)
     assert reason == "vmap: the gradient of `0.weight` differs from what the layers' rules give"
-
-
-# --- what a clipped sum promises, of both engines
 
 
 @pytest.fixture(params=["vmap", "fast"])

@@ -46,9 +46,6 @@ def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
 
-# ---- writing
-
-
 def test_a_charge_is_on_disk_when_it_returns(path):
     ledger = Ledger(path, HEADER)
     ledger.charge([charge(0), charge(1)])
@@ -165,9 +162,6 @@ def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
     assert Ledger(path, HEADER).used(0, "train") == 1, "it may be on disk: it is paid"
 
 
-# ---- crashes
-
-
 def test_a_kill_between_the_lines_and_the_head_loses_nothing(written, monkeypatch):
     ledger = Ledger(written, HEADER)
     with monkeypatch.context() as patch:
@@ -216,9 +210,6 @@ def test_a_crash_before_the_first_head_goes_on(path):
     assert read_head(path).lines == 2
 
 
-# ---- what is done to the file
-
-
 def forged(lines, number, change):
     """The lines, that one changed, with the chain that it would have had."""
     body = change(lines[number - 1][: -ledger_file._TAIL])
@@ -261,10 +252,7 @@ DAMAGE = {
     "words": (lambda ls: [*ls[:2], b"nonsense\n", *ls[2:]], "line 3 an invalid line: b'nonsense"),
     "appended words": (lambda ls: [*ls, b"{}\n"], r"line 8 an invalid line: b'\{\}"),
     "an empty line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3 an invalid line"),
-    "an unknown event": (
-        lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")],
-        "line 8 an invalid line",
-    ),
+    "an unknown event": (lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")], "line 8 an invalid line"),
     "zeros": (lambda ls: [*ls[:3], b"\0\0\n", *ls[4:]], r"got 3: 4 were cut off its end, after line 3"),
     "header edited": (lambda ls: [ls[0].replace(b"0.0001", b"0.01  "), *ls[1:]], "line 1 a header that was edited"),
     "header edited, its chain too": (

@@ -47,8 +47,6 @@ def test_noise_has_the_stated_level_also_on_an_empty_sum(kind, generator):
     assert mechanism.event(5) == {Gaussian: GaussianEvent(1.0, 2.0, 5), Laplace: LaplaceEvent(2.0, 5)}[kind]
 
 
-# ---- the grid
-
 CASES = [
     (kind, clip, z, count)
     for kind, clip, z, count in itertools.product(KINDS, (1e-6, 0.3, 1.0, 20.0), (1e-4, 0.7, 5.0, 1e4), (1, 100, 10**6))

@@ -27,9 +27,6 @@ def epsilon(name, events, delta=1e-5, adjacency="add_remove"):
     return get_accountant(name, adjacency).epsilon(events, delta)
 
 
-# ---- the factor that each accountant applies
-
-
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize(("noise", "steps"), [(4.0, 1), (20.0, 50), (3.0, 7)])
 def test_full_batches_cost_what_half_of_their_noise_would(name, noise, steps):
@@ -152,9 +149,6 @@ def test_both_directions_of_a_removal_are_composed(monkeypatch):
     prv.prv_epsilon.cache_clear()
 
 
-# ---- laplace and selections
-
-
 @pytest.mark.parametrize("order", [1.5, 2.0, 17.0])
 @pytest.mark.parametrize("noise", [0.5, 2.0, 30.0])
 def test_laplace_rdp_is_the_integral(order, noise):
@@ -228,9 +222,6 @@ def test_bad_events(event, words):
 def test_unknown_relation():
     with pytest.raises(UserError, match="`adjacency` must be one of add_remove, replace_one, got 'remove'"):
         get_accountant("rdp", "remove")
-
-
-# ---- the noise-aware paper's accountant
 
 
 def test_paper_ma_golden_values():

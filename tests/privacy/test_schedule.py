@@ -31,9 +31,6 @@ def solve(schedule, accountant=RDP, purpose="train"):
     return calibrate([schedule], accountant)[0].noise_multiplier(purpose)
 
 
-# ---- frozen numbers
-
-
 @pytest.mark.parametrize(
     ("epsilon", "small_batch", "large_batch"),
     [
@@ -142,9 +139,6 @@ def test_tight_noise_golden_values():
     assert 3.20956502598 <= 6 * solve(one_phase(1.0, 0.001, 25, 1e-5), PRV) <= 3.225
 
 
-# ---- properties
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     epsilon=st.floats(0.05, 30.0),
@@ -217,12 +211,7 @@ def test_other_accountants_are_safe_and_tight(accountant, epsilon):
 
 
 @settings(deadline=None, max_examples=30)
-@given(
-    epsilon=st.floats(0.1, 20.0),
-    noise=st.floats(0.4, 10.0),
-    rate=st.floats(1e-3, 1.0),
-    before=st.integers(0, 3),
-)
+@given(epsilon=st.floats(0.1, 20.0), noise=st.floats(0.4, 10.0), rate=st.floats(1e-3, 1.0), before=st.integers(0, 3))
 def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
     event, paid = GaussianEvent(rate, noise, 3), [GaussianEvent(1.0, 8.0, before)]
     count = affordable_count(event, epsilon, 1e-5, RDP, paid)
@@ -230,9 +219,6 @@ def test_affordable_count_is_the_largest(epsilon, noise, rate, before):
         assert RDP.epsilon([*paid, repeated(event, count)], 1e-5) <= epsilon
     if count < sys.maxsize:
         assert RDP.epsilon([*paid, repeated(event, count + 1)], 1e-5) > epsilon
-
-
-# ---- behaviour
 
 
 @settings(deadline=None, max_examples=20)
@@ -318,10 +304,7 @@ def test_schedule_reads_back():
     schedule = ClientSchedule(
         1.0,
         1e-5,
-        (
-            Planned("first_round", GaussianEvent(1.0, 5.0), 1),
-            Planned("train", GaussianEvent(0.1, None, 10), 9),
-        ),
+        (Planned("first_round", GaussianEvent(1.0, 5.0), 1), Planned("train", GaussianEvent(0.1, None, 10), 9)),
     )
     assert schedule.count_of("train") == 9 and schedule.count_of("nothing") == 0
     assert schedule.noise_multiplier("first_round") == 5.0
@@ -348,10 +331,7 @@ def test_schedule_reads_back():
             ClientSchedule(
                 1.0,
                 1e-4,
-                (
-                    Planned("first_round", GaussianEvent(1.0, 1.0), 1),
-                    Planned("train", GaussianEvent(0.1, None), 1),
-                ),
+                (Planned("first_round", GaussianEvent(1.0, 1.0), 1), Planned("train", GaussianEvent(0.1, None), 1)),
             ),
             "the cost of first_round with the given noise at delta 0.0001, got 1. Raise it, or",
         ),
