@@ -1,6 +1,5 @@
 """Groups with shifted data: everyone's records as its group has them, nobody else's touched, and no copy too many."""
 
-
 import numpy as np
 import pytest
 import torch
