@@ -13,7 +13,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.config.load import from_mapping, load, save, to_yaml
+from dpfl_lightning.config.load import from_mapping, load, to_yaml
 from dpfl_lightning.config.options import (
     ClientOptions,
     DataOptions,
@@ -25,6 +25,7 @@ from dpfl_lightning.config.options import (
     check,
     departures,
 )
+from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.yaml_text import parse_yaml
 from dpfl_lightning.errors import UserError
 
@@ -221,7 +222,7 @@ def test_yaml_round_trip(options: Options) -> None:
 def test_save_and_load(tmp_path: Path) -> None:
     options = options_of("--clients.count", "3", "--privacy.epsilon", "[1,2,3]", "--privacy.noise_key", NOISE_KEY)
     assert options.privacy is not None and options.privacy.noise_key == NOISE_KEY
-    save(options, tmp_path / "options.yaml")
+    (tmp_path / "options.yaml").write_text(to_yaml(options))
     assert load(["--config", str(tmp_path / "options.yaml")])[0] == options
 
 
@@ -283,7 +284,7 @@ def test_help_lists_the_names_there_are() -> None:
         "data.name": NAMES,
         "data.partition": PARTITIONS,
         "data.groups": GROUPS,
-        "data.mislabelled": list(UNITS),
+        "data.label_noise": list(UNITS),
         "model": models.MODELS,
         "strategies": list(strategies.STRATEGIES),
     }.items():
@@ -309,6 +310,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("3: 4", ["`3` must be a known key"]),
         ("rounds: many", ["`rounds` must be a whole number, got 'many'"]),
         ("rounds: 2.5", ["`rounds` must be a whole number, got 2.5"]),
+        ("rounds: '5'", ["`rounds` must be a whole number, got '5'"]),
         ("rounds: true", ["got True"]),
         ("rounds: [1]", ["got [1]"]),
         ("rounds:", ["`rounds` must be a whole number, got None"]),
@@ -483,17 +485,15 @@ def test_help_of_a_name_shows_its_docstring_and_its_options(capsys: pytest.Captu
     assert re.search(r"^--strategies\.noise_aware\.floor +a number \(1e-06\)$", said, re.MULTILINE)
     assert "--data.partition.alpha" in told("--data.partition.help=dirichlet")
     assert "--model.width" in told("--model.help", "convnet") and "no options" in told("--data.partition.help", "iid")
-    assert "sizes" in told("--data.groups.help", "rotation") and "share" in told("--data.mislabelled.help", "records")
+    assert "sizes" in told("--data.groups.help", "rotation") and "share" in told("--data.label_noise.help", "records")
     assert "Did you mean `noise_aware`?" in error_of("--strategies.help", "noise_awar")
 
 
 def test_every_option_of_a_name_has_a_type_in_words() -> None:
-    from dpfl_lightning.config import option_help
-
-    for key in option_help.FLAGS.values():
-        for line in option_help.help_text(key, None).split("\n\n")[0].splitlines():
+    for key in REGISTRIES:
+        for line in help_text(key, None, "").split("\n\n")[0].splitlines():
             name = line.split()[0]
-            said = option_help.help_text(key, name)
+            said = help_text(key, name, "")
             assert "(no docstring)" not in said and "anything" not in said.rpartition("\n--")[2], (key, name)
 
 

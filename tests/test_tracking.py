@@ -320,12 +320,13 @@ def test_rounds_without_evaluation_and_regression(store, experiment, folder):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "reason, status", [("interrupted; go on with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
+    "reason, status", [("interrupted; resume with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
 )
-def test_an_unfinished_run_goes_on_in_the_same_mlflow_run(store, experiment, folder, reason, status):
+def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(store, experiment, folder, reason, status):
     view = a_view(folder)
     first = Tracking(experiment, uri=store)
-    play(first, view, (1, 2, 3), a_result(view, finished=False, rounds=2, reason=reason))
+    killed = status == "KILLED"
+    play(first, view, (1, 2, 3), a_result(view, finished=False, rounds=2, reason=reason, interrupted=killed))
     client, run = only_run(store, experiment)
     assert run.info.status == status and run.data.tags["status"] == reason
     assert files_of(client, run) == {"ledger.jsonl", "ledger.head"} and "test_accuracy" not in run.data.metrics
@@ -422,7 +423,7 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(sto
     assert tracking._send_at == 0.0
     with monkeypatch.context() as patch:
         patch.setattr(tracking.store.client, "log_batch", broken)
-        with pytest.warns(UserWarning, match="training goes on.*gone") as warned:
+        with pytest.warns(UserWarning, match="training continues.*gone") as warned:
             for round in (1, 2, 3):
                 tracking.on_round_end(view, a_report(view, round))
     assert len(warned) == 1 and len(tries) == 1  # neither a warning nor a wait for every round
