@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 from attack_tools import Releases
-from conftest import blobs, parts_of
+from conftest import blobs, small_loop
 from torch import Tensor, nn
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
@@ -57,18 +57,21 @@ def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, 
     seen = Releases()
     x, y = torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long)
     x.flatten()[14] = size
-    FederatedLoop(
-        Population.from_datasets([(x, y)], held_out=0.0, num_classes=2),
-        ClientModule(Steep(make(), margin)),
-        rounds=1,
+    train(x, y, 2, Steep(make(), margin), engine, clip_norm, folder, seen)
+    return seen.of_round[1][0].double()
+
+
+def train(x, y, num_classes, net, engine, clip_norm, folder, seen) -> None:
+    """One round of one client with hardly any noise."""
+    small_loop(
+        Population.from_datasets([(x, y)], held_out=0.0, num_classes=num_classes),
+        ClientModule(net),
         clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
         privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=clip_norm),
         engine=ENGINES[engine](),
-        **parts_of([seen]),
+        parts=[seen],
         output_dir=folder,
-        device="cpu",
     ).run()
-    return seen.of_round[1][0].double()
 
 
 #: margin, feature, clip norm
@@ -142,29 +145,16 @@ class EntangledGradients(nn.Module):
         return Entangled.apply(x)
 
 
-def net(mixing: nn.Module | None = None) -> nn.Module:
+def loop_of(mixing: nn.Module, folder):
     torch.manual_seed(0)
-    middle = [] if mixing is None else [mixing]
-    return nn.Sequential(*middle, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
-
-
-def loop_of(net: nn.Module, folder, **more) -> FederatedLoop:
-    return FederatedLoop(
-        blobs(),
-        ClientModule(net),
-        rounds=1,
-        clients=ClientOptions(count=4, batch_size=16),
-        privacy=PrivacyOptions(epsilon=4.0, delta=1e-3),
-        output_dir=folder,
-        device="cpu",
-        **more,
-    )
+    net = nn.Sequential(mixing, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return small_loop(module=ClientModule(net), privacy=PrivacyOptions(epsilon=4.0, delta=1e-3), output_dir=folder)
 
 
 @pytest.mark.parametrize("mixing", [Rescaled(), Capacity(6), Centred()], ids=lambda layer: type(layer).__name__)
 def test_a_net_that_mixes_records_is_refused(mixing, tmp_path):
     with pytest.raises(UserError, match="`model` must see one record at a time"):
-        loop_of(net(mixing), tmp_path / "run")
+        loop_of(mixing, tmp_path / "run")
     assert not (tmp_path / "run").exists(), "before anything is charged"
 
 
@@ -178,21 +168,12 @@ def test_a_backward_pass_that_mixes_records_moves_no_sum_too_far(engine, tmp_pat
             x[0], y[0] = 100 * x[0], (y[0] + 1) % 3
         seen = Releases()
         torch.manual_seed(0)
-        FederatedLoop(
-            Population.from_datasets([(x, y)], held_out=0.0, num_classes=3),
-            ClientModule(nn.Sequential(nn.Linear(6, 8), EntangledGradients(), nn.Linear(8, 3))),
-            rounds=1,
-            clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
-            privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=1.0),
-            engine=ENGINES[engine](),
-            **parts_of([seen]),
-            output_dir=tmp_path / str(number),
-            device="cpu",
-        ).run()
+        entangled = nn.Sequential(nn.Linear(6, 8), EntangledGradients(), nn.Linear(8, 3))
+        train(x, y, 3, entangled, engine, 1.0, tmp_path / str(number), seen)
         sums.append(seen.of_round[1][0].double() * 48)
     noise = 2 * NOISE * (math.sqrt(len(sums[0])) + 6)
     assert float((sums[1] - sums[0]).norm()) <= 2.01 + noise
 
 
 def test_a_net_that_does_not_is_not_refused(tmp_path):
-    loop_of(net(nn.LayerNorm(6)), tmp_path / "run")
+    loop_of(nn.LayerNorm(6), tmp_path / "run")

@@ -9,7 +9,7 @@ import shutil
 import pytest
 import torch
 from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
-from conftest import FIXED_KEY, PowerCut, blobs, parts_of, small_net
+from conftest import FIXED_KEY, PowerCut, small_loop, small_net
 from torch.nn import functional as F
 
 from dpfl_lightning.build import FederatedLoop
@@ -29,24 +29,24 @@ RATE = 0.25
 
 def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, parts=(), rate=RATE, **privacy) -> FederatedLoop:
     """A loop of four clients with full batches, one step a round, and no budget but the schedule's."""
-    return FederatedLoop(
-        blobs(),
-        module or ClientModule(small_net()),
+    return small_loop(
+        module=module,
         rounds=rounds,
         clients=ClientOptions(count=4, batch_size=None, learning_rate=rate),
         privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, **privacy}),
-        **parts_of([*parts, *([] if seen is None else [seen])]),
+        parts=[*parts, *([] if seen is None else [seen])],
         seed=seed,
         output_dir=folder,
-        device="cpu",
         engine=SerialEngine(),  # which calls a loss as it is
-        new_net=lambda seed: small_net(seed=seed),
     )
 
 
-def noise_std(loop: FederatedLoop, client: int, rate: float = RATE) -> float:
-    """Of one number of the client's update."""
-    return rate * NOISE / loop.settings[client].num_records
+def assert_independent(loop: FederatedLoop, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Each client's two releases, `[C, P]`, have different noise."""
+    for client in range(4):
+        noise_std = RATE * NOISE / loop.settings[client].num_records  # of one number of the client's update
+        apart = noise_apart(ours[client], theirs[client], noise_std)
+        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
 
 
 def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Tensor]:
@@ -61,23 +61,18 @@ OTHERS = [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 2}, {"clip_norm": 2.0}, {"
 
 @pytest.mark.parametrize(
     "other, key",
-    [*((other, FIXED_KEY) for other in OTHERS), (OTHERS[0], None), (OTHERS[1], None)],
-    ids=lambda given: "default" if given is None else given if isinstance(given, str) else next(iter(given)),
+    [*((other, FIXED_KEY) for other in OTHERS), (OTHERS[0], None), (OTHERS[1], None), ({}, None)],
+    ids=lambda given: "default" if given is None else given if isinstance(given, str) else next(iter(given), "nothing"),
 )
 def test_runs_that_differ_have_noise_of_their_own(other, key, tmp_path):
-    """A given key repeats a run, and no other one: what two runs release would give the noise away."""
+    """A given key repeats a run, and no other one: what two runs release would give the noise away.
+
+    Without a key even runs of one configuration differ.
+    """
     loop, ours = releases(tmp_path / "first", noise_key=key, rounds=1)
     _, theirs = releases(tmp_path / "second", **{"noise_key": key, "rounds": 1, **other})
-    unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other)), 1)  # of the other's noise
-    for client in range(4):
-        apart = noise_apart(ours[client], theirs[client] / unit, noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
-
-
-def test_runs_of_one_configuration_have_noise_of_their_own(tmp_path):
-    loop, ours = releases(tmp_path / "first")
-    _, theirs = releases(tmp_path / "second")
-    assert all(independent(noise_apart(ours[row], theirs[row], noise_std(loop, row))) for row in range(4))
+    unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other), ""), 1)  # of the other's noise
+    assert_independent(loop, ours, theirs / unit)
 
 
 def test_a_simulation_repeats_itself_and_promises_nothing(tmp_path):
@@ -183,9 +178,7 @@ def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp
     loop = run_of(folder, seen, module=kind(small_net()), reserve_rounds=1)
     loop.run(resume=True)
     assert charged(folder, 2) == 2 * 4
-    for client in range(4):
-        apart = noise_apart(before[client], seen.of_round[2][client], noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+    assert_independent(loop, before, seen.of_round[2])
 
 
 @pytest.mark.parametrize("rate", [RATE, 2 * RATE], ids=["the same", "another learning rate"])
@@ -203,11 +196,7 @@ def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
     except UserError:
         assert rate != RATE and not theirs.of_round, "what changes nothing is no mistake"
         return
-    scale = rate / RATE
-    for client in range(4):
-        pair = ours.of_round[2][client], theirs.of_round[2][client] / scale
-        apart = noise_apart(*pair, noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+    assert_independent(loop, ours.of_round[2], theirs.of_round[2] / (rate / RATE))
 
 
 def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_path):
@@ -222,6 +211,4 @@ def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_pa
     loop = run_of(folder, theirs)
     loop.run(resume=True)
     for round in (2, 3):
-        for client, pair in enumerate(zip(ours.of_round[round], theirs.of_round[round], strict=True)):
-            apart = noise_apart(*pair, noise_std(loop, client))
-            assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+        assert_independent(loop, ours.of_round[round], theirs.of_round[round])

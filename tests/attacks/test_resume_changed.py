@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attack_tools import CutBetweenRounds, cut_after_training, overspent
-from conftest import FIXED_KEY, PowerCut, blobs, small_net
+from conftest import FIXED_KEY, PowerCut, blobs, small_loop, small_net
 from torch import nn
 
 from dpfl_lightning.build import ENGINES, FederatedLoop
@@ -40,19 +40,8 @@ def loop_of(folder: Path, **changed: Any) -> FederatedLoop:
     """The run, but for what is changed; `clients` and `privacy` are changes of their own."""
     clients = ClientOptions(**{**CLIENTS, **changed.pop("clients", {})})
     privacy = changed.pop("privacy", {})
-    return FederatedLoop(
-        **{
-            "population": blobs(),
-            "module": ClientModule(small_net()),
-            "rounds": ROUNDS,
-            "clients": clients,
-            "privacy": None if privacy is None else PrivacyOptions(**{**PRIVACY, **privacy}),
-            "output_dir": folder,
-            "device": "cpu",
-            "new_net": lambda seed: small_net(seed=seed),
-            **changed,
-        }
-    )
+    privacy = None if privacy is None else PrivacyOptions(**{**PRIVACY, **privacy})
+    return small_loop(**{"rounds": ROUNDS, "clients": clients, "privacy": privacy, "output_dir": folder, **changed})
 
 
 @pytest.fixture(scope="module")

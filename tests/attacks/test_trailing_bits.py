@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 from attack_tools import Releases, attack, finest_bit, mean_loss
-from conftest import parts_of
+from conftest import small_loop
 from scipy.special import ndtr
 from torch import nn
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
@@ -105,15 +105,7 @@ class Loss(Releases):
 
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way in which clients release.
-
-    Args:
-        engine: by name.
-        module: makes the module.
-        steps: local steps of the release.
-        kind: "training", "classes" or "loss".
-        mechanism: of the noise.
-    """
+    """One way in which clients release, in so many local steps; the kind is "training", "classes" or "loss"."""
 
     engine: str = "fast"
     module: type = ClientModule
@@ -173,20 +165,17 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
     callback = {"training": lambda: Releases(fixed=True), "classes": Classes, "loss": Loss}[way.kind]()
     module = way.module() if way.module is Alone else way.module(Zeros())
     with tempfile.TemporaryDirectory() as folder:
-        FederatedLoop(
+        small_loop(
             Population.from_datasets([(own, y) for own in x], held_out=0.0, num_classes=2),
             module,
-            rounds=1,
             clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
             privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
             engine=ENGINES[way.engine](),
-            **parts_of([callback]),
+            parts=[callback],
             output_dir=Path(folder) / "run",
-            device="cpu",
         ).run()
-    if isinstance(callback, Loss):
-        middle = 1.0
-        sums = np.array([[callback.answers[client] - middle] for client in range(2 * trials)])
+    if isinstance(callback, Loss):  # 1 is the middle of its range
+        sums = np.array([[callback.answers[client] - 1.0] for client in range(2 * trials)])
     elif isinstance(callback, Classes):
         sums = callback.of_round[1][:, 0].double().numpy()
     else:
@@ -196,24 +185,16 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
     return sums[:trials], sums[trials:]
 
 
-def hold_to_the_claim(name: str, trials: int) -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "a thousand"])
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_tell_no_more_than_the_claim(name, more):
     """Guess from the finest bit of each release, and compare with what the claimed mechanism allows."""
     way = WAYS[name]
+    trials = 1000 if more else way.trials
     with_record, without = (finest_bit(own) for own in noisy_sums(name, trials + LEARN))
     usual, sure = (attack(with_record, without, LEARN, sure) for sure in (False, True))
     assert usual.success_low() <= way.success(), f"{usual.successes} of {2 * trials} guessed right"
     assert max(one.epsilon_low(way.delta) for one in (usual, sure)) <= way.epsilon, (usual, sure)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_bits_tell_no_more_than_the_claim(name):
-    hold_to_the_claim(name, WAYS[name].trials)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_bits_of_a_thousand_releases_tell_no_more_than_the_claim(name):
-    hold_to_the_claim(name, trials=1000)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -46,23 +46,18 @@ def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
 
-def test_a_charge_is_on_disk_when_it_returns(path):
-    ledger = Ledger(path, HEADER)
-    ledger.charge([charge(0), charge(1)])
-    assert read_ledger(path) == [charge(0), charge(1)]
-    assert read_head(path) == ledger.head and ledger.head.lines == 3
-
-
 def test_charges_of_a_client_and_round_are_counted_whatever_they_are_for(path):
     """Equal numbers would be equal noise in a simulation, and nothing is free because it looks like a charge before."""
     ledger = Ledger(path, HEADER)
     first = [charge(), charge(number=1), charge(number=2, purpose="other"), charge(client=1), charge(round=2)]
     ledger.charge(first)
+    assert read_ledger(path) == first, "a charge is on disk when it returns"
+    assert read_head(path) == ledger.head and ledger.head.lines == 6
     assert [ledger.charges(0, 1), ledger.charges(1, 1), ledger.charges(0, 2), ledger.charges(3, 1)] == [3, 1, 1, 0]
     ledger.close()
     again = Ledger(path, HEADER)
     assert again.charges(0, 1) == 3 and again.used(0, "train") == 3 and again.used(0, "other") == 1
-    again.charge([charge()])
+    again.charge([charge()])  # it continues where it ended
     assert again.charges(0, 1) == 4 and again.used(0, "train") == 4 and read_ledger(path) == [*first, charge()]
 
 
@@ -99,21 +94,6 @@ def test_the_header_of_equal_clients_is_short(path):
     assert verify(path, lambda _: None).header.epsilon == (2.0,) * 100_000
 
 
-def test_it_goes_on_where_it_ended(written):
-    ledger = Ledger(written, HEADER)
-    ledger.charge([charge(0, 4)])
-    ledger.close()
-    assert [one.round for one in read_ledger(written)] == [1, 1, 2, 2, 3, 3, 4]
-
-
-def test_two_writers_are_refused(path):
-    first = Ledger(path, HEADER)
-    with pytest.raises(UserError, match="being written by another run"):
-        Ledger(path, HEADER)
-    first.close()
-    Ledger(path, HEADER).close()
-
-
 def test_another_process_is_refused_but_may_read(path):
     ledger = Ledger(path, HEADER)
     ledger.charge([charge()])
@@ -124,6 +104,8 @@ def test_another_process_is_refused_but_may_read(path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
     assert done.returncode == 1 and "is being written by another run" in done.stderr
+    with pytest.raises(UserError, match="being written by another run"):
+        Ledger(path, HEADER)
     ledger.charge([charge(1)])
 
 
@@ -343,27 +325,18 @@ def test_a_checkpoint_whose_ledger_was_deleted_gets_no_new_one(written):
     assert written.read_bytes() == b"" and not head_file(written).exists()
 
 
-def test_a_checkpoint_tells_another_runs_ledger(written, tmp_path):
-    other = Ledger(tmp_path / "other.jsonl", replace(HEADER, run="ee" * 16))
-    for round in (1, 2, 3, 4):
-        other.charge([charge(0, round), charge(1, round)])
-    other.close()
-    with pytest.raises(
-        UserError, match=f"run {HEADER.run}, to which the checkpoint belongs, got that of run {'ee' * 16}"
-    ):
-        Ledger(other.path, HEADER, read_head(written))
-
-
-def test_a_ledger_rewritten_with_its_head_differs_from_the_checkpoint(written):
+def test_a_checkpoint_tells_another_ledger_from_its_own(written, tmp_path):
     saved = read_head(written)
-    head_file(written).unlink(), written.unlink()
-    cheap = Ledger(written, HEADER)
-    for round in (1, 2, 3):
-        cheap.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
-    cheap.close()
-    assert len(read_ledger(written)) == 6, "the chain has no key: it holds by itself"
-    with pytest.raises(UserError, match="line 7 a chain that differs from that in the checkpoint"):
-        Ledger(written, HEADER, saved)
+    chain = "line 7 a chain that differs from that in the checkpoint"
+    other = f"run {HEADER.run}, to which the checkpoint belongs, got that of run {'ee' * 16}"
+    for name, run, message in (("cheap", HEADER.run, chain), ("other", "ee" * 16, other)):
+        ledger = Ledger(tmp_path / name, replace(HEADER, run=run))
+        for round in (1, 2, 3):
+            ledger.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
+        ledger.close()
+        assert len(read_ledger(ledger.path)) == 6, "the chain has no key: it holds by itself"
+        with pytest.raises(UserError, match=message):
+            Ledger(ledger.path, HEADER, saved)
 
 
 def test_no_changed_byte_and_no_cut_goes_unseen(path):

@@ -13,8 +13,9 @@ from torch.func import functional_call
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for
-from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
+from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported
 from dpfl_lightning.privacy.clipping.reference import (
+    CANCELLING,
     SUM_ROUNDING,
     VmapClippedSum,
     clip_factors,
@@ -306,3 +307,56 @@ def test_the_reference_agrees_with_the_default_loss():
         summed(one, values(net), x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net)))
     )
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("contrast", [1.0, 1e-3])
+@pytest.mark.parametrize("offset", [0.0, 10.0, 1e3, 1e5])
+def test_a_record_whose_positions_cancel_adds_no_more_than_the_clip_norm(offset, contrast, order):
+    """The norm takes the mean over positions away, so that the gradients of its inputs add up to zero over them."""
+    layers = {"first": nn.Linear(64, 64), "norm": nn.GroupNorm(64, 64), "last": nn.Linear(64, 10)}
+    net = Net(lambda net, x: net.last(torch.relu(net.norm(net.first(x).mT)).mean(dim=2)), **layers)
+    with torch.no_grad():
+        net.first.weight.mul_(0.01)
+    x, y, each = offset + contrast * torch.randn(20, 8, 64), torch.arange(20) % 10, torch.arange(20)
+    added = summed(FastClippedSum(net), values(net), x, y, 1e-2, each, 20, order=order)
+    assert torch.linalg.vector_norm(added.double(), ord=order, dim=1).max() <= 1e-2 * (1 + 1e-5)
+
+
+def outer(positions, offset):
+    left = torch.randn(9, positions, 12)
+    return Outer(left - left.mean(dim=1, keepdim=True), offset + torch.randn(9, positions, 30) / 100)
+
+
+def lookup(positions, offset):
+    dy = offset * torch.randn(9, positions, 12)
+    return Lookup.merged(torch.randint(2, (9, positions)), dy - dy.mean(dim=1, keepdim=True), rows=2)
+
+
+def in_full(grads):
+    """The nine gradients in full."""
+    totals = torch.zeros(9, 24 if isinstance(grads, Lookup) else 360, dtype=torch.float64)
+    grads.add(totals, torch.ones(9, dtype=torch.float64), torch.arange(9))
+    return grads.arranged(totals).flatten(1)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("positions", [2, 7, 40])
+@pytest.mark.parametrize("offset", [0.0, 10.0, 1e3, 1e5])
+@pytest.mark.parametrize("make", [outer, lookup])
+def test_norms_are_never_below_what_is_summed(make, offset, positions, order):
+    grads = make(positions, offset).measurable(order)
+    sizes = torch.linalg.vector_norm(in_full(grads), ord=order, dim=1)
+    assert (grads.norms(order) >= sizes * (1 - 1e-12)).all()
+
+
+def test_norms_are_hardly_larger_where_positions_are_unrelated():
+    left, right, ids = torch.randn(9, 40, 12), torch.randn(9, 40, 30), torch.randint(2, (9, 40))
+    for grads in (Outer(left, right), Lookup.merged(ids, left, rows=2)):
+        assert torch.allclose(grads.norms(), in_full(grads).norm(dim=1), rtol=2e-4)
+
+
+def test_the_terms_of_a_sum_exceed_its_norm_by_no_more_than_the_bound_on_rounding_allows():
+    grads = outer(40, 1e5)
+    terms = torch.linalg.vector_norm(grads.left, dim=2) * torch.linalg.vector_norm(grads.right, dim=2)
+    assert (terms.double().sum(dim=1) <= CANCELLING * (1 + 1e-5) * grads.norms()).all()
