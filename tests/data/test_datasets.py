@@ -1,5 +1,6 @@
 """Readers on small files in the true formats, every way a file can be bad, and every way one can be fetched."""
 
+import functools
 import gzip
 import hashlib
 import http.server
@@ -12,6 +13,7 @@ import tarfile
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -218,47 +220,32 @@ def test_name_and_folder_must_exist_and_be_whole(tmp_path):
         load("mnist", str(write(tmp_path / "given", files)))
 
 
-class Server:
-    """A mirror on loopback: path -> body, or None for a body shorter than it was announced."""
-
-    def __init__(self) -> None:
-        self.files: dict[str, bytes] = {}
-        self.broken: set[str] = set()
-        self.asked: list[str] = []
-        server = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self):
-                server.asked.append(self.path)
-                body = server.files.get(self.path)
-                if body is None:
-                    return self.send_error(404)
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(cut(body) if self.path in server.broken else body)
-
-            def log_message(self, *args):
-                pass
-
-        self.http = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=self.http.serve_forever, daemon=True).start()
-        self.address = f"http://127.0.0.1:{self.http.server_address[1]}"
-
-
 @pytest.fixture
-def server():
-    server = Server()
-    yield server
-    server.http.shutdown()
-    server.http.server_close()
+def server(tmp_path):
+    """Mirrors on loopback: the folders in `files`; of the paths in `broken` half is sent, `asked` are all requests."""
+    asked, broken, files = [], set(), tmp_path / "mirrors"
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def copyfile(self, source, outputfile):
+            content = source.read()
+            outputfile.write(cut(content) if self.path in broken else content)
+
+        def log_message(self, *args):
+            asked.append(self.path)
+
+    handler = functools.partial(Handler, directory=files)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as http_server:
+        threading.Thread(target=http_server.serve_forever, args=(0.05,), daemon=True).start()
+        address = f"http://127.0.0.1:{http_server.server_address[1]}"
+        yield SimpleNamespace(address=address, files=files, broken=broken, asked=asked)
+        http_server.shutdown()
 
 
 @pytest.fixture
 def mirrored(server, monkeypatch):
     """MNIST as a small set on the second of two mirrors; the first knows nothing."""
     files = {f"{stem}.gz": gzip.compress(content, mtime=0) for stem, content in idx_files().items()}
-    server.files = {f"/good/{name}": content for name, content in files.items()}
+    write(server.files / "good", files)
     source = replace(
         sources.SOURCES["mnist"],
         mirrors=(f"{server.address}/empty/", f"{server.address}/good/"),
@@ -269,6 +256,9 @@ def mirrored(server, monkeypatch):
 
 
 def test_fetched_once_from_the_mirror_that_has_it(tmp_path, server, mirrored):
+    with pytest.raises(UserError, match="not allowed"):
+        load("mnist", download=False)
+    assert server.asked == []
     assert len(load("mnist").y) == 12
     assert snapshot(tmp_path / "cache") == {f"mnist/{name}": content for name, content in mirrored.items()}
     asked = len(server.asked)
@@ -277,11 +267,10 @@ def test_fetched_once_from_the_mirror_that_has_it(tmp_path, server, mirrored):
 
 @pytest.mark.parametrize("how", ["other content", "interrupted"])
 def test_bad_download_leaves_nothing(tmp_path, server, mirrored, how):
-    last = f"/good/{TEST_Y}.gz"
     if how == "interrupted":
-        server.broken.add(last)
+        server.broken.add(f"/good/{TEST_Y}.gz")
     else:
-        server.files[last] = b"something else"
+        (server.files / "good" / f"{TEST_Y}.gz").write_bytes(b"something else")
     with pytest.raises(UserError) as error:
         load("mnist")
     lines = str(error.value).splitlines()
@@ -289,12 +278,6 @@ def test_bad_download_leaves_nothing(tmp_path, server, mirrored, how):
     assert "/empty/: 404" in lines[2] and "/good/: " in lines[3]
     assert lines[-1].startswith("Two ways out: put train-images-idx3-ubyte.gz") and "--data.folder FOLDER" in lines[-1]
     assert snapshot(tmp_path / "cache") == {} and os.listdir(tmp_path / "cache") == []
-
-
-def test_download_false_opens_no_connection(server, mirrored):
-    with pytest.raises(UserError, match="not allowed"):
-        load("mnist", download=False)
-    assert server.asked == []
 
 
 def test_cache_that_cannot_be_written(tmp_path, monkeypatch, mirrored):

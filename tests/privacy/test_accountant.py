@@ -208,9 +208,8 @@ class TestEvery:
         assert accountant.curve(self.event, [0], 1e-5).tolist() == [0.0]
         assert accountant.curve(GaussianEvent(1.0, 0.0), [0, 2], 1e-5).tolist() == [0.0, math.inf]
 
-    @pytest.mark.parametrize(
-        ("events", "delta", "words"),
-        [
+    def test_bad_input(self, accountant):
+        for events, delta, words in [
             ([GaussianEvent(1.8, 1.0)], 1e-5, "`sample_rate` must be in .0, 1., got 1.8. Divide a batch size"),
             ([GaussianEvent(0.0, 1.0)], 1e-5, "`sample_rate`"),
             ([GaussianEvent(1.0, -1.0)], 1e-5, "`noise_multiplier` must be at least 0, got -1"),
@@ -219,11 +218,9 @@ class TestEvery:
             ([GaussianEvent(1.0, 1.0, -1)], 1e-5, "`steps` must be at least 0, got -1"),
             ([GaussianEvent(1.0, 1.0)], 0.0, "`delta` must be in .0, 1., got 0.0"),
             ([GaussianEvent(1.0, 1.0)], 1.0, "`delta`"),
-        ],
-    )
-    def test_bad_input(self, accountant, events, delta, words):
-        with pytest.raises(UserError, match=words):
-            accountant.epsilon(events, delta)
+        ]:
+            with pytest.raises(UserError, match=words):
+                accountant.epsilon(events, delta)
 
 
 @settings(deadline=None, max_examples=40)
