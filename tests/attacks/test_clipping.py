@@ -8,6 +8,7 @@ import pytest
 import torch
 from attack_tools import Releases
 from conftest import blobs, small_loop
+from reference import Net
 from torch import Tensor, nn
 
 from dpfl_lightning.build import ENGINES
@@ -37,18 +38,17 @@ class Steep(nn.Module):
         return self.logits + (out if out.dim() == 2 else out.flatten(2).sum(dim=2))
 
 
+def over_positions() -> nn.Module:
+    return Net(lambda net, x: net.layer(x).transpose(1, 2), layer=nn.Linear(64, 2, bias=False))
+
+
 LAYERS = {
     "linear": (lambda: nn.Linear(36, 2, bias=False), (36,)),
     "linear with bias": (lambda: nn.Linear(36, 2), (36,)),
-    "linear over positions": (lambda: nn.Sequential(nn.Linear(64, 2, bias=False), Transposed()), (4, 64)),
+    "linear over positions": (over_positions, (4, 64)),
     "convolution": (lambda: nn.Conv2d(1, 2, 3, bias=False), (1, 6, 6)),
     "convolution of few positions": (lambda: nn.Conv2d(16, 2, 3, bias=False), (16, 4, 4)),
 }
-
-
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
 
 
 def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, folder) -> Tensor:
@@ -91,35 +91,25 @@ def test_a_tiny_gradient_of_huge_features_is_clipped(layer, engine, tmp_path):
         assert moved <= 1.01 * clip_norm + noise, f"{moved / clip_norm:.3g} clip norms: {margin, size, clip_norm}"
 
 
-class Rescaled(nn.Module):
+def rescaled(net, x: Tensor) -> Tensor:
     """Divides the batch by its largest value, where something exceeds 8."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().max() if len(x) else x.new_ones(())
-        return torch.where(largest > 8, x * 8 / largest, x)
+    largest = x.abs().max() if len(x) else x.new_ones(())
+    return torch.where(largest > 8, x * 8 / largest, x)
 
 
-class Capacity(nn.Module):
+def capacity(net, x: Tensor) -> Tensor:
     """Two experts of one layer each, which take 16 records of a batch each and pass over the others."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(features, features) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for number, expert in enumerate(self.experts):
-            mine = (x[:, 0] > 0) == bool(number)
-            taken = mine & (mine.cumsum(dim=0) <= 16)
-            out = torch.where(taken[:, None], expert(x), out)
-        return out
+    out = x
+    for number, expert in enumerate((net.first, net.second)):
+        mine = (x[:, 0] > 0) == bool(number)
+        taken = mine & (mine.cumsum(dim=0) <= 16)
+        out = torch.where(taken[:, None], expert(x), out)
+    return out
 
 
-class Centred(nn.Module):
+def centred(net, x: Tensor) -> Tensor:
     """Subtracts the mean of a batch of more than 32 records."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(dim=0) if len(x) > 32 else x
+    return x - x.mean(dim=0) if len(x) > 32 else x
 
 
 class Entangled(torch.autograd.Function):
@@ -140,21 +130,16 @@ class Entangled(torch.autograd.Function):
         return gradient + 100 * gradient.sum(dim=0) if len(gradient) > 32 else gradient
 
 
-class EntangledGradients(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Entangled.apply(x)
-
-
 def loop_of(mixing: nn.Module, folder):
     torch.manual_seed(0)
     net = nn.Sequential(mixing, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     return small_loop(module=ClientModule(net), privacy=PrivacyOptions(epsilon=4.0, delta=1e-3), output_dir=folder)
 
 
-@pytest.mark.parametrize("mixing", [Rescaled(), Capacity(6), Centred()], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize("mixing", [rescaled, capacity, centred])
 def test_a_net_that_mixes_records_is_refused(mixing, tmp_path):
     with pytest.raises(UserError, match="`model` must see one record at a time"):
-        loop_of(mixing, tmp_path / "run")
+        loop_of(Net(mixing, first=nn.Linear(6, 6), second=nn.Linear(6, 6)), tmp_path / "run")
     assert not (tmp_path / "run").exists(), "before anything is charged"
 
 
@@ -168,7 +153,7 @@ def test_a_backward_pass_that_mixes_records_moves_no_sum_too_far(engine, tmp_pat
             x[0], y[0] = 100 * x[0], (y[0] + 1) % 3
         seen = Releases()
         torch.manual_seed(0)
-        entangled = nn.Sequential(nn.Linear(6, 8), EntangledGradients(), nn.Linear(8, 3))
+        entangled = nn.Sequential(nn.Linear(6, 8), Net(lambda net, x: Entangled.apply(x)), nn.Linear(8, 3))
         train(x, y, 3, entangled, engine, 1.0, tmp_path / str(number), seen)
         sums.append(seen.of_round[1][0].double() * 48)
     noise = 2 * NOISE * (math.sqrt(len(sums[0])) + 6)

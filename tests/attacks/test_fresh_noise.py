@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 import torch
-from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
+from attack_tools import Asks, CutBetweenRounds, Releases, cut_after_training, independent, noise_apart
 from conftest import FIXED_KEY, PowerCut, small_loop, small_net
 from torch.nn import functional as F
 
@@ -19,8 +19,6 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
@@ -49,10 +47,10 @@ def assert_independent(loop: FederatedLoop, ours: torch.Tensor, theirs: torch.Te
         assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
 
 
-def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Tensor]:
+def releases(folder, round: int = 1, resume: bool = False, **options) -> tuple[FederatedLoop, torch.Tensor]:
     seen = Releases()
     loop = run_of(folder, seen, **options)
-    loop.run()
+    loop.run(resume=resume)
     return loop, seen.of_round[round]
 
 
@@ -98,27 +96,9 @@ class Another(MeanLoss):
     """Another question, of the same fields."""
 
 
-class Asks(Releases):
-    """Asks two questions in every round, whose fields are equal."""
-
-    def __init__(self, kinds) -> None:
-        super().__init__()
-        self.answers, self._kinds = [], kinds
-
-    def plan_run(self, schedule, view):
-        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 2 * view.run.rounds)
-        return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
-
-    def plan_round(self, plan, view):
-        own = {client: view.mechanism(client, "loss") for client in plan.clients}
-        for kind in self._kinds:
-            self.answers.append(dict(view.ask(mean_loss(kind, view, own))))
-        return plan
-
-
 @pytest.mark.parametrize("kinds", [(MeanLoss, MeanLoss), (MeanLoss, Another)], ids=["twice the same", "two classes"])
 def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
-    asks = Asks(kinds)
+    asks = Asks(kinds, NOISE)
     run_of(tmp_path / "run", asks, rounds=1).run()
     first, second = asks.answers
     charges = [charge for charge in read_ledger(tmp_path / "run" / "ledger.jsonl") if charge.purpose == "loss"]
@@ -127,8 +107,6 @@ def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
 
 
 class Smoothed(ClientModule):
-    """Cross entropy with smoothed labels; an owner may keep the smoothing wherever."""
-
     def __init__(self, smoothing: float) -> None:
         super().__init__(small_net())
         self._smoothing = smoothing
@@ -157,10 +135,6 @@ def broken_off(folder, module: ClientModule, round: int = 2) -> torch.Tensor:
     return seen[round]
 
 
-def charged(folder, round: int) -> int:
-    return sum(charge.round == round for charge in read_ledger(folder / "ledger.jsonl"))
-
-
 def test_a_smoothing_that_was_edited_is_refused(tmp_path):
     folder = tmp_path / "run"
     broken_off(folder, Smoothed(0.0))
@@ -174,16 +148,15 @@ def test_a_smoothing_that_was_edited_is_refused(tmp_path):
 def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp_path):
     folder = tmp_path / "run"
     before = broken_off(folder, kind(small_net()))
-    seen = Releases()
-    loop = run_of(folder, seen, module=kind(small_net()), reserve_rounds=1)
-    loop.run(resume=True)
-    assert charged(folder, 2) == 2 * 4
-    assert_independent(loop, before, seen.of_round[2])
+    loop, after = releases(folder, 2, resume=True, module=kind(small_net()), reserve_rounds=1)
+    assert sum(charge.round == 2 for charge in read_ledger(folder / "ledger.jsonl")) == 2 * 4
+    assert_independent(loop, before, after)
 
 
-@pytest.mark.parametrize("rate", [RATE, 2 * RATE], ids=["the same", "another learning rate"])
-def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
-    """Going on with a copy, or with a backup that was restored: never the noise that was used already."""
+@pytest.mark.parametrize(
+    "rate, restored", [(RATE, False), (2 * RATE, False), (RATE, True)], ids=["copy", "copy with another rate", "backup"]
+)
+def test_a_copy_or_restored_backup_that_is_resumed_has_other_noise(rate, restored, tmp_path):
     folder, copy = tmp_path / "run", tmp_path / "copy"
     with pytest.raises(PowerCut):
         run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
@@ -191,24 +164,13 @@ def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
     ours, theirs = Releases(), Releases()
     loop = run_of(folder, ours)
     loop.run(resume=True)
+    if restored:
+        shutil.rmtree(folder)
+        copy = copy.rename(folder)
     try:
         run_of(copy, theirs, rate=rate).run(resume=True)
     except UserError:
         assert rate != RATE and not theirs.of_round, "what changes nothing is no mistake"
         return
-    assert_independent(loop, ours.of_round[2], theirs.of_round[2] / (rate / RATE))
-
-
-def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_path):
-    folder, backup = tmp_path / "run", tmp_path / "backup"
-    with pytest.raises(PowerCut):
-        run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
-    shutil.copytree(folder, backup)
-    ours, theirs = Releases(), Releases()
-    run_of(folder, ours).run(resume=True)
-    shutil.rmtree(folder)
-    shutil.copytree(backup, folder)
-    loop = run_of(folder, theirs)
-    loop.run(resume=True)
     for round in (2, 3):
-        assert_independent(loop, ours.of_round[round], theirs.of_round[round])
+        assert_independent(loop, ours.of_round[round], theirs.of_round[round] / (rate / RATE))

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attack_tools import Releases, attack, finest_bit, mean_loss
+from attack_tools import Asks, Releases, attack, finest_bit
 from conftest import small_loop
 from scipy.special import ndtr
 from torch import nn
@@ -29,7 +29,6 @@ from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.accounting.planned import Planned
 
 NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
 DELTA = 1e-5
@@ -84,23 +83,6 @@ class Classes(Releases):
 
     def plan_round(self, plan, view):
         return dataclasses.replace(plan, job=ClassGradients(2))
-
-
-class Loss(Releases):
-    """Asks every client for its mean loss, too."""
-
-    def __init__(self) -> None:
-        super().__init__(fixed=True)
-        self.answers: dict[int, float] = {}
-
-    def plan_run(self, schedule, view):
-        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 1)
-        return schedule.replan(lambda _, own: dataclasses.replace(own, planned=(*own.planned, line)))
-
-    def plan_round(self, plan, view):
-        own = {client: view.mechanism(client, "loss") for client in plan.clients}
-        self.answers = dict(view.ask(mean_loss(MeanLoss, view, own)))
-        return plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +144,11 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
     x = torch.zeros(2 * trials, RECORDS, FEATURES)  # a record of zeros has a gradient of zeros
     x[:trials, 0] = 1.0
     y = torch.tensor([0, 1])  # the other record is of another class
-    callback = {"training": lambda: Releases(fixed=True), "classes": Classes, "loss": Loss}[way.kind]()
+    callback = {
+        "training": lambda: Releases(fixed=True),
+        "classes": Classes,
+        "loss": lambda: Asks([MeanLoss], NOISE, fixed=True),
+    }[way.kind]()
     module = way.module() if way.module is Alone else way.module(Zeros())
     with tempfile.TemporaryDirectory() as folder:
         small_loop(
@@ -174,8 +160,8 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
             parts=[callback],
             output_dir=Path(folder) / "run",
         ).run()
-    if isinstance(callback, Loss):  # 1 is the middle of its range
-        sums = np.array([[callback.answers[client] - 1.0] for client in range(2 * trials)])
+    if isinstance(callback, Asks):  # 1 is the middle of its range
+        sums = np.array([[callback.answers[0][client] - 1.0] for client in range(2 * trials)])
     elif isinstance(callback, Classes):
         sums = callback.of_round[1][:, 0].double().numpy()
     else:
