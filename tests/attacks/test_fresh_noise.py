@@ -19,7 +19,9 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.fit import main as fit
+from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.clustering.ifca import Ifca
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25
@@ -174,3 +176,20 @@ def test_a_copy_or_restored_backup_that_is_resumed_has_other_noise(rate, restore
         return
     for round in (2, 3):
         assert_independent(loop, ours.of_round[round], theirs.of_round[round] / (rate / RATE))
+
+
+@pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])
+def test_choices_without_noise_are_covered_by_no_epsilon(selection, tmp_path, capsys):
+    result = small_loop(
+        rounds=2,
+        privacy=PrivacyOptions(epsilon=8.0, delta=1e-3),
+        parts=[Ifca(num_clusters=2, selection=selection)],
+        output_dir=tmp_path / "run",
+    ).run()
+    bare = selection == "paper_argmin"
+    assert [one["epsilon_spent"] is None for one in result.clients] == [bare] * 4
+    promises = json.loads((tmp_path / "run" / "guarantees.json").read_text())["clients"]
+    assert [one["epsilon"] is None for one in promises] == [bare] * 4
+    assert plan(["--ledger", str(tmp_path / "run"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [one["epsilon"] is None for one in again["clients"]] == [bare] * 4

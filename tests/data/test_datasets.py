@@ -125,18 +125,6 @@ def test_digits_split_is_fixed_and_disjoint():
     assert not any(tuple(row) in rows for row in data.test_x.flatten(1).tolist())
 
 
-def test_real_fashion_mnist(monkeypatch):
-    monkeypatch.delenv("DPFL_DATA")
-    try:
-        data = load("fashion_mnist", download=False)
-    except UserError as error:
-        pytest.skip(f"the real data set is not on this machine: {str(error).splitlines()[0]}")
-    assert data.x.shape == (60_000, 1, 28, 28) and data.test_x.shape == (10_000, 1, 28, 28)
-    assert data.y.bincount().tolist() == [6000] * 10 and data.test_y.bincount().tolist() == [1000] * 10
-    assert data.y[:5].tolist() == [9, 0, 0, 3, 0]
-    assert float(data.x.double().mean()) == pytest.approx((0.2860 - 0.1307) / 0.3081, abs=1e-3)
-
-
 def cut(content: bytes) -> bytes:
     return content[: len(content) // 2]
 

@@ -1,4 +1,4 @@
-"""Groups with shifted data: everyone's records as its group has them, nobody else's touched, and no copy too many."""
+"""Groups with shifted data: each client has the records of its group, stored once; and wrong labels."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpfl_lightning.data import Dataset, Population
-from dpfl_lightning.data.groups import GROUPS, grouped, renamed, stored, turned
+from dpfl_lightning.data import Dataset, Population, load
+from dpfl_lightning.data.groups import GROUPS, grouped, renamed, stored, turned, with_wrong_labels
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
@@ -110,7 +110,8 @@ def test_every_client_has_the_records_of_a_run_without_groups_shifted_as_its_gro
         assert torch.equal(ours, theirs)  # belong to nobody, and are shifted for nobody
     used |= {(0, row) for row in ([] if plain.public is None else plain.public.tolist())}
     assert len(population.x) == len(population.y) == len(used), "a copy for each group that uses a record, no other"
-    assert population.groups == GROUP_OF and plain.groups is None
+    assert population.groups == population.to("meta").groups == GROUP_OF and plain.groups is None
+    assert facts_of(population).truth == {"groups": GROUP_OF} and facts_of(plain).truth is None
     assert population.caveats == plain.caveats and (len(plain.caveats) == 1) == (name == "overlapping")
 
 
@@ -147,15 +148,6 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     assert first.test.accuracy == pytest.approx(1 / 7)  # the mean over clients
 
 
-def test_groups_are_the_truth_of_a_simulation_and_move_to_a_device():
-    population = made(ROTATION, public_records=70)
-    assert facts_of(population).truth == {"groups": GROUP_OF} and facts_of(made()).truth is None
-    moved = population.to("meta")
-    tensors = [moved.x, moved.y, moved.public, *moved.train_of, *moved.held_out_of]
-    assert {tensor.device.type for tensor in tensors} == {"meta"} and moved.test is None
-    assert moved.groups == GROUP_OF and moved.num_records == population.num_records
-
-
 def test_other_groups_are_other_data_to_a_resumed_run():
     def digest(population):
         return tuple(data_digests(population, b"key"))
@@ -168,22 +160,17 @@ def test_other_groups_are_other_data_to_a_resumed_run():
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (
-            ("rotatoin", {"count": 2}),
-            "`data.groups.name` must be one of rotation, label_shift.*Did you mean `rotation`",
-        ),
+        (("rotatoin", {"count": 2}), "`data.groups.name` must be one of .*Did you mean `rotation`"),
         (("rotation", {"size": [7]}), r"`data.groups.size` must be an option of rotation \(sizes, count\).*`sizes`\?"),
         (("rotation", {}), "`data.groups.sizes` must be given, or else data.groups.count.*Give sizes:"),
         (("rotation", {"count": 2, "sizes": [3, 4]}), "or else data.groups.count, not both"),
         (("rotation", {"count": 5}), "`data.groups.count` must be from 1 to 4: there are 4 quarter turns.*got 5"),
         (("rotation", {"count": 0}), "`data.groups.count` must be from 1 to 4"),
-        (("rotation", {"count": 2.0}), "`data.groups.count` must be a whole number or null, got 2.0"),
         (("label_shift", {"count": 6}), "from 1 to 5: there are 5 classes, 7 clients, got 6"),
         (("rotation", {"sizes": [1, 1, 1, 2, 2]}), r"have from 1 to 4 sizes, one a group.*got \[1, 1, 1, 2, 2\]"),
         (("rotation", {"sizes": []}), r"have from 1 to 4 sizes, one a group: there are 4 quarter turns, got \[\]"),
         (("rotation", {"sizes": [8, -1]}), "`data.groups.sizes` must be at least 1 each"),
         (("rotation", {"sizes": [3, 6]}), r"have the sum 7, clients.count, got \[3, 6\]. It is 9."),
-        (("rotation", {"sizes": 7}), "`data.groups.sizes` must be a list of whole numbers or null, got 7"),
     ],
 )
 def test_wrong_groups_are_named(kind, message):
@@ -235,3 +222,55 @@ def test_wrong_draws_are_named():
     ]:
         with pytest.raises(UserError, match=f"`data.test_per_client` .*{message}"):
             made(**options)
+
+
+def digits(**changed) -> Population:
+    options = {"num_clients": 5, "public_records": 100, "held_out_per_client": 20, **changed}
+    return Population.partitioned(load("digits"), **options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_each_clients_records(share):
+    right, wrong = digits(), digits(label_noise=("records", {"share": share}))
+    for rows, others in zip(right.train_of, wrong.train_of, strict=True):
+        assert torch.equal(rows, others)
+        changed = right.y[rows] != wrong.y[rows]
+        assert int(changed.sum()) == int(share * len(rows) + 0.5)
+        assert torch.equal(wrong.y[rows][changed], (right.y[rows][changed] + 1) % 10)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.4, 2), (0.5, 3), (1.0, 5)])
+def test_a_share_of_the_clients(share, count):
+    right, wrong = digits(), digits(label_noise=("clients", {"share": share}))
+    changed = [(right.y[rows] != wrong.y[rows]).float().mean().item() for rows in right.train_of]
+    assert sorted(changed) == [0.0] * (5 - count) + [1.0] * count
+
+
+def test_labels_follow_from_the_seed_and_what_scores_a_model_keeps_its_own():
+    right, wrong = digits(), digits(label_noise=("records", {"share": 1.0}))
+    for rows in (right.test, right.public, *right.held_out_of):
+        assert torch.equal(right.y[rows], wrong.y[rows])
+    same, again, other = (digits(label_noise=("records", {"share": 0.5}), seed=seed).y for seed in (0, 0, 1))
+    assert torch.equal(same, again) and not torch.equal(same, other)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be in .0, 1., got 1.5"),
+        ({"label_noise": ("record", {"share": 0.5})}, "Did you mean `records`"),
+        ({"label_noise": ("records", {"part": 0.5})}, "part"),
+        (
+            {"label_noise": ("records", {"share": 0.5}), "partition": ("overlapping", {}), "records_per_client": 500},
+            "clients share records",
+        ),
+    ],
+)
+def test_a_mistake_is_named(changed, words):
+    with pytest.raises(UserError, match=words):
+        digits(**changed)
+
+
+def test_a_regression_has_no_classes_to_mistake():
+    with pytest.raises(UserError, match="no classes"):
+        with_wrong_labels("records", torch.zeros(4), [torch.arange(4)], 1, np.random.default_rng(0), share=0.5)

@@ -40,18 +40,6 @@ def test_vectorised_rdp_is_opacus(rate, noise):
     np.testing.assert_allclose(ours * to_log_a, theirs * to_log_a, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("rate", "noise", "order"), [(0.01, 2.5, 1.5), (1e-4, 20.0, 3.3), (0.5, 0.7, 1.1), (0.03, 0.3, 9.4)]
-)
-def test_fractional_rdp_is_the_integral(rate, noise, order):
-    mp = pytest.importorskip("mpmath")
-    with mp.workdps(25):
-        ratio = lambda x: 1 - mp.mpf(rate) + rate * mp.exp((2 * x - 1) / (2 * mp.mpf(noise) ** 2))  # noqa: E731
-        nodes = [-12 * noise, -2, 0, 1, order, order + 12 * noise]
-        exact = mp.log(mp.quad(lambda x: mp.npdf(x, 0, noise) * ratio(x) ** order, nodes)) / (order - 1)
-    assert sampled_gaussian_rdp([rate], [noise], (order,))[0, 0] == pytest.approx(float(exact), rel=1e-9)
-
-
 HISTORIES = [
     [(1.5, 0.04, 2250)],
     [(5.0, 1.0, 1), (1.0873, 32 / 6600, 41193)],

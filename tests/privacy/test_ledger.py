@@ -109,16 +109,10 @@ def test_another_process_is_refused_but_may_read(path):
     ledger.charge([charge(1)])
 
 
-def test_a_refused_ledger_is_not_kept_locked(written):
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"`accountant` must stay 'rdp', with which the run in .* began, got 'prv'"):
-            Ledger(written, replace(HEADER, accountant="prv"))
-    Ledger(written, HEADER).close()
-
-
 def test_a_run_whose_charges_mean_something_else_is_refused(written):
     whole = written.read_bytes()
     for key, other in {
+        "`accountant` must stay 'rdp'.*, got 'prv'": {"accountant": "prv"},
         "`delta` of client 0": {"delta": (1e-3,) * 4},
         "`epsilon` of client 0": {"epsilon": (9.0,) * 4},
         "`caveats` must stay": {"caveats": ()},
@@ -130,6 +124,7 @@ def test_a_run_whose_charges_mean_something_else_is_refused(written):
         with pytest.raises(UserError, match=f"{words}.*start a new run for anything else"):
             Ledger(written, replace(HEADER, **other))
         assert written.read_bytes() == whole
+    Ledger(written, HEADER).close()  # a refused ledger is not kept locked
 
 
 def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
@@ -169,12 +164,6 @@ def test_what_a_crash_tore_was_never_paid_and_is_cut(written, torn):
     assert [one.client for one in read_ledger(written)] == [0, 1, 0, 1, 0, 1, 2]
 
 
-def test_a_torn_line_of_a_charge_that_returned_is_an_error(written):
-    written.write_bytes(written.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"must hold the 7 lines that `ledger.head` counts, got 6: 1 were cut off"):
-        Ledger(written, HEADER)
-
-
 @pytest.mark.parametrize("left", [b"", b'{"ledger": 2, "ru'])
 @pytest.mark.parametrize("head", [None, b"", b"\0" * 128])
 def test_a_crash_while_it_was_begun_begins_anew(path, left, head):
@@ -204,6 +193,18 @@ def cheaper(body):
     return body.replace(b"1.5", b"9.5")
 
 
+def looser(body):
+    return body.replace(b"0.0001", b"0.01")
+
+
+def newer(body):
+    return body.replace(b'"ledger": 2', b'"ledger": 3')
+
+
+def unchained(lines):
+    return [line[: -ledger_file._TAIL] + b"}\n" for line in lines[1:]]
+
+
 def edited(lines, number):
     return [*lines[: number - 1], cheaper(lines[number - 1]), *lines[number:]]
 
@@ -218,13 +219,11 @@ DAMAGE = {
     ),
     "the last one edited, its chain too": (
         lambda ls: forged(ls, 7, cheaper),
-        "line 7 a chain that differs from that in `ledger.head`",
+        "line 7 a chain that differs from that in",
     ),
+    "the last one torn": (lambda ls: [*ls[:6], ls[6][:-20]], "`ledger.head` counts, got 6: 1 were cut off"),
     "removed": (lambda ls: [*ls[:3], *ls[4:]], "line 4 a line that does not follow line 3: 1 of 7 were removed"),
-    "cut off": (
-        lambda ls: ls[:5],
-        r"the 7 lines that `ledger.head` counts, got 5: 2 were cut off its end, after line 5",
-    ),
+    "cut off": (lambda ls: ls[:5], "`ledger.head` counts, got 5: 2 were cut off its end, after line 5"),
     "all cut off": (lambda ls: [], r"the 7 lines that `ledger.head` counts, got 0"),
     "repeated": (lambda ls: [*ls[:4], ls[3], *ls[4:]], "line 5 a copy of line 4"),
     "the last one repeated": (lambda ls: [*ls, ls[-1]], "line 8 a copy of line 7"),
@@ -238,23 +237,14 @@ DAMAGE = {
     "zeros": (lambda ls: [*ls[:3], b"\0\0\n", *ls[4:]], r"got 3: 4 were cut off its end, after line 3"),
     "header edited": (lambda ls: [ls[0].replace(b"0.0001", b"0.01  "), *ls[1:]], "line 1 a header that was edited"),
     "header edited, its chain too": (
-        lambda ls: forged(ls, 1, lambda body: body.replace(b"0.0001", b"0.01")),
+        lambda ls: forged(ls, 1, looser),
         "line 2 a line that was edited, or that follows one",
     ),
     "no header": (lambda ls: ls[1:], "line 1 a charge: the header was removed"),
     "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 an invalid header"),
-    "another header": (
-        lambda ls: [OTHER_HEADER, *ls[1:]],
-        f"run {HEADER.run}, .*got that of run {'ff' * 16} in line 1",
-    ),
-    "an older version": (
-        lambda ls: [line[: -ledger_file._TAIL] + b"}\n" for line in ls[1:]],
-        "line 1 a charge without a chain: the ledger is from an older version",
-    ),
-    "a newer version": (
-        lambda ls: forged(ls, 1, lambda body: body.replace(b'"ledger": 2', b'"ledger": 3'))[:1],
-        "must have format 2, got 3 in line 1",
-    ),
+    "another header": (lambda ls: [OTHER_HEADER, *ls[1:]], f"run {HEADER.run}, .*got that of run {'ff' * 16} in line"),
+    "an older version": (unchained, "line 1 a charge without a chain: the ledger is from an older version"),
+    "a newer version": (lambda ls: forged(ls, 1, newer)[:1], "must have format 2, got 3 in line 1"),
 }
 
 

@@ -100,21 +100,27 @@ def test_sampling_never_costs_and_replacing_always_does():
         assert (replaced >= sampled_gaussian_rdp([rate], [noise], ORDERS)[0] * (1 - 1e-9)).all()
 
 
+REPLACING = [(0.01, 2.5, 1.5), (1e-4, 20.0, 3.3), (0.3, 1.0, 5), (0.99, 1.0, 12), (0.2, 8.0, 200)]
+ADDING = [(0.01, 2.5, 1.5), (1e-4, 20.0, 3.3), (0.5, 0.7, 1.1), (0.03, 0.3, 9.4)]
+
+
 @pytest.mark.parametrize(
-    ("rate", "noise", "order"), [(0.01, 2.5, 1.5), (1e-4, 20.0, 3.3), (0.3, 1.0, 5), (0.99, 1.0, 12), (0.2, 8.0, 200)]
+    ("rate", "noise", "order", "adjacency"),
+    [*((*case, "replace_one") for case in REPLACING), *((*case, "add_remove") for case in ADDING)],
 )
-def test_replaced_rdp_is_the_integral(rate, noise, order):
+def test_sampled_gaussian_rdp_is_the_integral(rate, noise, order, adjacency):
     mp = pytest.importorskip("mpmath")
     with mp.workdps(25):
 
         def integrand(x):
             rest = (1 - rate) * mp.npdf(x, 0, noise)
-            one, other = (rest + rate * mp.npdf(x, mean, noise) for mean in (1, -1))
+            means = (1, -1 if adjacency == "replace_one" else 0)
+            one, other = (rest + rate * mp.npdf(x, mean, noise) for mean in means)
             return other * (one / other) ** order
 
         nodes = [-1 - 12 * noise, -2, 0, 1, *(1 + 2 * order * i / 20 for i in range(1, 21)), 2 * order + 12 * noise]
         exact = mp.log(mp.quad(integrand, nodes, method="gauss-legendre")) / (order - 1)  # quick where all is smooth
-    assert sampled_gaussian_rdp([rate], [noise], (order,), "replace_one")[0, 0] == pytest.approx(float(exact), rel=1e-9)
+    assert sampled_gaussian_rdp([rate], [noise], (order,), adjacency)[0, 0] == pytest.approx(float(exact), rel=1e-9)
 
 
 def test_both_directions_of_a_removal_are_composed(monkeypatch):
