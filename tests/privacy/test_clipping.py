@@ -182,7 +182,11 @@ def residual(net, x):
     return net.head(F.adaptive_avg_pool2d(out, 1).flatten(1))
 
 
-def through_tokens(net, x):
+def viewing(net, x):
+    return net.head(net.pool(net.conv(x)).view(len(x), -1))
+
+
+def tokens(net, x):
     x = net.embed(x)
     return net.head((x + torch.tanh(net.mix(net.norm(x)))).mean(1))
 
@@ -195,9 +199,13 @@ def cnn():
     )
 
 
+def linear_of_3(forward):
+    return Net(forward, layer=nn.Linear(3, 3))
+
+
 def scaled():
     """A module with a parameter beside its layers: one unit, by vmap."""
-    net = Net(lambda net, x: net.layer(x) * net.scale, layer=nn.Linear(3, 3))
+    net = linear_of_3(lambda net, x: net.layer(x) * net.scale)
     net.scale = nn.Parameter(torch.ones(3))
     return net
 
@@ -212,9 +220,12 @@ def tied():
     return net
 
 
-def attending(net, x):
-    x = x[:, None]
-    return net.attend(x, x, x)[0].flatten(1)
+def attending():
+    def forward(net, x):
+        x = x[:, None]
+        return net.attend(x, x, x)[0].flatten(1)
+
+    return Net(forward, attend=nn.MultiheadAttention(3, 1, batch_first=True))
 
 
 IMAGES, LABELS = torch.randn(7, 1, 8, 8), torch.arange(7) % 3
@@ -222,14 +233,8 @@ ONE = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU(inplace=True), nn.Conv2d(8, 8, 3
 MODELS = {
     "cnn": cnn(),
     "residual": Net(residual, stem=nn.Conv2d(1, 8, 3, padding=1, bias=False), one=ONE, head=nn.Linear(8, 3)),
-    "viewing": Net(
-        lambda net, x: net.head(net.pool(net.conv(x)).view(len(x), -1)),
-        **{"conv": nn.Conv2d(1, 4, 3), "pool": nn.MaxPool2d(2), "head": nn.Linear(4 * 9, 3)},
-    ),
-    "tokens": Net(
-        through_tokens,
-        **{"embed": nn.Embedding(7, 8), "norm": nn.LayerNorm(8), "mix": nn.Linear(8, 8), "head": nn.Linear(8, 3)},
-    ),
+    "viewing": Net(viewing, conv=nn.Conv2d(1, 4, 3), pool=nn.MaxPool2d(2), head=nn.Linear(4 * 9, 3)),
+    "tokens": Net(tokens, embed=nn.Embedding(7, 8), norm=nn.LayerNorm(8), mix=nn.Linear(8, 8), head=nn.Linear(8, 3)),
 }
 
 
@@ -267,41 +272,28 @@ def test_fast_is_chosen_and_leaves_no_trace(name):
     assert all(torch.equal(value, state[name]) for name, value in net.state_dict().items())
 
 
-#: net -> the engine and its reason
-CHOSEN = [
-    (scaled(), FastClippedSum, "fast: exact rules but vmap for `net` (Net)"),
-    (
-        nn.Sequential(nn.Linear(3, 3), scaled(), nn.PReLU()),
-        *(FastClippedSum, "fast: exact rules but vmap for `1` (Net), `2` (PReLU)"),
-    ),
-    (
-        Net(lambda net, x: net.layer(net.layer(x)), layer=nn.Linear(3, 3)),
-        *(VmapClippedSum, "vmap: `layer` is used twice in one forward pass"),
-    ),
-    (tied(), VmapClippedSum, "vmap: `second.weight` is also a parameter of another module"),
-    (
-        linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)),
-        *(VmapClippedSum, "vmap: the gradient of `first.weight` differs from what the layers' rules give"),
-    ),
-    (  # mixes records: what one contributes depends on the others, so no sum over a batch is per record
-        Net(lambda net, x: net.layer(x - x.mean(0)), layer=nn.Linear(3, 3)),
-        *(VmapClippedSum, "vmap: the gradient of `layer.weight` differs from what the layers' rules give"),
-    ),
-    (
-        Net(attending, attend=nn.MultiheadAttention(3, 1, batch_first=True)),
-        *(VmapClippedSum, "vmap: `attend` does not map tensors to one tensor"),
-    ),
+DIFFERS = "vmap: the gradient of `{}.weight` differs from what the layers' rules give"
+REASONS = [
+    (scaled(), "fast: exact rules but vmap for `net` (Net)"),
+    (nn.Sequential(nn.Linear(3, 3), scaled(), nn.PReLU()), "fast: exact rules but vmap for `1` (Net), `2` (PReLU)"),
+    (linear_of_3(lambda net, x: net.layer(net.layer(x))), "vmap: `layer` is used twice in one forward pass"),
+    (tied(), "vmap: `second.weight` is also a parameter of another module"),
+    (linears_of_3(lambda net, x: F.linear(net.second(net.first(x)), net.first.weight)), DIFFERS.format("first")),
+    # mixes records: what one contributes depends on the others, so no sum over a batch is per record
+    (linear_of_3(lambda net, x: net.layer(x - x.mean(0))), DIFFERS.format("layer")),
+    (attending(), "vmap: `attend` does not map tensors to one tensor"),
 ]
 
 
 def test_engine_is_chosen_with_its_reason():
-    for net, engine, words in CHOSEN:
+    for net, words in REASONS:
         clipped_sum, reason = clipped_sum_for(net, None, torch.randn(1, 3), LABELS)
-        assert isinstance(clipped_sum, engine) and reason == words
+        assert isinstance(clipped_sum, FastClippedSum if words.startswith("fast") else VmapClippedSum)
+        assert reason == words
 
 
 def test_random_forward_cannot_be_checked_and_leaves_the_generator_alone():
-    net = Net(lambda net, x: F.dropout(net.layer(x), 0.5, net.training), layer=nn.Linear(3, 3))
+    net = linear_of_3(lambda net, x: F.dropout(net.layer(x), 0.5, net.training))
     before = torch.get_rng_state()
     _, reason = clipped_sum_for(net, None, torch.empty(0, 3), LABELS)
     assert reason.startswith("vmap: the gradient of")
