@@ -1,6 +1,7 @@
 """Harness of an audit: a real engine over dummy data sets, in place of a run's clients."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
+POOL = 32  # dummy records from which the canary is chosen
 NOBODY = "nobody"  # a data set whose Poisson samples are all empty
 _NEVER = 1e-12  # its sampling rate
 _NUMBERS = 1 << 25  # numbers of gradients or releases that are held at once
@@ -34,13 +36,11 @@ class Harness:
     """One engine that releases as in a run: sampling, clipping, noise, divisor, learning rate.
 
     Args:
-        engine: engine that is not set up yet.
         module: module whose parameters are the default start of releases.
         like: population that defines shape, classes and dtype of the records; its records are not read.
         records: pool of records, x `[n, *X]`, y `[n]`.
         datasets: rows `[b]` of the pool, b >= 1, by name.
         copies: number of clients with the same data set, and of its releases at once (fewer for a large net).
-        sampling: "poisson" or "shuffle".
     """
 
     def __init__(
@@ -96,14 +96,9 @@ class Harness:
     ) -> Tensor:
         """Return releases of clients with these data sets from `start` `[P]`, each with separate noise and sampling.
 
-        Args:
-            names: names of data sets, each at most `copies` times.
-            steps: local steps, >= 1.
-            together: whether the engine puts clients that take one step into one batch, as in a run.
-            again: whether to repeat the last releases, with the same charge numbers.
-
-        Returns:
-            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite for a release that is not finite.
+        Each data set may be named `copies` times. `together` puts clients that take one step into one batch, as in a
+        run; `again` repeats the last charge numbers. Returns `[len(names), P]`, or `[len(names), G, p]` for class
+        gradients; infinite for a release that is not finite.
         """
         start = self.start if start is None else start
         self._attempt += not again
@@ -133,17 +128,14 @@ class Harness:
         job: Job,
         round: int,
     ) -> RoundPlan:
-        taken: Counter[str] = Counter()
-        clients, count = [], len(names)
-        for name in names:
-            clients.append(self._first[name] + taken[name])
-            taken[name] += 1
+        taken, count = Counter(names), len(names)
         if max(taken.values()) > self.copies:
             raise ValueError(f"at most {self.copies} releases of a data set at once")
+        next_client = {name: itertools.count(self._first[name]) for name in taken}
         empty = dataclasses.replace(mechanism, sample_rate=_NEVER)
         return RoundPlan(
             round=round,
-            clients=tuple(clients),
+            clients=tuple(next(next_client[name]) for name in names),
             model_of=(0,) * count if together else tuple(range(count)),
             mechanism_of=tuple(empty if name == NOBODY else mechanism for name in names),
             steps=(steps,) * count,

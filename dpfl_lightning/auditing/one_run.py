@@ -15,8 +15,8 @@ from dpfl_lightning.auditing.bounds import (
     one_run_epsilon,
     one_run_weakness,
 )
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most
 from dpfl_lightning.auditing.harness import NOBODY, Scene
+from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent

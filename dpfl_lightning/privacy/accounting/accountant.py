@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import log_ndtr
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
 from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
@@ -44,7 +44,7 @@ class Accountant(ABC):
     together = 1  # preferred number of clients in one call of `search`
 
     def __init__(self, adjacency: str = "add_remove") -> None:
-        require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
+        require_one_of(ADJACENCIES, "adjacency", adjacency)
         self.adjacency = adjacency
         self.sensitivity = 2 if adjacency == "replace_one" else 1
 
@@ -70,9 +70,7 @@ class Accountant(ABC):
 
 def rounded_up(value: float, decimals: int) -> float:
     """Round up to this number of decimals, as every epsilon is."""
-    if not math.isfinite(value):
-        return value
-    return max(math.ceil(value * 10**decimals) / 10**decimals, value)
+    return max(math.ceil(value * 10**decimals) / 10**decimals, value) if math.isfinite(value) else value
 
 
 def epsilon_text(value: float, decimals: int = 4) -> str:
@@ -137,9 +135,7 @@ class Rdp(Accountant):
         # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
-        if pure <= certified:
-            return rounded_up(pure, 6), PURE
-        return rounded_up(certified, 6), self.description
+        return (rounded_up(pure, 6), PURE) if pure <= certified else (rounded_up(certified, 6), self.description)
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
@@ -217,8 +213,7 @@ class Prv(Accountant):
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
     Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is, or why PRV has no value: below
-    delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if one epsilon would take more than
-    `time_limit_s` seconds, which is checked between distinct events.
+    delta 1e-9, if the grid would not fit into memory, the numerics fail, or one epsilon takes over `time_limit_s`.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -345,6 +340,5 @@ def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
 
     `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
-    names = ", ".join(_ACCOUNTANTS)
-    require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))
+    require_one_of(_ACCOUNTANTS, "accountant", name)
     return _ACCOUNTANTS[name](adjacency)
