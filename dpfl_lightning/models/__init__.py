@@ -16,33 +16,22 @@ from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
 
 __all__ = ["PersonalInput", "build", "check_net"]
 
+_CNNS = (cnn_small, cnn_tiny, cnn_femnist, lenet5, convnet, resnet18, resnet20, resnet34)
 #: registry name -> function(input_shape, num_classes, **options)
-MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cnn_small": cnn_small,
-    "cnn_tiny": cnn_tiny,
-    "cnn_femnist": cnn_femnist,
-    "lenet5": lenet5,
-    "convnet": convnet,
-    "resnet18": resnet18,
-    "resnet20": resnet20,
-    "resnet34": resnet34,
-    "logistic": logistic,
-    "linear": linear,
-}
+MODELS: dict[str, Callable[..., nn.Module]] = {model.__name__: model for model in (*_CNNS, logistic, linear)}
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
     """Return a newly initialised model of `MODELS`, a module [B, *X] -> [B, num_classes]; 1 output for a regression.
 
-    Raises:
-        UserError: a name or option is unknown, a value is out of range, or the input shape does not fit.
+    Raises UserError if a name or option is unknown, a value is out of range, or the input shape does not fit.
 
     >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
     28938
     """
-    image = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
+    fits = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
     advice = f"It takes images, not records of shape {tuple(input_shape)}."
-    require(image, "model.name", "fit the data", name, advice)
+    require(fits, "model.name", "fit the data", name, advice)
     require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
     return call("model", MODELS, name, tuple(input_shape), num_classes, **options)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, require, require_one_of
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid}
 POOLINGS: dict[str, Callable[[int], nn.Module] | None] = {"avg": nn.AvgPool2d, "max": nn.MaxPool2d, "none": None}
@@ -44,9 +44,8 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     It has 67,026 parameters for 1x28x28 and 62 classes. Group norm replaces the paper's batch norm, which mixes
     records; the number of parameters is the same.
     """
-    body = []
-    for layers, channels in ((_stage(input_shape[0], 8, 5, padding=2), 8), (_stage(8, 16, 5, padding=0), 16)):
-        body += [layers[0], nn.GroupNorm(2, channels), *layers[1:]]
+    first, second = _stage(input_shape[0], 8, 5, padding=2), _stage(8, 16, 5, padding=0)
+    body = [first[0], nn.GroupNorm(2, 8), *first[1:], second[0], nn.GroupNorm(2, 16), *second[1:]]
     return _classifier("cnn_femnist", body, input_shape, [120, 84, num_classes])
 
 
@@ -74,12 +73,9 @@ def convnet(
     possible with record-level privacy.
     """
     require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
-    for option, value, known in (
-        ("activation", activation, ACTIVATIONS),
-        ("norm", norm, NORMS),
-        ("pooling", pooling, POOLINGS),
-    ):
-        require(value in known, f"model.{option}", f"be one of {', '.join(known)}", value, nearest(value, known))
+    require_one_of(ACTIVATIONS, "model.activation", activation)
+    require_one_of(NORMS, "model.norm", norm)
+    require_one_of(POOLINGS, "model.pooling", pooling)
     require(norm != "group" or width % 4 == 0, "model.width", "be a multiple of 4 for the norm `group`", width)
     channels, height, across = input_shape
     body: list[nn.Module] = []

@@ -4,9 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from dpfl_lightning.errors import nearest, require
-
-NORMS = ("group", "none")
+from dpfl_lightning.errors import require_one_of
 
 
 class BasicBlock(nn.Module):
@@ -74,7 +72,7 @@ def _resnet(
 
 
 def _convolution(channels_in: int, channels_out: int, kernel_size: int, stride: int, norm: str) -> list[nn.Module]:
-    require(norm in NORMS, "model.norm", f"be one of {', '.join(NORMS)}", norm, nearest(norm, NORMS))
+    require_one_of(("group", "none"), "model.norm", norm)
     conv = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding=kernel_size // 2, bias=False)
     return [conv, nn.GroupNorm(2, channels_out)] if norm == "group" else [conv]
 
