@@ -16,9 +16,8 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import threshold_epsilon
 from dpfl_lightning.auditing.exact import moved, with_one_more
-from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness
+from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, made_up
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
-from dpfl_lightning.auditing.records import made_up
 from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import FederatedLoop, build_engine

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import rate_interval
-from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, OneNoise, Scene
-from dpfl_lightning.auditing.records import made_up, most_opposed
+from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, OneNoise, Scene, made_up, most_opposed
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import build_engine

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -10,8 +11,7 @@ import numpy as np
 import torch
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
-from dpfl_lightning.auditing.harness import POOL, Harness, Scene
-from dpfl_lightning.auditing.records import made_up, most_opposed
+from dpfl_lightning.auditing.harness import POOL, Harness, Scene, made_up, most_opposed
 from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
@@ -57,18 +57,14 @@ def audit(
             done += 1
             tell(done, total)
         clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
-    refuted = dict.fromkeys(
-        f"client {client['client']}: {finding['check']}"
-        for client in clients
-        for finding in client["findings"]
-        if finding["refuted"]
-    )
+    all_findings = [(client["client"], finding) for client in clients for finding in client["findings"]]
+    refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
         "engine": loop.clients.engine.name,
         "seed": loop.seed,
         "confidence": confidence,
         "clients": clients,
-        "refuted": list(refuted),
+        "refuted": list(dict.fromkeys(refuted)),
         "not_audited": list(dict.fromkeys(left_out)),
     }
 
@@ -79,9 +75,8 @@ def _checks(
     """Yield the name of every check of a client, and a function that runs it."""
     context = loop.module, loop.population, loop.seed
     by_engine = {"sensitivity": exact.sensitivity, "isolation": attacks.isolation, "tiny norms": attacks.tiny_norms}
-    for engine in sorted(ENGINES):
-        for name, check in by_engine.items():
-            yield name, partial(_unless_refused, check, subject, engine, context, left_out)
+    for engine, (name, check) in itertools.product(sorted(ENGINES), by_engine.items()):
+        yield name, partial(_unless_refused, partial(check, subject, engine, *context), engine, left_out)
     if loop.clients.simulated:
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
@@ -96,12 +91,10 @@ def _checks(
     yield "one run", lambda: one_run.one_run(subject, scene())
 
 
-def _unless_refused(
-    check: Callable[..., Finding], subject: AuditTarget, engine: str, context: tuple, left_out: list[str]
-) -> list[Finding]:
+def _unless_refused(check: Callable[[], Finding], engine: str, left_out: list[str]) -> list[Finding]:
     """Return the finding for one engine, or nothing if the engine cannot run the module."""
     try:
-        return [check(subject, engine, *context)]
+        return [check()]
     except UserError as error:
         left_out.append(f"engine {engine}: {error}")
         return []

@@ -10,15 +10,17 @@ from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, convnet, lenet5, linear, logistic
-from dpfl_lightning.models.personal import PersonalInput
-from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
+from dpfl_lightning.models import nets
+from dpfl_lightning.models.nets import PersonalInput
 
 __all__ = ["PersonalInput", "build", "check_net"]
 
-_CNNS = (cnn_small, cnn_tiny, cnn_femnist, lenet5, convnet, resnet18, resnet20, resnet34)
+_CNNS = (nets.cnn_small, nets.cnn_tiny, nets.cnn_femnist, nets.lenet5, nets.convnet)
+_RESNETS = (nets.resnet18, nets.resnet20, nets.resnet34)
 #: registry name -> function(input_shape, num_classes, **options)
-MODELS: dict[str, Callable[..., nn.Module]] = {model.__name__: model for model in (*_CNNS, logistic, linear)}
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    model.__name__: model for model in (*_CNNS, *_RESNETS, nets.logistic, nets.linear)
+}
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
