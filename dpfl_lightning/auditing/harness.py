@@ -70,12 +70,8 @@ class OneNoise(Streams):
 class Harness:
     """One engine that releases as in a run: sampling, clipping, noise, divisor, learning rate.
 
-    Args:
-        module: module whose parameters are the default start of releases.
-        like: population that defines shape, classes and dtype of the records; its records are not read.
-        records: pool of records, x `[n, *X]`, y `[n]`.
-        datasets: rows `[b]` of the pool, b >= 1, by name.
-        copies: number of clients with the same data set, and of its releases at once (fewer for a large net).
+    The parameters of `module` are the default start of releases. `like` defines shape, classes and dtype of the records
+    (its records are not read); `datasets` are rows `[b]`, b >= 1, of `records` (x, y), each held by `copies` clients.
     """
 
     def __init__(
@@ -181,22 +177,12 @@ class Harness:
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects that the noisy checks of one client share.
+    """Objects that the noisy checks of one client share."""
 
-    Args:
-        harness: the run's engine with all data sets, for full and empty batches.
-        drawing: the same engine, with batches drawn as in the run.
-        gradients: clipped gradients of the canary and of the records around it, `[P]`.
-        canaries: rows of the canaries of the one-run check, `[m]`, and rows that replace excluded ones, or None.
-        included: results of the coins, `[m]` bool.
-        significance: probability that a sound build fails one check.
-        most: largest number of releases with the canary, and of those without.
-    """
-
-    harness: Harness
-    drawing: Harness
-    gradients: tuple[Tensor, Tensor]
-    canaries: tuple[Tensor, Tensor | None]
-    included: np.ndarray
-    significance: float
-    most: int
+    harness: Harness  # the run's engine with all data sets, for full and empty batches
+    drawing: Harness  # the same engine, with batches drawn as in the run
+    gradients: tuple[Tensor, Tensor]  # clipped gradients of the canary and of the records around it, [P]
+    canaries: tuple[Tensor, Tensor | None]  # rows of the one-run check [m], and rows that replace excluded ones
+    included: np.ndarray  # results of the coins, [m] bool
+    significance: float  # probability that a sound build fails one check
+    most: int  # largest number of releases with the canary, and of those without

@@ -208,9 +208,7 @@ def _initialise(layer: nn.Module) -> None:
 class InputTransform(nn.Module):
     """`scale * x + shift`: one scale for each channel (of images) or feature, one shift for each number.
 
-    It begins as the identity. It has 785 parameters for 1x28x28, 3,075 for 3x32x32, 20 for ten features.
-
-    Reference: Yang et al. (2023), PRIVATEFL.
+    It begins as the identity (Yang et al., 2023, PRIVATEFL): 785 parameters for 1x28x28, 20 for ten features.
     """
 
     def __init__(self, input_shape: Sequence[int]) -> None:

@@ -26,8 +26,8 @@ def in_companies(
     watched records replace them.
     """
     answers = []
-    for multiples, records in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
-        records = max(len(x), min(most, records))
+    for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
+        records = max(len(x), min(most, crowd))
         try:
             answers.append(look(*in_company(x, y, multiples, records)))
         except (RuntimeError, ValueError):
@@ -36,11 +36,10 @@ def in_companies(
 
 
 def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Build a batch of N `records` with the W >= 1 watched records `x` at the first position, the last and between.
+    """Return N `records`, their labels, and the positions of the W >= 1 watched `x`, evenly from the first to the last.
 
     The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
-    table, are rolled within the record. Labels are permuted. Returns records, labels, and positions of the watched
-    ones.
+    table, are rolled within the record. Labels are permuted.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()

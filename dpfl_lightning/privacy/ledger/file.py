@@ -47,10 +47,9 @@ class Charge:
 class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
-    `delta` and `epsilon`, the budget (inf means none), are those of each client. `caveats` are those of every guarantee
-    of the run. `identity` is everything that determines the run's releases, ready for JSON, see `federated.identity`; a
-    run can be resumed only with the same one. `run` is a random name, which tells apart two ledgers of one
-    configuration.
+    `delta` and `epsilon`, the budget (inf means none), are those of each client. `identity` is everything that
+    determines the run's releases, ready for JSON: a run can be resumed only with the same one. The random name `run`
+    tells apart two ledgers of one configuration.
     """
 
     accountant: str
@@ -80,17 +79,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Verified:
-    """Result of `verify`: header, end of the file, and content of the head file, which is at most one charge earlier.
-
-    `size` is the number of bytes of all complete lines; `torn` bytes follow, of a line that is being written or that a
-    crash interrupted.
-    """
+    """Result of `verify`: header, end of the file, and content of the head file, at most one charge earlier."""
 
     header: Header
     end: Head
     head: Head | None
-    size: int
-    torn: int
+    size: int  # bytes of all complete lines
+    torn: int  # bytes after them, of a line that is being written or that a crash interrupted
 
 
 def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None = None) -> Verified:

@@ -58,10 +58,7 @@ def ledger_of(folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Releases of one client by purpose, and their noised steps.
-
-    `epsilon` is composed again; inf means no guarantee. Several runs together have no budget (inf).
-    """
+    """Releases of one client by purpose, and their noised steps; inf means no guarantee, or no budget."""
 
     releases: dict[str, int]
     steps: int
@@ -131,9 +128,8 @@ class LedgerReport:
 def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
     """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
-    `paths` are those of different runs of the same clients: client 3 of one must be client 3 of the others, with the
-    same records, which a ledger cannot show. `accountant` and `delta` (of every client, in (0, 1)) replace those of the
-    headers, otherwise the largest delta of a client counts.
+    The runs are those of the same clients, with the same records, which a ledger cannot show. `accountant` and `delta`
+    (of every client, in (0, 1)) replace those of the headers; otherwise the largest delta of a client counts.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
