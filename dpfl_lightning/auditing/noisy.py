@@ -85,8 +85,10 @@ def canary(subject: AuditTarget, scene: Scene) -> Finding:
     directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
     significance_each = scene.significance / len(directions)
     count = min(scene.most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
-    scores = _projected(subject, scene.harness, mechanism, 1, directions, count, together=subject.main.steps == 1)
-    ends = [shift_interval(inside, outside, significance_each) for inside, outside in scores.transpose(2, 0, 1)]
+    names, together = [WITH, WITHOUT], subject.main.steps == 1
+    scores = _several(subject, scene.harness, names, mechanism, 1, count, together, lambda d: -(d @ directions.T))
+    pairs = scores.double().cpu().numpy().transpose(2, 0, 1)
+    ends = [shift_interval(inside, outside, significance_each) for inside, outside in pairs]
     low, high = max(ends)
     delta = subject.settings.delta
     bound, claim = (float(gaussian_epsilon(np.array([max(mu, 0.0)]), np.array([delta]))[0]) for mu in (low, subject.mu))
@@ -121,25 +123,26 @@ def _laplace_canary(subject: AuditTarget, scene: Scene) -> Finding:
 
     count = min(scene.most, STEPS)
     scores = _several(subject, harness, [WITH, WITHOUT], mechanism, 1, count, subject.main.steps == 1, score)
-    return _by_threshold("canary", "one full-batch step", subject, 1, scores.double().cpu().numpy(), scene.significance)
+    return _by_threshold("canary", "one full-batch step", subject, 1, scores, scene.significance)
 
 
 def one_round(subject: AuditTarget, scene: Scene) -> Finding:
     """Check a whole round with sampled records, with and without the canary, by a threshold on the releases."""
     canary_gradient, other = scene.gradients
-    direction = (canary_gradient - other if subject.replace_one else canary_gradient)[None]
+    direction = (canary_gradient - other if subject.replace_one else canary_gradient)[:, None]
     steps = subject.main.steps
     count = min(scene.most, max(100, min(1000, STEPS // (2 * steps))))
-    scores = _projected(subject, scene.drawing, subject.mechanism, steps, direction, count, together=True)
+    names, mechanism = [WITH, WITHOUT], subject.mechanism
+    scores = _several(subject, scene.drawing, names, mechanism, steps, count, True, lambda d: -(d @ direction))
     return _by_threshold("round", f"{steps} sampled steps", subject, steps, scores, scene.significance)
 
 
 def _by_threshold(
-    check: str, what: str, subject: AuditTarget, steps: int, scores: np.ndarray, significance: float
+    check: str, what: str, subject: AuditTarget, steps: int, scores: Tensor, significance: float
 ) -> Finding:
     """Compare the epsilon that scores `[2, n, 1]` with and without the canary prove with the claim for these steps."""
     delta, count = subject.settings.delta, scores.shape[1]
-    inside, outside = scores[..., 0]
+    inside, outside = scores.double().cpu().numpy()[..., 0]
     bound = threshold_epsilon(inside, outside, significance, delta)
     claim = subject.accountant.epsilon([subject.planned.event(steps)], delta)
     return Finding(
@@ -151,21 +154,6 @@ def _by_threshold(
         confidence=1 - significance,
         figures={"releases": count, "epsilon_low": bound, "epsilon_claimed": claim},
     )
-
-
-def _projected(
-    subject: AuditTarget,
-    harness: Harness,
-    mechanism: Mechanism,
-    steps: int,
-    directions: Tensor,
-    count: int,
-    together: bool,
-) -> np.ndarray:
-    """Project releases with and without the canary on directions `[d, P]`: `[2, count, d]`, high for "with"."""
-    names, projection = [WITH, WITHOUT], directions.T
-    scores = _several(subject, harness, names, mechanism, steps, count, together, lambda d: d @ projection)
-    return -scores.double().cpu().numpy()
 
 
 def _several(

@@ -43,9 +43,8 @@ def one_run(subject: AuditTarget, scene: Scene) -> list[Finding]:
     delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
     levels = (scene.significance / 2, USUAL)
     epsilons = [bounds.one_run_epsilon(m, tallies, level, delta) for level in levels]
-    weakness = [
-        bounds.one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels
-    ]
+    claimed = partial(_claimed_curve, subject, events)
+    weakness = [bounds.one_run_weakness(m, tallies, level, claimed) for level in levels]
     of_curve = [subject.accountant.epsilon(_weaker(events, divisor), delta) if divisor else 0.0 for divisor in weakness]
     best, steps = max(tallies, key=lambda tally: tally[1] / tally[0]), sum(event.steps for event in events)
     figures = {"canaries": m, "tallies": [list(tally) for tally in tallies], "epsilon_claimed": claim}

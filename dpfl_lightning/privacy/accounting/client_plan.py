@@ -26,17 +26,14 @@ from dpfl_lightning.runtime.notice import slow_notice
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """All releases of one client with solved noise, and the guarantee of the whole schedule.
-
-    `batch_size` is the expected number of records in a step, `epsilon_alone` the epsilon of each line of the schedule.
-    """
+    """All releases of one client with solved noise, and the guarantee of the whole schedule."""
 
     schedule: ClientSchedule
     guarantee: Guarantee
     accountant: str
     num_records: int
-    batch_size: int
-    epsilon_alone: tuple[float, ...]
+    batch_size: int  # expected number of records in a step
+    epsilon_alone: tuple[float, ...]  # of each line of the schedule
 
     @property
     def noise_multiplier(self) -> float:

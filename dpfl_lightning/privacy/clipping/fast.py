@@ -103,12 +103,10 @@ class FastClippedSum:
     rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
     module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
-    Args:
-        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It only affects rounding.
-        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU.
-            Pooling is then ten times faster, but a net that calls `.view` on a feature map does not support it.
-        sparse: names of convolutions whose output gradients are mostly zeros on random data, from `sparse_layers`.
-            Private records never influence how a pass is computed.
+    A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
+    `channels_last` is the memory format in which records `[B, C, H, W]` enter a net with max-pooling on a CPU: ten
+    times faster, but `.view` of a feature map fails. `sparse` names convolutions whose output gradients are mostly
+    zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
@@ -217,10 +215,9 @@ class FastClippedSum:
 
     @contextmanager
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
-        """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
+        """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
 
-        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads`, or `dys` without
-        wanted parameters. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead, which fills `grads`, or `dys` if none is wanted.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -270,10 +267,9 @@ def clipped_sum_for(
     """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
 
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
-    in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
-    (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
-    another. Dropout layers are off in the check. Without `chunk`, shapes alone decide the number of records in a pass.
-    No record is read, only shape and dtype of the examples `[B, ...]`, B >= 0. Integer labels are drawn from 0 and 1.
+    in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in float32 for a model without
+    float64), with dropout off. Otherwise it is the reference, in which no record can influence another. No record is
+    read, only shape and dtype of the examples `[B, ...]`, B >= 0; shapes alone decide a `chunk` of None.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
