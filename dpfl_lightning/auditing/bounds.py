@@ -18,9 +18,6 @@ Curve = Callable[[float], float]  # power of a test -> its smallest possible fal
 _FAR = 300.0  # t statistic beyond which noncentral t probabilities cannot be evaluated
 
 
-# ---- one run with many canaries, each included by a fair coin
-
-
 def guesses(scores: np.ndarray, included: np.ndarray, each_side: Sequence[int]) -> list[RunTotals]:
     """Guess that the k highest scores were included and the k lowest were not, for every k of `each_side`.
 
@@ -144,9 +141,6 @@ def _largest(refuted: Callable[[float, RunTotals], bool], tallies: Sequence[RunT
             middle = (low + high) / 2
             low, high = (middle, high) if refuted(middle, totals) else (low, middle)
     return low
-
-
-# ---- many releases with and without one canary
 
 
 def threshold_epsilon(inside: np.ndarray, outside: np.ndarray, significance: float, delta: float) -> float:
