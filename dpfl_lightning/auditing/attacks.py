@@ -117,10 +117,8 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
 
     first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
     first_releases = released(first)
-    simulations = [
-        harness(Streams.simulated("0" * 32, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
-    ]
-    simulated = [released(simulation) for simulation in simulations]
+    others = ((0, "a run"), (1, "a run"), (0, "another run"))
+    simulated = [released(harness(Streams.simulated("0" * 32, *other))) for other in others]
     pairs = {
         "two starts": (first_releases, released(second)),
         "made again": (first_releases, released(first, again=True)),

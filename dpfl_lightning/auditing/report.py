@@ -75,8 +75,8 @@ def text(found: Mapping[str, Any]) -> str:
             "bound at or below its claim proves nothing; one above it would have refuted the build."
         )
     parts += [f"Not audited: {words}." for words in found["not_audited"]]
-    parts += ["\n".join(f"{check}: {MEANING[check]}." for check in checks)] if checks else []
-    return "\n\n".join(parts)
+    parts.append("\n".join(f"{check}: {MEANING[check]}." for check in checks))
+    return "\n\n".join(filter(None, parts))
 
 
 def claim_words(client: Mapping[str, Any]) -> str:

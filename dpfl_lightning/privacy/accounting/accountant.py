@@ -105,10 +105,9 @@ def finite_or_none(value: float) -> float | None:
 class Rdp(Accountant):
     """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
-    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports: it supports
-    neither replace_one with sampled batches nor Laplace noise. It is a few per cent above the tight value. A target at
-    or below the floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at
-    any delta.
+    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports (not replace_one
+    with sampled batches, nor Laplace noise), a few per cent above the tight value. A target at or below the floor
+    (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> [Rdp(relation).epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) for relation in ADJACENCIES]
@@ -249,8 +248,8 @@ class Prv(Accountant):
 class Gdp(Accountant):
     """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
 
-    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022).
-    Opacus' accountant of the same name is not offered: for sampled batches its approximation lies below the true value.
+    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022). For
+    sampled batches, Opacus' accountant of the same name gives values below the truth.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)
@@ -290,7 +289,7 @@ class Gdp(Accountant):
 
 
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, by bisection, rounded up, [n].
+    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, rounded up, [n].
 
     `mu` [n] >= 0 is sensitivity / noise std of each Gaussian mechanism, inf without noise; `delta` [n] is in (0, 1).
     """

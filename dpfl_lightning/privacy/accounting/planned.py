@@ -113,8 +113,8 @@ class ClientSchedule:
 class SpentEpsilon:
     """Computes what a client has spent after a number of releases of each purpose, for progress and curves.
 
-    Each curve is computed once. The values never exceed the epsilon of the whole schedule and are infinite from the
-    first `NonPrivateEvent` release on. The final values come from composing the ledger again.
+    The values never exceed the epsilon of the whole schedule and are infinite from the first `NonPrivateEvent` release
+    on. The final values come from composing the ledger again.
     """
 
     def __init__(self, accountant: Accountant) -> None:

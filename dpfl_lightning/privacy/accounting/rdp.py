@@ -134,8 +134,8 @@ def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple
 def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
     """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
 
-    log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1) (Mironov, 2017, table II). A shift spread over several
-    coordinates costs less than a shift in one coordinate, because the divergence is convex in the shift.
+    Reference: Mironov (2017), table II. A shift spread over several coordinates costs less than a shift in one
+    coordinate, because the divergence is convex in the shift.
     """
     a, b = np.asarray(orders, dtype=float), noise_multiplier
     left, right = np.log(a / (2 * a - 1)) + (a - 1) / b, np.log((a - 1) / (2 * a - 1)) - a / b

@@ -21,9 +21,8 @@ def in_companies(
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
-    `look` gets records `[N, *X]`, labels `[N]` and the positions `[W]` of the watched records `x` `[W, *X]` in them;
-    the large batch has at most `most` records. If a net or a loss raises an error for the other records, copies of the
-    watched records replace them.
+    `look` gets records `[N, *X]`, N <= `most`, labels `[N]` and the positions `[W]` of the watched records in them. If
+    a net or a loss raises an error for the other records, copies of the watched records replace them.
     """
     answers = []
     for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):

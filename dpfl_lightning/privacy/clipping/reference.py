@@ -100,11 +100,9 @@ class ClippedSum(Protocol):
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
         """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
-        ...
 
     def enter(self, x: Tensor) -> Tensor:
         """Return `x` `[B, *X]` in the memory format that suits the net best; the values are unchanged."""
-        ...
 
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
