@@ -15,11 +15,18 @@ from dpfl_lightning.models.nets import PersonalInput
 
 __all__ = ["PersonalInput", "build", "check_net"]
 
-_CNNS = (nets.cnn_small, nets.cnn_tiny, nets.cnn_femnist, nets.lenet5, nets.convnet)
-_RESNETS = (nets.resnet18, nets.resnet20, nets.resnet34)
-#: registry name -> function(input_shape, num_classes, **options)
+#: registry name -> function(input_shape, num_classes, **options); `names_in` reads the names from this source
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    model.__name__: model for model in (*_CNNS, *_RESNETS, nets.logistic, nets.linear)
+    "cnn_small": nets.cnn_small,
+    "cnn_tiny": nets.cnn_tiny,
+    "cnn_femnist": nets.cnn_femnist,
+    "lenet5": nets.lenet5,
+    "convnet": nets.convnet,
+    "resnet18": nets.resnet18,
+    "resnet20": nets.resnet20,
+    "resnet34": nets.resnet34,
+    "logistic": nets.logistic,
+    "linear": nets.linear,
 }
 
 
