@@ -10,20 +10,14 @@ from torch import Tensor
 
 from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require_one_of
 
 NAMES = (*SOURCES, "digits", "diabetes")
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """One public data set in memory.
-
-    Args:
-        x, test_x: [n, *X] and [m, *X] float32, normalised inputs.
-        y, test_y: [n] and [m] int64 labels in [0, num_classes), or float32 targets of a regression.
-        num_classes: number of classes; 1 for a regression.
-    """
+    """A public data set: `x` [n, *X] float32, normalised; `y` [n] int64, or float32 for a regression (1 class)."""
 
     name: str
     x: Tensor
@@ -41,22 +35,18 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     """Return a data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
     Nothing is charged for the constants, as they are not from the records; those of `diabetes` were computed from all
-    its records when it was published. IDX and CIFAR files keep their official split.
+    its records when it was published. Raises UserError if a file is missing (`DataMissing`), truncated or corrupt.
 
     Args:
         name: one of `NAMES`; scikit-learn's `digits` and `diabetes` (a regression) are always available.
-        folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
-            cache.
-        download: whether to download missing files; False never opens a connection.
-
-    Raises:
-        UserError: the name is unknown, or a file is missing (`DataMissing`), truncated or corrupt.
+        folder: of the files, or its parent if it is called `name`. None: the system's package, or the cache.
+        download: False never opens a connection.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require(name in NAMES, "data.name", f"be one of {', '.join(NAMES)}", name, nearest(name, NAMES))
+    require_one_of(NAMES, "data.name", name)
     if name == "digits":
         return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
     if name == "diabetes":

@@ -14,12 +14,9 @@ Parts = list[np.ndarray]
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
     """Divide records among clients by the partition called `name`, a key of `PARTITIONS`; no client gets none.
 
-    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee. All but
-    `overlapping` give every record to at most one client. The option `records_per_client` (not for `sizes`) first draws
-    as many records as all clients need; it is the exact size in equal parts, otherwise the mean.
-
-    Raises:
-        UserError: a name or option is unknown, there are too few records, or a value is out of range.
+    It reads labels, and is outside any guarantee. All but `overlapping` give every record to at most one client. The
+    option `records_per_client` (not for `sizes`) first draws as many records as all clients need; it is the exact size
+    in equal parts, otherwise the mean.
 
     >>> labels, rng = np.zeros(10), np.random.default_rng(0)
     >>> [part.size for part in partition("iid", labels, 3, rng)]
@@ -67,13 +64,8 @@ def dirichlet(
     """Cut every class in proportions drawn from Dir(alpha, ..., alpha) over the clients.
 
     The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
-
-    Args:
-        alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
-        min_records: smallest number of records of a client, >= 1.
-        max_draws: largest number of draws.
-
-    Reference: class-wise as in the public code of the papers, which state no minimum.
+    With a smaller `alpha` > 0 a client has fewer classes; infinity gives equal shares. Reference: class-wise as in the
+    public code of the papers, which state no minimum.
     """
     require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
     mean = len(labels) // num_clients
@@ -95,19 +87,14 @@ def dirichlet(
             f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
             f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
         )
-    cuts_of = zip(classes, ends[:, :-1], strict=True)
-    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in cuts_of]
+    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in zip(classes, ends[:, :-1], strict=True)]
     return [np.concatenate(part) for part in zip(*pieces, strict=True)]
 
 
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
     """Each client gets `max_classes` random shards of one class each, and so has at most that many classes.
 
-    Unlike in the papers' code, no shard contains two classes.
-
-    Args:
-        max_classes: number of shards of a client; large enough that every class has a shard, and small enough that
-            every shard has a record.
+    Unlike in the papers' code, no shard contains two classes. Every class needs a shard, and every shard a record.
     """
     classes, sizes = np.unique(labels, return_counts=True)
     total = num_clients * max_classes
@@ -137,22 +124,15 @@ def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes:
 def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
     """Each client draws records from all of them, without repetition.
 
-    It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
-    of a client then covers only that client's releases, which `Population.caveats` states.
+    A record may be at several clients; a guarantee then covers only one client's releases (`Population.caveats`).
     """
-    most = len(labels)
-    must = f"be from 1 to the {most} records"
-    require(1 <= records_per_client <= most, "data.records_per_client", must, records_per_client)
-    return [rng.choice(most, records_per_client, replace=False) for _ in range(num_clients)]
+    must = f"be from 1 to the {len(labels)} records"
+    require(1 <= records_per_client <= len(labels), "data.records_per_client", must, records_per_client)
+    return [rng.choice(len(labels), records_per_client, replace=False) for _ in range(num_clients)]
 
 
 PARTITIONS: dict[str, Callable[..., Parts]] = {
-    "iid": iid,
-    "stratified": stratified,
-    "dirichlet": dirichlet,
-    "shards": shards,
-    "sizes": sizes,
-    "overlapping": overlapping,
+    function.__name__: function for function in (iid, stratified, dirichlet, shards, sizes, overlapping)
 }
 
 
@@ -172,9 +152,8 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Return disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
 
-    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) is
-    used for all clients and classes: the largest for which no class runs out of test records. Counts are rounded at
-    random (systematic sampling), so a share is accurate to one record in each class; it may be empty.
+    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) holds
+    for all: the largest for which no class runs out. Counts are rounded at random (systematic sampling).
     """
     num_clients, num_classes = class_counts.shape
     needed, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]

@@ -66,12 +66,9 @@ def _run(*argv: str, cwd: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, and where to download it.
+    """A data set: its published files with their md5, and addresses (`mirrors`) that hold all of them.
 
-    Args:
-        mean: subtracted from values in [0, 1], for every channel; the divisor `std` follows.
-        md5_of: published files -> md5.
-        mirrors: addresses that hold all of them.
+    `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows.
     """
 
     layout: IdxFiles | CifarFiles

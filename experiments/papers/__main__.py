@@ -108,7 +108,7 @@ def _draw(experiment: Experiment, scale: str, results: Path, overrides: Override
     panels = experiment.panels(cells) if cells else []
     if not panels:
         return None
-    from dpfl_lightning.reporting.figures import panels_figure, save_svg
+    from experiments.papers.drawing import panels_figure, save_svg
 
     figure = panels_figure(experiment.title, panels)
     path = figure_path(experiment, scale, results, overrides)

@@ -33,7 +33,6 @@ class RunPlan:
         schedule: every release of the run, its noise solved with `accountant`.
         caveats: sentences that every guarantee of the run must contain.
         strategies: class of each deciding strategy -> digest of its settings and source.
-        options: the resolved configuration, if there is one.
     """
 
     rounds: int
@@ -90,8 +89,7 @@ class Clients(Protocol):
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         """Agree to the plan and open the ledger in the run's folder; UserError if it is the ledger of another run.
 
-        `saved` is `state_dict()` of the last checkpoint, if there is one; `ended` says that the run releases nothing
-        more.
+        `saved` is `state_dict()` of the last checkpoint; `ended` says that the run releases nothing more.
         """
 
     def change(self, schedule: RunSchedule) -> None:

@@ -31,8 +31,6 @@ class LocalTraining:
 class ClassGradients:
     """The noised sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
 
-    A class without records has a row, too.
-
     Args:
         parameters: names of the parameters whose p gradient entries are clipped and sent; None is all, p = P.
         augmentation: public transformation of every record, the same for all clients.

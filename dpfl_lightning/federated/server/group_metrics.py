@@ -1,7 +1,4 @@
-"""Accuracy of the true groups of clients (`Facts.truth`, known in simulations), and how well clusters match them.
-
-They are for reports, never for a strategy.
-"""
+"""Accuracy of the true groups of clients (`Facts.truth`, in simulations), and how well clusters match them."""
 
 import math
 from collections import Counter

@@ -36,13 +36,9 @@ def round_metrics(
 ) -> dict[str, float | Tensor]:
     """Return the metrics of a round beside accuracy and epsilon: numbers, or `[N]` with NaN for absent clients.
 
-    `weight` is a client's weight in the model that it changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If
-    a strategy reports each client's `group`, `clustering` compares them with true groups. Post-processing.
-
-    Args:
-        view: after the round.
-        plan: of the C clients whose updates arrived, with `weights` `[K, C]`.
-        sent: `Traffic.metrics`.
+    `view` is that after the round, `plan` that of the C clients whose updates arrived with `weights` `[K, C]`, `sent`
+    is `Traffic.metrics`. `weight` is a client's weight in the model that it changes most, `effective_clients` is
+    `sum_k 1 / sum_i w_ki^2`. A `group` of each client is compared with true groups (`clustering`). Post-processing.
     """
     num_clients = view.facts.num_clients
     squares = weights.square().sum(dim=1)
