@@ -23,7 +23,7 @@ import pooch
 
 from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.folders import cache_folder
+from dpfl_lightning.runtime.files import cache_folder
 
 TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for the next bytes
 

@@ -10,8 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
-from dpfl_lightning.federated.server.group_metrics import smallest
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.federated.server.summary import smallest
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max

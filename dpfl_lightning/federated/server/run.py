@@ -23,10 +23,10 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
+from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
@@ -145,16 +145,8 @@ class Run:
 
     def run_plan(self) -> RunPlan:
         """The whole run as it is proposed to the clients; call `plan_schedule` first."""
-        return RunPlan(
-            self.rounds,
-            self.seed,
-            self.settings,
-            self.schedule,
-            self.accountant.name,
-            self.caveats,
-            self._strategy_digests,
-            self.options,
-        )
+        accountant, digests, caveats = self.accountant.name, self._strategy_digests, self.caveats
+        return RunPlan(self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests, self.options)
 
     def describe(self) -> list[str]:
         """The strategies' sentences about the run; call `plan_schedule` first."""

@@ -15,8 +15,8 @@ from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
-from dpfl_lightning.runtime.folders import cache_folder
-from dpfl_lightning.runtime.notice import slow_notice
+from dpfl_lightning.runtime.files import cache_folder
+from dpfl_lightning.runtime.text import slow_notice
 
 _LEAST_CLIP_NORM = 1e-12
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta

@@ -11,9 +11,8 @@ import dpfl_lightning
 from dpfl_lightning.errors import UserNotice
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.summary import accuracy_over_clients
+from dpfl_lightning.federated.server.summary import MATCHES, accuracy_of_groups, accuracy_over_clients, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting.figures import figures, of_strategies, per_client

@@ -30,8 +30,8 @@ FEWEST = 16  # records a group on average: below, a separate pass for each group
 class UnclippedSum:
     """A `ClippedSum` that is quicker on a CPU where nothing is clipped (`clip_norm = inf`).
 
-    The sum `clipped`, whose check showed that a batch's loss is a sum over its records, computes all else: gradients
-    that are clipped, groups of few records, and a batch in which some gradient is not finite and has to be left out.
+    The sum `clipped` computes all else: gradients that are clipped, groups of few records, and a batch in which some
+    gradient is not finite and has to be left out.
 
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
