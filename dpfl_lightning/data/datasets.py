@@ -89,6 +89,5 @@ def _read_diabetes() -> Dataset:
 
 
 def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
-    """Return x, y, test_x and test_y, always the same."""
     train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
     return x[train], y[train], x[test], y[test]

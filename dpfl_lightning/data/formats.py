@@ -54,7 +54,6 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 def content_of(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if its name ends in .gz."""
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.suffix == ".gz" else stored

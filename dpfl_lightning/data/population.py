@@ -57,7 +57,6 @@ class Population:
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
-        """[N] training records of each client."""
         return tuple(map(len, self.train_of))
 
     @property

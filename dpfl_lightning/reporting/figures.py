@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
 from dpfl_lightning.federated.server.summary import smallest
+from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
@@ -68,7 +69,6 @@ def figures(history: History, result: RunResult, distilled: DistilledSet | None 
 
 
 def _client_curves(history: History, metric: str, num_clients: int) -> dict[str, Mapping[int, float]]:
-    """Return the curves of a metric of `per_client` that have points, by the last part of their names."""
     names = per_client(metric, [0.0] * num_clients)
     return {name.partition("/")[2]: curve for name in names if (curve := history(name))}
 
@@ -190,8 +190,8 @@ def _noise_figure(result: RunResult) -> Figure | None:
         f"median {median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
     )
     axes.annotate(words, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color="dimgray")
-    for which in ("x", "y"):
-        log_scale(axes, which)
+    log_scale(axes, "x")
+    log_scale(axes, "y")
     axes.set(xlim=ends, ylim=ends)
     return figure
 
@@ -240,10 +240,10 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
 
 def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     """Draw the clients as the server saw them; the colour is the true group if it is known, else the cluster."""
-    count = f"{embedding.num_clusters} cluster{'s' * (embedding.num_clusters != 1)}"
     apart = "" if embedding.separation is None else f", separation {embedding.separation:.3g}"
     sure = "confident" if embedding.confident else "not distinguishable from noise"
-    figure, axes = new_axes(f"{embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+    title = f"{embedding.title}\n{counted(embedding.num_clusters, 'cluster')}{apart}: {sure}"
+    figure, axes = new_axes(title, "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)
     true = _true_groups(result)
     rows = list(zip(embedding.clients, embedding.points, embedding.cluster, embedding.membership, strict=True))
@@ -265,12 +265,10 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
 
 
 def _true_groups(result: RunResult) -> dict[int, int]:
-    """Return client -> true group, for clients whose group is known."""
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
 
 
 def _images_figure(distilled: DistilledSet) -> Figure | None:
-    """Draw one row of images for each class."""
     grid = distilled.grid()
     if grid is None:
         return None
@@ -283,7 +281,6 @@ def _images_figure(distilled: DistilledSet) -> Figure | None:
 
 
 def _client_metric(result: RunResult, name: str) -> dict[int, float]:
-    """Return client -> value of a strategy's metric in the last round."""
     values = result.metrics.get(name)
     known = enumerate(values if isinstance(values, list) else ())
     return {client: value for client, value in known if value is not None}

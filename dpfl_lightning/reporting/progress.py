@@ -167,8 +167,6 @@ class _Shortened(NamedTuple):
 
 
 class _TimeLeft(rich.progress.ProgressColumn):
-    """Counts down to `ends` between rounds."""
-
     max_refresh = 0.5
 
     def render(self, task: rich.progress.Task) -> str:
@@ -228,11 +226,9 @@ def _frame(view: View) -> str:
     guarantee = view.expected_guarantee()
     if guarantee.unprotected:
         return f"Guarantee: {guarantee.words()}"
-    unit = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}"
+    unit, noise = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}", f"noise {view.run.noise}"
     delta = f"delta {span(schedule.delta for schedule in view.schedule.clients)}"
-    return "; ".join(
-        [unit, guarantee.sampling, guarantee.accountant, delta, f"noise {view.run.noise}", *guarantee.caveats]
-    )
+    return "; ".join([unit, guarantee.sampling, guarantee.accountant, delta, noise, *guarantee.caveats])
 
 
 def _noised(view: View) -> bool:

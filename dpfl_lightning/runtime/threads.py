@@ -10,8 +10,7 @@ from typing import TypeVar
 
 import torch
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+Item, Result = TypeVar("Item"), TypeVar("Result")
 
 
 def cores() -> int:

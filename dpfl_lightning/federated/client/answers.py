@@ -122,12 +122,10 @@ def _bounded_sum(
 
 
 def _scores(rows: Tensor) -> Tensor:
-    """`rows` `[b, k]` with every score in [0, 1]; one that is not finite is 0."""
     return torch.where(rows.isfinite(), rows, 0.0).clamp(0.0, 1.0)
 
 
 def _clipped(rows: Tensor, mechanism: Mechanism) -> Tensor:
-    """`rows` `[b, k]` with every norm at most the mechanism's; a row whose norm is not finite is zero."""
     norms = torch.linalg.vector_norm(rows, ord=mechanism.clip_order, dim=1, keepdim=True)
     return torch.where(norms.isfinite(), rows, 0.0) * clip_factors(norms, mechanism.clip_norm)
 

@@ -131,7 +131,6 @@ class Budgets:
                 )
 
     def can_pay(self) -> bool:
-        """Whether any client has any planned release left."""
         return any(
             self.ledger.used(client, line.purpose) < line.count
             for client, schedule in enumerate(self.schedule.clients)
@@ -147,7 +146,6 @@ class Budgets:
         return tuple(self._spent)
 
     def guarantees(self) -> tuple[Guarantee, ...]:
-        """Each client's guarantee so far, composed again from the ledger."""
         schedules = self.schedule.clients
         composed = [
             ([*self.ledger.events(client), *self.caveats], schedule.delta) for client, schedule in enumerate(schedules)

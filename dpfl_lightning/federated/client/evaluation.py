@@ -63,7 +63,6 @@ def _scores(
 
 
 def _mean(scores: Sequence[Score]) -> Score:
-    """Unweighted mean over the scores that exist."""
     scored = [one for one in scores if not math.isnan(one.loss)]
     if not scored:
         return _NOTHING

@@ -31,8 +31,8 @@ class LocalTask:
 
     def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
-        request = request or ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
-        sums, norms = self.clipped_sum(params, x, y, request)
+        default = ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
+        sums, norms = self.clipped_sum(params, x, y, request or default)
         self.norms.append(norms)
         return sums
 

@@ -57,13 +57,8 @@ class Clients(Protocol):
     """All clients of a run, as the server sees them: it never receives a record, a key or a ledger.
 
     Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
-
-    Attributes:
-        simulated: whether noise follows from a given key, so that the run protects nobody.
-        sampling: name of the sampling of records.
-        unprotected: what every client shows without noise, in words.
-        caveats: sentences that every guarantee of these clients must contain.
-        device: where models and updates are.
+    `simulated` means that noise follows from a given key, so that the run protects nobody; `unprotected` is what every
+    client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain.
     """
 
     simulated: bool

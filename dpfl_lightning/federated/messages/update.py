@@ -34,7 +34,6 @@ class WeightedSum:
         self.dtype = torch.float32
 
     def add(self, column: int, delta: Tensor) -> None:
-        """Add the update of the client at `column`, with its weight in each model."""
         self.dtype = delta.dtype
         delta = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
         if self.pair is None:
@@ -124,7 +123,6 @@ class UpdateBuffer:
         self.lost: list[int] = []
 
     def take(self, row: int, delta: Tensor) -> None:
-        """Add the update of the client at `row` of the plan."""
         if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
             self.lost.append(row)
         elif self.total is not None:

@@ -42,7 +42,6 @@ class RunInfo:
     """The description of a run, fixed before the first round.
 
     Args:
-        first_round: 1, or the next round of a resumed run.
         budgets: epsilon of each client (inf: no budget), before strategies change it.
         estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.

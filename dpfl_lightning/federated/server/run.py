@@ -40,12 +40,8 @@ T = TypeVar("T")
 class Run:
     """One run over clients that are reached by messages alone; `ServerLoop` adds its rounds.
 
-    Args:
-        model: the server's copy of the net; its parameters are the start.
-        privacy: budgets and mechanism, without the key of a simulation; None is a run without privacy.
-        strategies: with exactly one base rule.
-        rounds, network, seed, output_dir, evaluate_every, options, new_net: see `FederatedLoop`.
-        resume_command: what a person types to resume the run.
+    `model` is the server's copy of the net, whose parameters are the start; `privacy` lacks the key of a simulation,
+    and None is a run without privacy. For the other arguments see `FederatedLoop`.
     """
 
     def __init__(

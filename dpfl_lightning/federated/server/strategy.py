@@ -115,12 +115,10 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-ROLES = ("base", "correction", "mask", "route")
 HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
 _REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
-EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding")
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
@@ -130,7 +128,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         kind, advice = type(strategy).__name__, "Pass callbacks as `callbacks`."
         require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
-        require_one_of(ROLES, f"{kind}.role", strategy.role)
+        require_one_of(("base", "correction", "mask", "route"), f"{kind}.role", strategy.role)
         declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
@@ -151,7 +149,7 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
                 f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
                 f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
             )
-    for hook in EXCLUSIVE:
+    for hook in ("initialise", "combine", "step", "final_models", "client_embedding"):
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
         if " and " in names:
             raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")

@@ -204,7 +204,6 @@ class RankedEngine:
     def _set_up(
         self, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
     ) -> tuple[int | None, dict[str, str]]:
-        """Set up the engine of a rank other than 0; return its workers and its identity."""
         self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
         self.inner.setup(self.module, self.population, streams, sampling)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits

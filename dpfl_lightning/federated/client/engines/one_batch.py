@@ -64,7 +64,6 @@ def releases(
 
 
 def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
-    """One client's change `[P]` from its clipped sum `[1, P]`."""
     step = task.mechanism.privatise(clipped, task.noise, start.dtype)[0]
     if task.anchor is not None:
         step.add_(start - task.anchor, alpha=task.pull)

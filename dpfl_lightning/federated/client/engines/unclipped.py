@@ -90,7 +90,6 @@ def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: T
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
-    """Pairs of a group and at most `chunk` of its records."""
     if group is None:
         yield from ((0, rows) for rows in chunks_of(num_records, chunk))
         return
