@@ -87,7 +87,7 @@ class CifarFiles:
         else:
             content = self._unpack(folder / self.archive)
         train = [self._records(*content[name]) for name in self.train]
-        x, y = (np.concatenate(parts) for parts in zip(*train, strict=True))
+        x, y = map(np.concatenate, zip(*train, strict=True))
         return x, y, *self._records(*content[self.test])
 
     @property

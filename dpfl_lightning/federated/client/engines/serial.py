@@ -148,7 +148,7 @@ class SerialEngine:
         return self.population.y[self.population.train_of[client]]
 
 
-class DrawnBatches(Sequence):
+class DrawnBatches:
     """The batches of a client in one round, whose records were drawn before. A batch may be empty."""
 
     def __init__(self, population: Population, client: int, draws: Sequence[Any]) -> None:
@@ -157,5 +157,8 @@ class DrawnBatches(Sequence):
     def __len__(self) -> int:
         return len(self.draws)
 
-    def __getitem__(self, index: Any) -> Batch:
+    def __getitem__(self, index: int) -> Batch:
         return self.population.records(self.client, torch.from_numpy(self.draws[index]))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return (self[index] for index in range(len(self)))
