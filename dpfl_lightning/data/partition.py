@@ -64,8 +64,13 @@ def dirichlet(
     """Cut every class in proportions drawn from Dir(alpha, ..., alpha) over the clients.
 
     The draw is repeated until every client has `min_records`, so that no batch size exceeds a client's records.
-    With a smaller `alpha` > 0 a client has fewer classes; infinity gives equal shares. Reference: class-wise as in the
-    public code of the papers, which state no minimum.
+
+    Args:
+        alpha: concentration > 0; with a smaller value a client has fewer classes; infinity gives equal shares.
+        min_records: smallest number of records of a client, >= 1.
+        max_draws: largest number of draws.
+
+    Reference: class-wise as in the public code of the papers, which state no minimum.
     """
     require(alpha > 0, "data.partition.alpha", "be above 0", alpha)
     mean = len(labels) // num_clients
@@ -94,7 +99,11 @@ def dirichlet(
 def shards(labels: np.ndarray, num_clients: int, rng: np.random.Generator, max_classes: int = 8) -> Parts:
     """Each client gets `max_classes` random shards of one class each, and so has at most that many classes.
 
-    Unlike in the papers' code, no shard contains two classes. Every class needs a shard, and every shard a record.
+    Unlike in the papers' code, no shard contains two classes.
+
+    Args:
+        max_classes: number of shards of a client; large enough that every class has a shard, and small enough that
+            every shard has a record.
     """
     classes, sizes = np.unique(labels, return_counts=True)
     total = num_clients * max_classes
@@ -124,7 +133,8 @@ def sizes(labels: np.ndarray, num_clients: int, rng: np.random.Generator, sizes:
 def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, records_per_client: int) -> Parts:
     """Each client draws records from all of them, without repetition.
 
-    A record may be at several clients; a guarantee then covers only one client's releases (`Population.caveats`).
+    It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
+    of a client then covers only that client's releases, which `Population.caveats` states.
     """
     must = f"be from 1 to the {len(labels)} records"
     require(1 <= records_per_client <= len(labels), "data.records_per_client", must, records_per_client)
@@ -132,7 +142,12 @@ def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, 
 
 
 PARTITIONS: dict[str, Callable[..., Parts]] = {
-    function.__name__: function for function in (iid, stratified, dirichlet, shards, sizes, overlapping)
+    "iid": iid,
+    "stratified": stratified,
+    "dirichlet": dirichlet,
+    "shards": shards,
+    "sizes": sizes,
+    "overlapping": overlapping,
 }
 
 
