@@ -274,14 +274,15 @@ except SystemExit as end:
 
 def test_help_lists_the_names_there_are() -> None:
     from dpfl_lightning import data, models, strategies
-    from dpfl_lightning.data.datasets import NAMES
+    from dpfl_lightning.data.datasets import BUILT_IN
     from dpfl_lightning.data.groups import GROUPS, UNITS
     from dpfl_lightning.data.partition import PARTITIONS
+    from dpfl_lightning.data.sources import SOURCES
     from dpfl_lightning.privacy.accounting.accountant import get_accountant
 
     assert data is not None
     for key, names in {
-        "data.name": NAMES,
+        "data.name": [*SOURCES, *BUILT_IN],
         "data.partition": PARTITIONS,
         "data.groups": GROUPS,
         "data.label_noise": list(UNITS),
@@ -289,7 +290,8 @@ def test_help_lists_the_names_there_are() -> None:
         "strategies": list(strategies.STRATEGIES),
     }.items():
         for name in names:
-            assert name in all_keys()[key].help, f"`--help` of {key} does not mention {name}"
+            known = all_keys()[key]
+            assert name in f"{known.help} {known.hint}", f"`--help` of {key} does not mention {name}"
     for name in get_args(all_keys()["privacy.accountant"].hint):
         assert get_accountant(name).name == name
 
@@ -319,7 +321,7 @@ def test_help_lists_the_names_there_are() -> None:
         ("data: fashion_mnist", ["`data` must be a mapping of keys", "Write data: {name: fashion_mnist}"]),
         ("data:", ["`data` must be a mapping of keys, got None"]),
         ("data: [1]", ["`data` must be a mapping of keys, got [1]"]),
-        ("data: {name: null}", ["`data.name` must be text, got None"]),
+        ("data: {name: null}", ["`data.name` must be one of fashion_mnist, mnist,", "got None"]),
         ("data: {download: perhaps}", ["`data.download` must be true or false, got 'perhaps'"]),
         ("data: {held_out_per_client: 1.5}", ["a fraction below 1 or a whole number, got 1.5"]),
         ("data: {partition: iid}", ["`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."]),

@@ -390,8 +390,9 @@ def test_a_whole_run(capsys, monkeypatch):
         clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),
         describe=lambda: ["both take part in every round"],
+        plan_schedule=lambda: types.SimpleNamespace(clients=schedules),
     )
-    monkeypatch.setattr("dpfl_lightning.build.planned_clients", lambda options: (loop, schedules))
+    monkeypatch.setattr("dpfl_lightning.build.build_loop", lambda options: loop)
     monkeypatch.setattr(
         "dpfl_lightning.config.load.load", lambda words, *_, **__: (None, types.SimpleNamespace(json=True))
     )

@@ -1,5 +1,6 @@
 """Public data sets as normalised tensors, by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,6 @@ from torch import Tensor
 from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
 from dpfl_lightning.errors import require_one_of
-
-NAMES = (*SOURCES, "digits", "diabetes")
 
 
 @dataclass(frozen=True)
@@ -38,19 +37,21 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     its records when it was published. Raises UserError if a file is missing (`DataMissing`), truncated or corrupt.
 
     Args:
-        name: one of `NAMES`; scikit-learn's `digits` and `diabetes` (a regression) are always available.
-        folder: of the files, or its parent if it is called `name`. None: the system's package, or the cache.
-        download: False never opens a connection.
+        name: a name in `SOURCES` or `BUILT_IN`; the latter need no files.
+        folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
+            cache.
+        download: whether to download missing files; False never opens a connection.
+
+    Raises:
+        UserError: the name is unknown, or a file is missing (`DataMissing`), truncated or corrupt.
 
     >>> digits = load("digits")
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require_one_of(NAMES, "data.name", name)
-    if name == "digits":
-        return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
-    if name == "diabetes":
-        return _read_diabetes()
+    require_one_of((*SOURCES, *BUILT_IN), "data.name", name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
     source = SOURCES[name]
     place = find(name, source, None if folder is None else Path(folder), download)
     raw = source.layout.read(place)
@@ -70,15 +71,16 @@ def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float
     return Dataset(name, inputs(x), labels, inputs(test_x), test_labels, num_classes)
 
 
-def _read_digits() -> Raw:
+def _digits() -> Dataset:
     """Return scikit-learn's 1,797 digits with a fixed public 80/20 split."""
     from sklearn.datasets import load_digits  # slow to import, and only this data set needs it
 
     bunch = load_digits()
-    return _public_split(bunch.images[:, None], bunch.target)
+    raw = _public_split(bunch.images[:, None], bunch.target)
+    return _normalised("digits", raw, num_classes=10, scale=16, mean=0.5, std=0.5)
 
 
-def _read_diabetes() -> Dataset:
+def _diabetes() -> Dataset:
     """Return 442 patients, ten features of variance 1; the target, a year's progression, as (score - 152) / 77."""
     from sklearn.datasets import load_diabetes
 
@@ -91,3 +93,7 @@ def _read_diabetes() -> Dataset:
 def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
     train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
     return x[train], y[train], x[test], y[test]
+
+
+#: name -> data set that scikit-learn contains
+BUILT_IN: dict[str, Callable[[], Dataset]] = {"digits": _digits, "diabetes": _diabetes}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import log_ndtr
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
 from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
@@ -336,7 +336,7 @@ def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.where(bounded, low, np.inf)
 
 
-_ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
+ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {"rdp": Rdp, "prv": Prv, "gdp": Gdp, "paper_ma": PaperMa}
 
 
 @functools.cache
@@ -345,6 +345,5 @@ def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
 
     `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
-    names = ", ".join(_ACCOUNTANTS)
-    require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))
-    return _ACCOUNTANTS[name](adjacency)
+    require_one_of(ACCOUNTANTS, "accountant", name)
+    return ACCOUNTANTS[name](adjacency)
