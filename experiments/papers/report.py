@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -238,3 +238,18 @@ def page(path: Path, results: Path) -> str:
         return f"{block[1]}{chr(10).join(reports)}\n{block[4]}"
 
     return _BLOCK.sub(filled, text)
+
+
+def log_report(
+    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
+) -> None:
+    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
+    from dpfl_lightning.reporting.mlflow.store import Store, reported  # imports MLflow
+
+    store = Store(experiment, uri)
+    with reported(store.uri):
+        run_id = store.begin(name, tags)
+        store.client.log_text(run_id, text, "table.md")
+        if figure is not None:
+            store.client.log_figure(run_id, figure, "figure.png")
+        store.client.set_terminated(run_id)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.errors import UserError, command, nearest, require
-from dpfl_lightning.reporting.pages import split_page
+from experiments.pages import split_page
 from experiments.speed.cases import CASES
 from experiments.speed.report import PAGE, report, write_page
 
@@ -32,9 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.page:
         write_page(Path(options.page), results)
         if "memory" in results:
-            from dpfl_lightning.reporting.figures import memory_figure
+            from experiments.speed.memory import draw_memory
 
-            memory_figure(results["memory"]["peak_mib"]).savefig(Path(options.page).with_name("memory.svg"))
+            draw_memory(results["memory"]["peak_mib"], Path(options.page).with_name("memory.svg"))
     if options.json:
         print(json.dumps(results))
     return 0

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError
@@ -64,3 +65,17 @@ def peak_memory(
         "records": RECORDS,
         "data": data,
     }
+
+
+def draw_memory(peak_mib: Mapping[str, float], path: Path) -> None:
+    """Draw the peak memory in MiB by the number of clients."""
+    from dpfl_lightning.reporting.figures import log_scale, new_axes  # imports matplotlib
+
+    figure, axes = new_axes("Peak memory of a run", "clients", "MiB")
+    clients = [int(count) for count in peak_mib]
+    axes.plot(clients, list(peak_mib.values()), marker="o")
+    for count, peak in zip(clients, peak_mib.values(), strict=True):
+        axes.annotate(f"{peak:,}", (count, peak), (0, 7), textcoords="offset points", fontsize=8, ha="center")
+    axes.set_ylim(0, 1.25 * max(peak_mib.values()))
+    log_scale(axes, "x")
+    figure.savefig(path)

@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpfl_lightning.reporting.pages import fill_page
 from dpfl_lightning.runtime.text import markdown
+from experiments.pages import fill_page
 from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
 
 #: the name of the marks of its page

@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpfl_lightning import strategies
-from dpfl_lightning.federated.server.group_metrics import (
+from dpfl_lightning.federated.server.results import ClientEmbedding
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.summary import (
     accuracy_of_groups,
     clustering,
     smallest,
     true_groups,
 )
-from dpfl_lightning.federated.server.results import ClientEmbedding
-from dpfl_lightning.federated.server.strategy import Strategy
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
 

@@ -20,8 +20,8 @@ from dpfl_lightning.privacy.accounting.events import (
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.runtime.folders import cache_folder
-from dpfl_lightning.runtime.notice import slow_notice
+from dpfl_lightning.runtime.files import cache_folder
+from dpfl_lightning.runtime.text import slow_notice
 
 
 @dataclass(frozen=True)

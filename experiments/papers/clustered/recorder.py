@@ -9,14 +9,14 @@ from torch import Tensor
 
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.group_metrics import (
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.summary import (
     MATCHES,
     accuracy_of_groups,
     clustering,
     true_groups,
 )
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
 from experiments.papers.experiment import Values
