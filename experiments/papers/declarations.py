@@ -4,12 +4,11 @@ The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anc
 `Experiment`, and these:
 
 - `rows`, `columns`: name -> title, mapping or list of mappings. A mapping with `each` (a list) or `product` (lists)
-  is repeated, and `{0}`, `{1}` in its name and values are replaced by the item; panels may be repeated, too. `show`
-  gives every row one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
-- `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column; later ones of these
-  three replace earlier ones. `strategies.` may be left out of a strategy's keys. A value may depend on the cell:
-  `{scale: {small: 60}}`, `{row: {...}}`, `{column: {...}}`, or be `{function: module:name, ...}`, called with row,
-  column, scale and the other items.
+  is repeated, and `{0}`, `{1}` in its name and values are replaced by the item, as in panels. `show` gives every row
+  one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
+- `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column, in this order of
+  precedence; `strategies.` may be left out. A value may depend on the cell: `{scale: {small: 60}}`, `{row: {...}}`,
+  `{column: {...}}`, or be `{function: module:name, ...}`, called with row, column, scale and the other items.
 - `recorder`, `study` or `compute`, of the table or a row: the function that makes a cell, as `module:name` below
   `experiments.papers`; `arguments` of the table, the row and the column are passed to it.
 - `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
@@ -137,12 +136,14 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
 
 def _entries(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows or columns by name, repeated ones filled in."""
-    entries: dict[str, dict[str, Any]] = {}
-    for name, given in raw.items():
-        for one in given if isinstance(given, list) else [given]:
-            for items, entry in _repeated({"title": one} if isinstance(one, str) else one):
-                entries[_filled(str(name), items)] = entry
-    return entries
+    entries = [
+        (str(name), one) for name, given in raw.items() for one in (given if isinstance(given, list) else [given])
+    ]
+    return {
+        _filled(name, items): entry
+        for name, one in entries
+        for items, entry in _repeated({"title": one} if isinstance(one, str) else one)
+    }
 
 
 def _repeated(entry: Mapping[str, Any]) -> Iterable[tuple[Sequence[Any], dict[str, Any]]]:
@@ -190,8 +191,7 @@ def _paper(table: Mapping[str, Any]) -> Iterable[tuple[str, list[float | None]]]
 
 
 def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in dataclasses.fields(kind)}
-    chosen = {key: value for key, value in entry.items() if key in names}
+    chosen = {field.name: entry[field.name] for field in dataclasses.fields(kind) if field.name in entry}
     if "reference" in chosen:
         raw = chosen["reference"]
         chosen["reference"] = Reference(**{**raw, "values": function(raw["values"])})

@@ -14,8 +14,7 @@ _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 class Recorder(Callback):
     """Watches one run; afterwards `record` is the content of its cell.
 
-    `record["values"]` are numbers that tables show; override `_values` for others. For figures: `clients`, and `curve`
-    (round -> mean accuracy; of a resumed run without the round before it was stopped). `device` is where it computed.
+    Tables show `record["values"]`, from `_values`; figures show `clients`, and `curve` (round -> mean accuracy).
 
     **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
     """
@@ -65,11 +64,7 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 
 
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
-    """Accuracy over clients on their own held-out records, in per cent: mean and fairness; only what was measured.
-
-    Args:
-        clients: rows of `RunResult`: accuracy in [0, 1] or None, num_records.
-        test_accuracy: accuracy on the common test set, in [0, 1], or None.
+    """Accuracy over clients on their held-out records and on the test set, in per cent: mean and fairness, if measured.
 
     >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
     >>> values = accuracies(two, None)
