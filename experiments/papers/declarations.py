@@ -136,14 +136,12 @@ def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
 
 def _entries(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows or columns by name, repeated ones filled in."""
-    entries = [
-        (str(name), one) for name, given in raw.items() for one in (given if isinstance(given, list) else [given])
-    ]
-    return {
-        _filled(name, items): entry
-        for name, one in entries
-        for items, entry in _repeated({"title": one} if isinstance(one, str) else one)
-    }
+    entries: dict[str, dict[str, Any]] = {}
+    for name, given in raw.items():
+        for one in given if isinstance(given, list) else [given]:
+            for items, entry in _repeated({"title": one} if isinstance(one, str) else one):
+                entries[_filled(str(name), items)] = entry
+    return entries
 
 
 def _repeated(entry: Mapping[str, Any]) -> Iterable[tuple[Sequence[Any], dict[str, Any]]]:

@@ -36,7 +36,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Computation:
-    """A cell without data and seed, `compute(column, overrides) -> values`; `takes` are the keys that a user may set."""
+    """A cell without data and seed, `compute(column, overrides) -> values`; a user may set the keys `takes`."""
 
     compute: Callable[[str, Mapping[str, str]], Values]
     takes: tuple[str, ...] = ()

@@ -96,14 +96,15 @@ def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
             runner.log(f"cell {number + 1} of {len(cells)}, {cell}: about {about}; {left} for all that is left")
         try:
             content = _made(cell, runner)
-            path = write(runner.results, cell, content)
-            runner.log(f"{cell}: {headline(content)}in {duration(content['seconds'])}, kept in {path}")
         except Exception as error:  # a bug in one cell must not stop the others
             known = isinstance(error, UserError)
             if not known:
                 traceback.print_exc()
             failures.append(f"{cell}: {error}" if known else f"{cell}: {type(error).__name__}: {error}")
             runner.log(f"not made: {failures[-1]}")
+        else:
+            path = write(runner.results, cell, content)
+            runner.log(f"{cell}: {headline(content)}in {duration(content['seconds'])}, kept in {path}")
     return failures
 
 

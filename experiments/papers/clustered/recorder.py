@@ -26,11 +26,9 @@ _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 
 
 class GroupRecorder(Recorder):
-    """Accuracy of groups, how well clusters match them, and what was sent.
+    """Accuracy of groups and how well clusters match them, in per cent; models sent per client; strategies' metrics.
 
-    Further values, in per cent: `accuracy_<group>` and `clustering_accuracy`, `minority_recall` of the last round;
-    `adjusted_rand_index`; `clusters_perfect`, 1 or 0; `models_down` and `models_up`, per client; and the strategies'
-    metrics. `curves`: name -> {round: per cent}. `clients` have also loss, true_group and model.
+    `clusters_perfect` is 1 or 0; `curves` are name -> {round: per cent}.
     """
 
     def __init__(self) -> None:
@@ -86,8 +84,7 @@ def matches(metrics: Mapping[str, float]) -> dict[str, float]:
 class FirstRound(GroupRecorder, Strategy):
     """Ends the run after its first round, to read the clusters that this round alone shows.
 
-    Further values: `num_clusters`, `separation`, `confident` (1 or 0), and their matches; `silhouette` of the true
-    groups in `points`, each client's update in two principal components.
+    `silhouette` is of the true groups in `points`, each client's update in two principal components.
     """
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:

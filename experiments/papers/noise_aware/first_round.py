@@ -20,14 +20,12 @@ from experiments.papers.recorder import Recorder
 class FirstRound(Recorder, Strategy):
     """Ends the run after its first round, whose noise is that of the whole run's plan.
 
-    Values for each estimator: `<name>_noise`, the noise variance of the sum under its weights, per parameter at
-    learning rate 1; `<name>_excess`, divided by the least possible, `oracle_noise`. Lists in `first_round`, a number
-    for each client: `truth`, `<name>_variance` (up to a common factor), `<name>_weights`, `oracle_weights`, `epsilon`.
+    `<name>_noise` is the noise variance of the sum under an estimator's weights, per parameter at learning rate 1, and
+    `<name>_excess` that / the least possible. `first_round` holds lists of one number for each client.
 
     Args:
         names: estimators with their default options.
         rows: numbers of first parameters for robust PCA (`rpca_<number>`), as in the paper's figures.
-        singular_values: whether to store those of the updates and of their low-rank part.
     """
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -36,10 +34,8 @@ class FirstRound(Recorder, Strategy):
     def __init__(self, names: Sequence[str] = (), rows: Sequence[int] = (), singular_values: bool = False) -> None:
         super().__init__()
         first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, blocks=1, row_choice="head") for count in rows}
-        self.estimators, self.singular_values = (
-            {name: EstimatorOptions(name) for name in names} | first,
-            singular_values,
-        )
+        self.estimators = {name: EstimatorOptions(name) for name in names} | first
+        self.singular_values = singular_values
         self._lists: dict[str, list] = {}
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:

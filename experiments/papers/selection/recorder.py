@@ -12,12 +12,9 @@ _OF_CLIENTS = ("quota", "participations", "unlikeness")
 
 
 class SelectionRecorder(Recorder):
-    """Accuracy on the common test set over rounds, participations, and accuracy by budget.
+    """Accuracy on the common test set over rounds (loss of a regression), participations, and accuracy by budget.
 
-    Further values: `test_loss`; `equality`, Jain's index of participation; `never`, clients without participation, %;
-    `budget_gap`; the strategies' metrics, and `offset` and `decides`, see `deciding`. `test_curve`: round -> test
-    accuracy in per cent, or test loss of a regression. `clients` have also quota, participations and, if estimated,
-    unlikeness.
+    `equality` is Jain's index of participation, `never` the share of clients without one in per cent; see `deciding`.
     """
 
     def __init__(self) -> None:
@@ -58,8 +55,7 @@ class SelectionRecorder(Recorder):
 
 
 def budget_gap(result: RunResult) -> dict[str, float]:
-    """Accuracy of the quarter of clients with the largest budgets minus that of the quarter with the smallest, in
-    points."""
+    """Accuracy of the quarter of clients with the largest budgets minus that with the smallest, in points."""
     known = [(row["epsilon_budget"], 100 * row["accuracy"]) for row in result.clients if row["accuracy"] is not None]
     if not known or any(budget is None for budget, _ in known):
         return {}
