@@ -5,7 +5,7 @@ from typing import Any
 
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
-from experiments.papers.recorder import Recorder, numbers_of
+from experiments.papers.recorder import Recorder, named, numbers_of
 from experiments.papers.selection.formulas import deciding
 
 _OF_CLIENTS = ("quota", "participations", "unlikeness")
@@ -16,6 +16,8 @@ class SelectionRecorder(Recorder):
 
     `equality` is Jain's index of participation, `never` the share of clients without one in per cent; see `deciding`.
     """
+
+    _kept = ("_curve", "_test")
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +32,7 @@ class SelectionRecorder(Recorder):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.record["test_curve"] = {str(at): value for at, value in self._test.items()}
+        self.record["test_curve"] = named(self._test)
         if "clients" in self.record:
             self.record["clients"] |= {name: result.metrics[name] for name in _OF_CLIENTS if name in result.metrics}
 
@@ -45,13 +47,6 @@ class SelectionRecorder(Recorder):
         if "fitted_lr_offset" in metrics:
             values |= deciding(metrics["fitted_lr_offset"], metrics["fitted_smoothness"], metrics["fitted_convexity"])
         return values | budget_gap(result)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "test": dict(self._test)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._test = dict(state["test"])
 
 
 def budget_gap(result: RunResult) -> dict[str, float]:
