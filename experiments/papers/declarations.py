@@ -199,9 +199,14 @@ def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Comparison | None:
     if raw is None:
         return None
-    special = {(row, column): Tolerance(within, why) for row, column, within, why in raw.get("special", ())}
+    special = {
+        (row, column): Tolerance(within, why)
+        for ending, column, within, why in raw.get("special", ())
+        for row in rows
+        if row.endswith(ending)
+    }
     better = raw.get("better", "")
-    if isinstance(better, Mapping):  # by the last part of the rows' names
+    if isinstance(better, Mapping):  # by the last part of the rows' names, as for `special`
         better = {row: how for row in rows for suffix, how in better.items() if row.endswith(suffix)}
     return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
 
