@@ -17,9 +17,9 @@ _MEASURED = """
 import pathlib, resource, sys
 from dpfl_lightning.fit import main
 status = main(sys.argv[1:])
-told = pathlib.Path("/proc/self/status")
-if told.exists():
-    peak = next(int(line.split()[1]) * 1024 for line in told.read_text().splitlines() if line.startswith("VmHWM"))
+state = pathlib.Path("/proc/self/status")
+if state.exists():
+    peak = next(int(line.split()[1]) * 1024 for line in state.read_text().splitlines() if line.startswith("VmHWM"))
 else:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print("PEAK", peak)
@@ -30,14 +30,7 @@ sys.exit(status)
 def peak_memory(
     say: Callable[[str], None], clients: Sequence[int] = CLIENTS, data: str = "fashion_mnist"
 ) -> dict[str, Any]:
-    """Peak resident memory of one round of `fit`, ledger, evaluation, checkpoint and report included.
-
-    Returns:
-        `peak_mib` by number of clients, `growth` (largest / smallest - 1), `records` of each client, `data`.
-
-    Raises:
-        UserError: a run failed; with its last line.
-    """
+    """Peak resident memory of one round of `fit` by number of clients, and its growth; a UserError if a run fails."""
     peaks = {}
     for count in clients:
         with tempfile.TemporaryDirectory() as folder:
