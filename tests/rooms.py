@@ -96,7 +96,7 @@ def main() -> int:
     """Draw the rooms into a page."""
     from test_layers import FLOORS
 
-    from dpfl_lightning.reporting.pages import fill_page
+    from experiments.pages import fill_page
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--page", type=Path, required=True)

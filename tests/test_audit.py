@@ -21,7 +21,7 @@ from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from dpfl_lightning.reporting.pages import fill_page
+from experiments.pages import fill_page
 
 pytestmark = pytest.mark.e2e
 

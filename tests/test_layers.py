@@ -37,7 +37,7 @@ ONLY_IN = {
     "llvmlite": {"kernels.windows"},
     "opacus": {"privacy.accounting.accountant", "privacy.accounting.prv"},
     "jsonargparse": {"plan"},
-    "pooch": {"data.sources", "runtime.folders"},
+    "pooch": {"data.sources", "runtime.files"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.evaluation"},
     "lightning": {"federated.client.module", "federated.client.engines.trainer", "federated.transport.ranks"},

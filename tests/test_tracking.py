@@ -20,9 +20,10 @@ from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import register
 from dpfl_lightning.reporting.distilled import load_distilled
-from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, log_report, store_uri
+from dpfl_lightning.reporting.mlflow import Tracking, how_to_open, store_uri
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
+from experiments.papers.report import log_report
 
 SECRET = "0123456789abcdef0123456789abcdef"
 

@@ -1,16 +1,14 @@
 """Participation quotas that balance the noise of frequent clients and the bias against rare ones.
 
-A client with T_n participations splits its budget among them: the noise of one update has the variance
-`noise_factor_n T_n^exponent`. Quotas of sum M minimise
-
-    sum_n noise_factor_n T_n^(exponent + 1) + sum_n bias_cost_n T_n + anchor sum_n (T_n - M / N)^2.
-
-Every term is convex and depends on one client, so taking the cheapest next participation is exactly optimal.
-Reference: Ma et al., "The Power of Bias", problem P1; integers, bounds and the anchor, which makes quotas equal as
-noise vanishes, are not in the paper.
+The update of a client with T_n participations has the noise variance `noise_factor_n T_n^exponent`. Quotas of sum M
+minimise `sum_n noise_factor_n T_n^(exponent + 1) + sum_n bias_cost_n T_n + anchor sum_n (T_n - M / N)^2`. Every term is
+convex and depends on one client, so taking the cheapest next participation is exactly optimal. Reference: Ma et al.,
+"The Power of Bias", problem P1; not in the paper: integers, bounds, and the anchor, which equalises quotas as noise
+vanishes.
 """
 
 import heapq
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,6 @@ from dpfl_lightning.errors import require
 Vector = NDArray[np.float64]
 
 _UNNOISED = 1e-12  # noise factor of a client without noise, relative to the median; makes the minimum unique
-_HALVINGS = 300  # upper limit; floating-point resolution ends the bisection long before
 _FEW = 1000  # number of participations that a heap allocates faster than another pass over all clients
 
 
@@ -51,14 +48,27 @@ def allocate_int(
     >>> allocate_int([1.0, 2.0, 4.0], total=12).tolist(), allocate_int([1.0, 2.0, 4.0], total=12, anchor=1.0).tolist()
     ([7, 3, 2], [6, 4, 2])
     """
-    inside = np.ceil(np.asarray(lower, dtype=float)), np.floor(np.asarray(upper, dtype=float))
+    factor = np.asarray(noise_factor, dtype=float)
     require(int(total) == total, "total", "be a whole number", total)
-    costs = _Costs(noise_factor, total, exponent, bias_cost, *inside, anchor)
-    quotas = np.zeros(len(costs.able), dtype=np.int64)
-    if costs.able.any():
-        quota = _below_a_price(costs)
+    require(factor.ndim == 1 and len(factor) > 0, "noise_factor", "hold one number for each client", factor.shape)
+    require(bool((factor >= 0).all()), "noise_factor", "be >= 0", float(factor.min()))
+    require(0 <= total < np.inf, "total", "be >= 0 and finite", total)
+    require(0 < exponent < np.inf, "exponent", "be above 0 and finite", exponent)
+    require(0 <= anchor < np.inf, "anchor", "be >= 0 and finite", anchor)
+    able = np.isfinite(factor)
+    bounds_and_bias = np.ceil(lower), np.floor(upper), bias_cost
+    low, high, bias = (np.broadcast_to(np.asarray(one, dtype=float), factor.shape) for one in bounds_and_bias)
+    high = np.where(able, np.minimum(high, total), 0.0)
+    _check_bounds(low, high, total)
+    require(bool(np.isfinite(bias).all()), "bias_cost", "be finite", float(bias.max()))
+    quotas = np.zeros(len(factor), dtype=np.int64)
+    if able.any():
+        factor = _positive(factor[able])
+        unit = float(np.exp(np.log(factor).mean()))  # factors may span many decades
+        costs = _Costs(low[able], high[able], factor / unit, bias[able] / unit, anchor / unit, float(exponent))
+        quota = _below_a_price(costs, float(total))
         _take_cheapest(costs, quota, int(total) - int(quota.sum()))
-        quotas[costs.able] = quota
+        quotas[able] = quota
     return quotas
 
 
@@ -104,37 +114,16 @@ def anchor_strength(num_clients: int, rounds: int, gradient_scale: float, dissim
     return num_clients * dissimilarity * gradient_scale**2 * (1 / rounds + 1 / (8 * 100.0))
 
 
+@dataclass(frozen=True, eq=False)
 class _Costs:
-    """Costs of the clients that have a budget (`able`), scaled so that factors are near 1."""
+    """Bounds and costs of the clients that have a budget, scaled so that factors are near 1."""
 
-    def __init__(
-        self,
-        noise_factor: ArrayLike,
-        total: float,
-        exponent: float,
-        bias_cost: ArrayLike,
-        lower: ArrayLike,
-        upper: ArrayLike,
-        anchor: float,
-    ) -> None:
-        factor = np.asarray(noise_factor, dtype=float)
-        require(factor.ndim == 1 and len(factor) > 0, "noise_factor", "hold one number for each client", factor.shape)
-        require(bool((factor >= 0).all()), "noise_factor", "be >= 0", float(factor.min()))
-        require(0 <= total < np.inf, "total", "be >= 0 and finite", total)
-        require(0 < exponent < np.inf, "exponent", "be above 0 and finite", exponent)
-        require(0 <= anchor < np.inf, "anchor", "be >= 0 and finite", anchor)
-        self.able = np.isfinite(factor)
-        low, high, bias = (
-            np.broadcast_to(np.asarray(values, dtype=float), factor.shape) for values in (lower, upper, bias_cost)
-        )
-        high = np.where(self.able, np.minimum(high, total), 0.0)
-        _check_bounds(low, high, total)
-        require(bool(np.isfinite(bias).all()), "bias_cost", "be finite", float(bias.max()))
-        self.low, self.high = low[self.able], high[self.able]
-        factor = _positive(factor[self.able])
-        unit = float(np.exp(np.log(factor).mean())) if len(factor) else 1.0  # factors may span many decades
-        self.factor, self.bias, self.anchor = factor / unit, bias[self.able] / unit, anchor / unit
-        self.total, self.exponent = float(total), float(exponent)
+    low: Vector
+    high: Vector
+    factor: Vector
+    bias: Vector
+    anchor: float
+    exponent: float
 
     def price_of_next(self, quota: Any, of: Any = slice(None)) -> Any:
         """Return the cost of one more participation than the integer `quota`."""
@@ -159,16 +148,16 @@ def _positive(factor: Vector) -> Vector:
     return np.where(factor > 0, factor, _UNNOISED * np.median(positive) if len(positive) else 1.0)
 
 
-def _below_a_price(costs: _Costs) -> NDArray[np.int64]:
+def _below_a_price(costs: _Costs, total: float) -> NDArray[np.int64]:
     """Return all participations up to some price, at most `total` and nearly as many (or all below the right price)."""
     taken = costs.low
     low, high = float(costs.bias.min()), float(costs.price_of_next(costs.high).max())
-    for _ in range(_HALVINGS):
+    for _ in range(300):  # floating-point resolution ends the bisection long before
         middle = low + (high - low) / 2
-        if costs.total - taken.sum() <= _FEW or not low < middle < high:
+        if total - taken.sum() <= _FEW or not low < middle < high:
             break
         more = _count_up_to(costs, middle)
-        if more.sum() <= costs.total:
+        if more.sum() <= total:
             low, taken = middle, more
         else:
             high = middle

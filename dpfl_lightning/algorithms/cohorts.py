@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require_one_of
 
 Counts = NDArray[np.int64]
 
@@ -25,8 +25,7 @@ def draw_cohort(
         cohort_size: K, for the two weighted samplers.
         generator: a public generator: participation is public, and amplifies nothing.
     """
-    must, hint = f"be one of {', '.join(SAMPLERS)}", nearest(sampler, SAMPLERS)
-    require(sampler in SAMPLERS, "sampler", must, sampler, hint)
+    require_one_of(SAMPLERS, "sampler", sampler)
     remaining = np.maximum(quota - taken, 0)
     if sampler == "quota_systematic":
         return systematic(remaining, rounds_left, generator)

@@ -94,10 +94,9 @@ def noise_aware_rows(target: ByClass, noise_std: float) -> dict[str, Tensor]:
 
 
 def coordinate_median(blocks: Tensor, holds: Tensor) -> Tensor:
-    """Return the median of every coordinate over the clients that hold the class, `[G, d]`.
+    """Return the median of every coordinate over the clients that hold the class, `[G, d]`; zeros for no client.
 
-    For an even number of clients it is the mean of the two middle values; no client gives zeros. `blocks` `[C, G, d]`
-    are each client's mean gradients, `holds` is `[C, G]` bool. Reference: Yin et al. (2018).
+    `blocks` `[C, G, d]` are each client's mean gradients, `holds` is `[C, G]` bool. Reference: Yin et al. (2018).
     """
     rows = []
     for class_blocks, class_holds in zip(blocks.unbind(dim=1), holds.unbind(dim=1), strict=True):
@@ -173,12 +172,7 @@ def fastest_class_gradients(
 
 @dataclass(frozen=True)
 class SyntheticSet:
-    """Images of every class and the momentum of their gradient descent.
-
-    Args:
-        images: `[G, n, *X]`, normalised like the records; class g in row g.
-        velocity: momentum of the images, `[G, n, *X]`.
-    """
+    """Images of every class `[G, n, *X]`, normalised like the records, and the momentum of their gradient descent."""
 
     images: Tensor
     velocity: Tensor
@@ -212,10 +206,9 @@ class Matching:
     Args:
         names: parameters whose gradients are matched.
         distance: one of `MATCHINGS`.
-        gradients: see `fastest_class_gradients`.
         augment: `(x [B, *X], y [B]) -> x`, the augmentation of the clients' records, or None.
-        threads: process one class at a time in parallel threads; `loss` must then be thread-safe, and `gradients` use
-            autograd. Otherwise classes are processed together.
+        threads: process one class at a time in parallel threads, for which `loss` must be thread-safe and `gradients`
+            use autograd; otherwise classes are processed together.
     """
 
     loss: SampleLoss

@@ -11,9 +11,8 @@ from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.robust_pca import PcpSettings, robust_pca
 from dpfl_lightning.algorithms.update_geometry import double_columns, gram_of
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 
-ROW_CHOICES = ("random", "head")
 _DIAGNOSTICS = ("iterations", "primal_residual", "dual_residual", "converged", "rank", "dual_norm", "zero_share")
 
 
@@ -39,9 +38,8 @@ class EstimatorOptions:
     rank: int = 1
 
     def __post_init__(self) -> None:
-        names = (*ESTIMATORS, "oracle")
-        for key, value, known in (("estimator", self.name, names), ("row_choice", self.row_choice, ROW_CHOICES)):
-            require(value in known, key, f"be one of {', '.join(known)}", value, nearest(value, known))
+        require_one_of((*ESTIMATORS, "oracle"), "estimator", self.name)
+        require_one_of(("random", "head"), "row_choice", self.row_choice)
         for key in ("rows", "blocks", "rank"):
             value = getattr(self, key)
             require(value is None or value >= 1, key, "be at least 1", value)

@@ -5,9 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import nearest, require
-
-OBJECTIVES = ("min_variance", "max_snr")
+from dpfl_lightning.errors import require, require_one_of
 
 
 def weights(
@@ -34,8 +32,7 @@ def weights(
     >>> weights(torch.tensor([0.0, 2.0, 2.0]), max_weight=0.4)
     tensor([0.4000, 0.3000, 0.3000], dtype=torch.float64)
     """
-    hint = nearest(objective, OBJECTIVES)
-    require(objective in OBJECTIVES, "objective", f"be one of {', '.join(OBJECTIVES)}", objective, hint)
+    require_one_of(("min_variance", "max_snr"), "objective", objective)
     require(floor >= 0, "floor", "be >= 0", floor)
     require(0 < max_weight <= 1, "max_weight", "be in (0, 1]", max_weight, "1 means no cap.")
     variance = noise_var.to("cpu", torch.float64)
@@ -50,7 +47,7 @@ def weights(
 
 
 def _floored(variance: Tensor, floor: float) -> Tensor:
-    """Limit variances to at least `floor` of the median (of positive ones if it is 0), scaled to avoid overflow."""
+    """Raise variances to at least `floor` times the median (of positive ones if it is 0), scaled to avoid overflow."""
     positive = variance[variance > 0]
     if not len(positive):
         return torch.ones_like(variance)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from dpfl_lightning.algorithms.noise_weights import weights
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import UserNotice, require, require_one_of
 from dpfl_lightning.runtime.threads import cores, one_thread_an_operator, side_by_side
 
 _BLOCK = 150_000  # numbers of a matrix in a block, so that it stays in a CPU's caches
 _COLUMNS = 8192  # columns of a block at most, so that float32 sums are exact enough
-_PARTS = 32  # upper limit; sums are taken within a part, then over parts, for any number of workers
+_PARTS = 32  # at most; sums are taken within a part, then over parts, for any number of workers
 _LOOK = 5  # iterations between two checks of the residuals, each of which costs as much as an iteration
 _SETTLED = 25  # iterations in which the weights must be stable; no check before twice as many
 
@@ -29,13 +29,12 @@ class PcpSettings:
     """Penalty mu and stop rule; the optimum does not depend on mu, but a result after few iterations does.
 
     Args:
-        mu_scale: mu / (`C P / (4 |M|_1)`), > 0.
-        mu_norm: `entries`: |M|_1 is the sum of all absolute entries; `largest_column`: the largest client's sum.
+        mu_scale: mu / (`C P / (4 |M|_1)`), > 0; |M|_1 is the sum of all absolute entries if `mu_norm` is `entries`, the
+            largest client's sum if it is `largest_column`.
         primal_tol: tolerance of `|M - L - S|_F`, relative to `|M|_F` unless `absolute`; >= 0.
         dual_tol: tolerance of `mu |S_new - S|_F / |Y|_F`, >= 0; infinite disables this test.
         weight_tol: also stop if the weights of the noise variances moved by less (total variation) within 25
-            iterations, the dual residual is at most 0.1, 50 iterations are done and mu is at most Candes' value (with a
-            larger mu, weights change slowly); 0 disables this rule.
+            iterations, after 50, with a dual residual of at most 0.1 and mu at most Candes' value; 0 disables it.
         double: work in float64 for any type of the updates; tolerances below 1e-6 need it.
     """
 
@@ -50,8 +49,7 @@ class PcpSettings:
 
     def __post_init__(self) -> None:
         require(self.mu_scale > 0, "mu_scale", "be above 0", self.mu_scale)
-        known = ("entries", "largest_column")
-        require(self.mu_norm in known, "mu_norm", f"be one of {', '.join(known)}", self.mu_norm)
+        require_one_of(("entries", "largest_column"), "mu_norm", self.mu_norm)
         for key in ("primal_tol", "dual_tol", "weight_tol"):
             require(getattr(self, key) >= 0, key, "be >= 0", getattr(self, key))
         require(self.max_iterations >= 1, "max_iterations", "be at least 1", self.max_iterations)
@@ -113,16 +111,15 @@ class Split:
 def robust_pca(deltas: Tensor, settings: PcpSettings = PRESETS["fast"], workers: int | None = None) -> Split:
     """Principal component pursuit: `min |L|_* + lambda |S|_1` with `L + S = M`, lambda = 1 / sqrt(max(C, P)).
 
-    M are finite updates `[C, P]` in any layout. Singular values come from the `[C, C]` Gram matrix, and an iteration is
-    one pass over blocks of columns. The result is bitwise equal for any number of `workers` (threads; None is one for
+    M are finite updates `[C, P]`. The result is bitwise equal for any number of `workers` (threads; None is one for
     each core). A `UserNotice` warns if it did not converge. Post-processing.
 
     Float32 is used, with Gram matrices and norms in float64, unless `double` is set, squares may overflow, or torch
     uses less precise products. If it stops early, variances of noisy clients (of little weight) may be several times
     too small, and an update with far less noise than the mean may get nearly all the weight.
 
-    Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, which prints a wrong sign of Y in the
-    step for L: with it the residual vanishes as well, but at a wrong result.
+    Reference: Candes et al. (2009); Malekmohammadi et al. (2024), Algorithm 3, but for its wrong sign of Y in the step
+    for L.
 
     >>> shared = torch.ones(6, 1) @ torch.arange(1.0, 401.0)[None]
     >>> noise = torch.zeros(6, 400)

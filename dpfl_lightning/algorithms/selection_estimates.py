@@ -28,11 +28,10 @@ def shrunken_heterogeneity(
 ) -> tuple[Vector, float]:
     """Shrink each client's mean noised loss `[N]` towards the mean of all, as far as noise explains the differences.
 
-    Losses at the server's model replace F_n(w*) - F_n*, with F_n* = 0. Post-processing of noised reports.
+    Losses (not clipped) at the server's model replace F_n(w*) - F_n*, with F_n* = 0. Post-processing of noised reports.
 
     Args:
-        mean_report: mean of a client's noised losses, not clipped, `[N]`; any value for a client without reports.
-        reports: number of reports, `[N]`, >= 0.
+        reports: number of reports, `[N]`, >= 0; the mean of a client without reports may have any value.
         noise_std: noise std of one report, `[N]`, > 0.
         max_loss: estimates are clipped to [0, max_loss].
 
@@ -103,15 +102,14 @@ class Constants:
 
 @dataclass(frozen=True)
 class FirstStage:
-    """Known values after the rounds of the first stage.
+    """Known values after the first stage, whose rounds before the last one are counted.
 
     Args:
-        rounds: tau, the number of rounds before its last one, >= 1.
+        rounds: tau, >= 1.
         cohort_size: K.
-        counts: participations in them, `[N]`.
+        counts: participations, `[N]`.
         heterogeneity: estimated Gamma_n, `[N]`.
         least_skew: estimated rho_min.
-        noise: noise model of one update.
         loss: mean noised loss of the last round's clients at the server's model.
     """
 

@@ -153,11 +153,10 @@ def overlap(separation: float) -> float:
 def expected_separation(
     gradient_distance: float, num_records: int, noise_multiplier: float, epochs: int = 1, batch_size: int | None = None
 ) -> float:
-    """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`, for any clip norm and learning rate.
+    """Return the expected separation in the first round, `g sqrt(K N b) / (2 z)`: K epochs, N records, b a batch, z.
 
     It holds for steps so small that gradients stay constant, and neglects the noise from drawing batches. g in [0, 2]
-    is the distance between two groups' mean clipped gradients at the start / clip norm, N the records of one client, z
-    the noise multiplier of the first round, K the local epochs, b the batch size (None: full).
+    is the distance between two groups' mean clipped gradients at the start / clip norm; a batch of None is full.
 
     >>> expected_separation(0.1, 6600, 1.31)
     251.9...

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dpfl_lightning.algorithms.update_geometry import Updates, in_order, least
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 
 MOST_GROUPS = 10
 _DRAWS = 1000
@@ -41,8 +41,7 @@ class GroupOptions:
     def __post_init__(self) -> None:
         valid = self.num_groups is None or self.num_groups >= 1
         require(valid, "num_clusters", "be `auto` or at least 1", self.num_groups)
-        hint = nearest(self.choose, _RULES)
-        require(self.choose in _RULES, "choose_m", f"be one of {', '.join(_RULES)}", self.choose, hint)
+        require_one_of(_RULES, "choose_m", self.choose)
         require(self.min_size >= 1, "min_cluster_size", "be at least 1", self.min_size)
         require(self.data_floor >= 0, "data_floor", "be at least 0", self.data_floor)
 
@@ -76,10 +75,10 @@ class Groups:
 def find_groups(updates: Updates, options: GroupOptions | None = None) -> Groups:
     """Find Ward's groups of the first round's updates, and decide whether they are more than noise. Post-processing.
 
-    Means of pure noise lie about `P^(1/4)` noise standard deviations apart even without the mean of that noise, so
-    separations are compared with a parametric bootstrap. If clients differ only by Gaussian noise of `noise_std`,
-    groups are found (or confident, if their number is given) in 1 % of runs. `split` divides a true group in at most
-    1 % of runs: a cut of m of the n clients may alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
+    Means of pure noise lie about `P^(1/4)` noise standard deviations apart, so separations are compared with a
+    parametric bootstrap. If clients differ only by Gaussian noise of `noise_std`, groups are found (or confident, if
+    their number is given) in 1 % of runs. `split` divides a true group in at most 1 % of runs: a cut of m of the n
+    clients may alarm in 1 % * m / n (hierarchical testing, Meinshausen 2008).
 
     >>> noise = next(noise_alone(1000, [1.0] * 12, seed=[1]))
     >>> find_groups(noise).members[0].tolist(), find_groups(noise).confident
@@ -135,14 +134,12 @@ def _by_mss(updates: Updates, options: GroupOptions) -> tuple[list[np.ndarray], 
     return max(cuts, key=updates.separation, default=[np.arange(len(updates.gram))]), threshold
 
 
-_RULES: dict[str, Callable[[Updates, GroupOptions], tuple[list[np.ndarray], float]]] = {
-    "split": _by_splits,
-    "mss": _by_mss,
-}
+_RULES: dict[str, Callable[[Updates, GroupOptions], tuple[list[np.ndarray], float]]]
+_RULES = {"split": _by_splits, "mss": _by_mss}
 
 
-def _relative_noise(updates: Updates, members: np.ndarray | None = None) -> np.ndarray:
-    noise_std = updates.noise_std if members is None else updates.noise_std[members]
+def _relative_noise(updates: Updates, members: np.ndarray | slice = slice(None)) -> np.ndarray:
+    noise_std = updates.noise_std[members]
     return noise_std / updates.unit if updates.unit > 0 else np.zeros(len(noise_std))
 
 

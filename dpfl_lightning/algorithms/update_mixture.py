@@ -23,7 +23,7 @@ class Mixture:
 
     Args:
         responsibilities: `[n, M]` float64, rows of sum 1.
-        embedding: two-dimensional picture of the updates, `[n, 2]` float64.
+        embedding: picture of the updates, `[n, 2]` float64.
         separation: least separation of two groups: half the distance of their means / standard deviation.
         overlap: `2 Q(separation)`; 1 unless `confident`, which means that the groups are more than noise.
         diagnostics: numbers to log.
@@ -47,10 +47,9 @@ def robust_mixture(
     """Find groups that noise and sampling do not explain, and fit a spherical mixture of Gaussians from them.
 
     `deltas` are released updates `[n, P]`, all from one model; the others are those of `Updates` and `find_groups`.
-    The separation is in units of the noise std, without the contribution of noise. Post-processing.
+    Separations are in units of the noise std, without the contribution of noise. Post-processing.
 
-    Reference: the mixture of Malekmohammadi et al., with groups by Ward's linkage instead of EM from random starts,
-    distances without the contribution of noise, and separations compared with a bootstrap instead of with 3.
+    Reference: Malekmohammadi et al., but Ward's linkage instead of EM from random starts, and a bootstrap for their 3.
 
     >>> deltas = torch.randn(12, 500, generator=torch.Generator().manual_seed(0))
     >>> deltas[4:, :50] += 5

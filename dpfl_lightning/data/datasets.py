@@ -16,13 +16,7 @@ from dpfl_lightning.errors import require_one_of
 
 @dataclass(frozen=True)
 class Dataset:
-    """One public data set in memory.
-
-    Args:
-        x, test_x: [n, *X] and [m, *X] float32, normalised inputs.
-        y, test_y: [n] and [m] int64 labels in [0, num_classes), or float32 targets of a regression.
-        num_classes: number of classes; 1 for a regression.
-    """
+    """A public data set: `x` [n, *X] float32, normalised; `y` [n] int64, or float32 for a regression (1 class)."""
 
     name: str
     x: Tensor
@@ -40,7 +34,7 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     """Return a data set by its name, normalised as (value / scale - mean) / std with constants of the literature.
 
     Nothing is charged for the constants, as they are not from the records; those of `diabetes` were computed from all
-    its records when it was published. IDX and CIFAR files keep their official split.
+    its records when it was published. Raises UserError if a file is missing (`DataMissing`), truncated or corrupt.
 
     Args:
         name: a name in `SOURCES` or `BUILT_IN`; the latter need no files.
@@ -97,7 +91,6 @@ def _diabetes() -> Dataset:
 
 
 def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
-    """Return x, y, test_x and test_y, always the same."""
     train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
     return x[train], y[train], x[test], y[test]
 

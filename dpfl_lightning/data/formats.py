@@ -25,11 +25,9 @@ class IdxFiles:
     stems = tuple(f"{part}-{kind}-ubyte" for part in ("train", "t10k") for kind in ("images-idx3", "labels-idx1"))
 
     def missing(self, folder: Path) -> list[str]:
-        """Return which of the four files are not in `folder`."""
         return [f"{stem}[.gz]" for stem in self.stems if self._path(folder, stem) is None]
 
     def read(self, folder: Path) -> Raw:
-        """Read the records of a complete folder; images have shape [n, 1, 28, 28]."""
         paths = [self._path(folder, stem) or folder / stem for stem in self.stems]
         x, y, test_x, test_y = (_read_idx(path, ndim) for path, ndim in zip(paths, (3, 1, 3, 1), strict=True))
         for images, labels, path in ((x, y, paths[0]), (test_x, test_y, paths[2])):
@@ -56,7 +54,6 @@ def _read_idx(path: Path, ndim: int) -> np.ndarray:
 
 
 def content_of(path: Path) -> bytes:
-    """Return the bytes of a file, decompressed if its name ends in .gz."""
     try:
         stored = path.read_bytes()
         return gzip.decompress(stored) if path.suffix == ".gz" else stored
@@ -80,19 +77,17 @@ class CifarFiles:
     label_bytes: int
 
     def missing(self, folder: Path) -> list[str]:
-        """Return what has to be added to `folder`; empty if it is complete."""
         complete = (folder / self.archive).is_file() or self._unpacked(folder) is not None
         return [] if complete else [f"{self.archive} (or the files of its folder {self.folder})"]
 
     def read(self, folder: Path) -> Raw:
-        """Read the records of a complete folder."""
         unpacked = self._unpacked(folder)
         if unpacked is not None:
             content = {name: (str(unpacked / name), content_of(unpacked / name)) for name in self.files}
         else:
             content = self._unpack(folder / self.archive)
         train = [self._records(*content[name]) for name in self.train]
-        x, y = (np.concatenate(parts) for parts in zip(*train, strict=True))
+        x, y = map(np.concatenate, zip(*train, strict=True))
         return x, y, *self._records(*content[self.test])
 
     @property
@@ -129,7 +124,7 @@ class CifarFiles:
 
 
 def check_labels(raw: Raw, num_classes: int, place: Path) -> None:
-    """Check that there are labels, all below `num_classes`; `place` is the path that was read."""
+    """Check that there are labels, all below `num_classes`."""
     for labels, part in ((raw[1], "training"), (raw[3], "test")):
         require(len(labels) > 0, str(place), f"hold at least one {part} record", 0, REPLACE)
         must = f"hold {part} labels from 0 to {num_classes - 1}"

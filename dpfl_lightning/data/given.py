@@ -28,7 +28,6 @@ def pair(source: Any, where: str) -> tuple[Tensor, Tensor]:
 
 
 def _collected(source: TorchDataset, where: str) -> tuple[Any, ...]:
-    """Return all records of a map-style Dataset as x and y."""
     if isinstance(source, TensorDataset):
         return source.tensors
     has_length = hasattr(source, "__len__") and not isinstance(source, IterableDataset)

@@ -18,26 +18,17 @@ Shift = Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Groups:
-    """The group of each client, and the shift of the records.
-
-    Args:
-        of: [N] group of each client, from 0; clients of one group are consecutive.
-        shift: (x [n, *X], y [n], group) -> the shifted records; those of group 0 are unchanged.
-    """
+    """The group of each client `[N]`, and how records are shifted: (x, y, group) -> (x, y); group 0 is unchanged."""
 
     of: tuple[int, ...]
     shift: Shift
 
 
 def grouped(name: str, num_clients: int, input_shape: tuple[int, ...], num_classes: int, /, **options: Any) -> Groups:
-    """Return the groups called `name`, a key of `GROUPS`.
+    """Return the groups called `name`, a key of `GROUPS`; UserError if the options do not fit.
 
-    Args:
-        options: `sizes`, the number of clients of each group (in this order, each >= 1, of sum `num_clients`); or
-            `count`, the number of groups, whose sizes are then as equal as possible, the smaller ones first.
-
-    Raises:
-        UserError: a name or option is unknown, sizes do not fit, or records cannot be shifted this way.
+    `options` are `sizes`, the number of clients of each group, or `count`, the number of groups, whose sizes are then
+    as equal as possible, the smaller ones first.
 
     Reference: Malekmohammadi, Taik and Farnadi (2024), "Mitigating Disparate Impact of Differential Privacy in
     Federated Learning through Robust Clustering": both kinds, with sizes [3, 6, 6, 6].
@@ -95,8 +86,8 @@ def stored(
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """Build one storage of shifted records: a copy of each record for each group that uses it.
 
-    `rows_of` are lists of rows of x [n, *X] and y [n], in which a row may occur several times, and `group_of` the group
-    of each list. Returned are the shifted x [m, *X] and y [m], and the lists as rows of these.
+    `rows_of` are lists of rows of x [n, *X] and y [n], `group_of` the group of each list; returned are the shifted
+    x [m, *X] and y [m], and the lists as rows of these.
     """
     total, last = len(y), max(group_of)
     pairs = torch.cat([group * total + rows for rows, group in zip(rows_of, group_of, strict=True)])
@@ -130,10 +121,7 @@ def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, 
 def with_wrong_labels(
     name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
 ) -> Tensor:
-    """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name`.
-
-    Raises:
-        UserError: a name or option is unknown, a value is out of range, there are no classes, or clients share records.
+    """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name` (`UNITS`).
 
     Reference: Wang and Wang (2024), who do not state whether a portion is one of records or of clients.
 

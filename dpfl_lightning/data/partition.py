@@ -14,12 +14,9 @@ Parts = list[np.ndarray]
 def partition(name: str, labels: np.ndarray, num_clients: int, rng: np.random.Generator, /, **options: Any) -> Parts:
     """Divide records among clients by the partition called `name`, a key of `PARTITIONS`; no client gets none.
 
-    It simulates how records are distributed in reality: it reads labels, and is outside any guarantee. All but
-    `overlapping` give every record to at most one client. The option `records_per_client` (not for `sizes`) first draws
-    as many records as all clients need; it is the exact size in equal parts, otherwise the mean.
-
-    Raises:
-        UserError: a name or option is unknown, there are too few records, or a value is out of range.
+    It reads labels, and is outside any guarantee. All but `overlapping` give every record to at most one client. The
+    option `records_per_client` (not for `sizes`) first draws as many records as all clients need; it is the exact size
+    in equal parts, otherwise the mean.
 
     >>> labels, rng = np.zeros(10), np.random.default_rng(0)
     >>> [part.size for part in partition("iid", labels, 3, rng)]
@@ -95,8 +92,7 @@ def dirichlet(
             f"`data.partition.min_records` must be within reach, got {min_records}: none of {max_draws} draws at "
             f"alpha {alpha} gave each of {num_clients} clients so many records. Lower it, or raise alpha."
         )
-    cuts_of = zip(classes, ends[:, :-1], strict=True)
-    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in cuts_of]
+    pieces = [np.split(_shuffled(labels, label, rng), cuts) for label, cuts in zip(classes, ends[:, :-1], strict=True)]
     return [np.concatenate(part) for part in zip(*pieces, strict=True)]
 
 
@@ -140,10 +136,9 @@ def overlapping(labels: np.ndarray, num_clients: int, rng: np.random.Generator, 
     It is for simulations of more clients than there are records for. A record may be at several clients; the guarantee
     of a client then covers only that client's releases, which `Population.caveats` states.
     """
-    most = len(labels)
-    must = f"be from 1 to the {most} records"
-    require(1 <= records_per_client <= most, "data.records_per_client", must, records_per_client)
-    return [rng.choice(most, records_per_client, replace=False) for _ in range(num_clients)]
+    must = f"be from 1 to the {len(labels)} records"
+    require(1 <= records_per_client <= len(labels), "data.records_per_client", must, records_per_client)
+    return [rng.choice(len(labels), records_per_client, replace=False) for _ in range(num_clients)]
 
 
 PARTITIONS: dict[str, Callable[..., Parts]] = {
@@ -172,9 +167,8 @@ def as_classes(targets: np.ndarray, bins: int = 10) -> np.ndarray:
 def matched_shares(test_labels: np.ndarray, class_counts: np.ndarray, rng: np.random.Generator) -> Parts:
     """Return disjoint shares of a test set in which client i has classes in the proportions of `class_counts[i]`.
 
-    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) is
-    used for all clients and classes: the largest for which no class runs out of test records. Counts are rounded at
-    random (systematic sampling), so a share is accurate to one record in each class; it may be empty.
+    `class_counts` `[num_clients, num_classes]` are training records. One rate (test records per training record) holds
+    for all: the largest for which no class runs out. Counts are rounded at random (systematic sampling).
     """
     num_clients, num_classes = class_counts.shape
     needed, available = class_counts.sum(axis=0), np.bincount(test_labels, minlength=num_classes)[:num_classes]

@@ -29,18 +29,15 @@ _SHARED = (
 
 @dataclass(frozen=True, eq=False)
 class Population:
-    """The private records of N clients. Clients hold row numbers, never copies.
-
-    Engines read records; strategies get `Facts`. Held-out records only score released models: guarantees cover training
-    records, and reports say that held-out records are not covered.
+    """The private records of N clients, who hold row numbers, never copies. Guarantees do not cover held-out records.
 
     Args:
         x, y: [n, *X] inputs and [n] int64 labels, or float32 targets of a regression, of all clients.
         train_of, held_out_of: [N] rows of each client's training and held-out records, disjoint.
         test: [m] rows of the test set of the run, or None.
-        num_classes: number of classes; 1 for a regression.
+        num_classes: 1 for a regression.
         public: rows of records that were declared public and belong to no client, or None.
-        caveats: caveats about the data for guarantees of this run.
+        caveats: sentences about the data for every guarantee of the run.
         groups: [N] true group of each client in a simulation with groups, else None; records are stored as shifted.
     """
 
@@ -60,7 +57,6 @@ class Population:
 
     @functools.cached_property  # counted once for a hundred thousand clients, not in every round
     def num_records(self) -> tuple[int, ...]:
-        """[N] training records of each client."""
         return tuple(map(len, self.train_of))
 
     @property
@@ -113,15 +109,11 @@ class Population:
         label_noise: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
-        """Divide a public data set among simulated clients; the result is on the CPU.
+        """Divide a public data set among simulated clients, on the CPU. Raises UserError if an option does not fit.
 
         The arguments are the keys `data.*` of the configuration (`DataOptions`); partition, groups and label_noise are
-        a name and its options. `records_per_client` is a mean if the partition makes unequal parts. Shares of the test
-        set and draws from it match the classes of a client's training records. With groups there is no common test set,
-        and public records are not shifted. Partitions and test shares use the labels before any shift or mistake.
-
-        Raises:
-            UserError: there are fewer records than clients or than requested, or an option does not fit.
+        a name and its options. Test records match the classes of a client's training records. With groups there is no
+        common test set, and public records are not shifted. Partitions use the labels before any shift or mistake.
 
         >>> from dpfl_lightning.data import load
         >>> population = Population.partitioned(load("digits"), num_clients=4, records_per_client=200)
@@ -131,18 +123,15 @@ class Population:
         (0, 0, 1, 1)
         """
         _check_held_out(held_out_per_client, test_per_client)
-        client_groups = None
+        shape, rng, client_groups = dataset.input_shape, np.random.default_rng(seed), None
         if groups is not None:
-            client_groups = grouped(groups[0], num_clients, dataset.input_shape, dataset.num_classes, **groups[1])
-        rng = np.random.default_rng(seed)
+            client_groups = grouped(groups[0], num_clients, shape, dataset.num_classes, **groups[1])
         name, options = partition[0], dict(partition[1])
         if records_per_client is not None:
             once = "records_per_client" not in options
             require(once, "data.records_per_client", "be given once", [records_per_client, partition[1]])
-            if held_out_per_client >= 1:
-                options["records_per_client"] = records_per_client + int(held_out_per_client)
-            else:
-                options["records_per_client"] = round(records_per_client / (1 - held_out_per_client))
+            with_share = round(records_per_client / (1 - held_out_per_client % 1))  # a share is below 1
+            options["records_per_client"] = with_share + int(held_out_per_client)
         x, y, pool, test, public = _stored(dataset, public_records, use_public)
         labels = as_classes(y.numpy())
         kinds = max(dataset.num_classes, int(labels.max()) + 1)
@@ -152,16 +141,8 @@ class Population:
             labels_of = [labels[rows] for rows in train]
             shares = _test_rows(name, labels[test], labels_of, kinds, rng, test_per_client)
             held_out = [test.start + share for share in shares]
-        population = cls(
-            x=x,
-            y=y,
-            train_of=_tensors(train),
-            held_out_of=_tensors(held_out),
-            test=torch.arange(test.start, test.stop),
-            num_classes=dataset.num_classes,
-            public=public,
-            caveats=(_SHARED,) if name == "overlapping" else (),
-        )
+        test_rows, caveats = torch.arange(test.start, test.stop), (_SHARED,) if name == "overlapping" else ()
+        population = cls(x, y, _tensors(train), _tensors(held_out), test_rows, dataset.num_classes, public, caveats)
         population = population if client_groups is None else population._shifted(client_groups)
         if label_noise is None:
             return population
@@ -170,7 +151,6 @@ class Population:
         return dataclasses.replace(population, y=y)
 
     def _shifted(self, groups: Groups) -> Population:
-        """Return the same clients with records shifted for their groups, and no common test set."""
         public = [] if self.public is None else [self.public]
         rows_of = [*self.train_of, *self.held_out_of, *public]
         x, y, rows_of = stored(self.x, self.y, rows_of, [*groups.of, *groups.of, *(0 for _ in public)], groups.shift)
@@ -187,7 +167,7 @@ class Population:
         seed: int = 0,
         num_classes: int | None = None,
     ) -> Population:
-        """Create a population from your data, on the CPU.
+        """Create a population from your data, on the CPU. Raises a UserError that names the client if they do not fit.
 
         Args:
             clients: for each client a pair of tensors or arrays, x [n, *X] (floating) and y [n] (integers: classes;
@@ -196,9 +176,6 @@ class Population:
             held_out: share in [0, 1) of each client's records to hold out, chosen at random by `seed`.
             num_classes: None is the largest label + 1, which reveals to the server that this label exists.
 
-        Raises:
-            UserError: shapes, types or labels do not fit; the message names the client.
-
         >>> hospitals = [(torch.randn(n, 4), torch.randint(3, (n,))) for n in (50, 80)]
         >>> population = Population.from_datasets(hospitals, num_classes=3)
         >>> population.num_records, population.input_shape
@@ -206,10 +183,9 @@ class Population:
         """
         require(len(clients) >= 1, "clients", "name at least one client's records", len(clients))
         require(0 <= held_out < 1, "held_out", "be a share in [0, 1)", held_out)
-        pairs = {f"client {client}": source for client, source in enumerate(clients)}
-        if test is not None:
-            pairs["test"] = test
-        pairs = {where: pair(source, where) for where, source in pairs.items()}
+        sources = {f"client {client}": source for client, source in enumerate(clients)}
+        sources |= {} if test is None else {"test": test}
+        pairs = {where: pair(source, where) for where, source in sources.items()}
         num_classes = check_alike(pairs, num_classes)
         x, y = (torch.cat(parts) for parts in zip(*pairs.values(), strict=True))
         ends = np.cumsum([len(labels) for _, labels in pairs.values()])[: len(clients)]

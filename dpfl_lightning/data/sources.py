@@ -23,7 +23,7 @@ import pooch
 
 from dpfl_lightning.data.formats import CifarFiles, IdxFiles, content_of
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.runtime.folders import cache_folder
+from dpfl_lightning.runtime.files import cache_folder
 
 TIMEOUT = (5, 30)  # seconds to connect to an address, and to wait for the next bytes
 
@@ -66,12 +66,9 @@ def _run(*argv: str, cwd: str) -> None:
 
 @dataclass(frozen=True)
 class Source:
-    """A data set, and where to download it.
+    """A data set: its published files with their md5, and addresses (`mirrors`) that hold all of them.
 
-    Args:
-        mean: subtracted from values in [0, 1], for every channel; the divisor `std` follows.
-        md5_of: published files -> md5.
-        mirrors: addresses that hold all of them.
+    `mean` is subtracted from values in [0, 1], for every channel; the divisor `std` follows.
     """
 
     layout: IdxFiles | CifarFiles
@@ -86,8 +83,8 @@ class Source:
 _MNIST_FILES = tuple(f"{stem}.gz" for stem in IdxFiles.stems)
 
 
-def _files(*md5s: str) -> Mapping[str, str]:
-    return dict(zip(_MNIST_FILES, md5s, strict=True))
+def _files(md5s: str) -> Mapping[str, str]:
+    return dict(zip(_MNIST_FILES, md5s.split(), strict=True))
 
 
 SOURCES: Mapping[str, Source] = {
@@ -96,10 +93,8 @@ SOURCES: Mapping[str, Source] = {
         mean=0.1307,  # MNIST's constants, as in the released code of the noise-aware paper
         std=0.3081,
         md5_of=_files(
-            "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-            "25c81989df183df01b3e8a0aad5dffbe",
-            "bef4ecab320f06d8554ea6380940ec79",
-            "bb300cfdad3c16e7a12a480ee83cd310",
+            "8d4fb7e6c68d591d4c3dfef9ec88bf0d 25c81989df183df01b3e8a0aad5dffbe "
+            "bef4ecab320f06d8554ea6380940ec79 bb300cfdad3c16e7a12a480ee83cd310"
         ),
         mirrors=(
             "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/",
@@ -109,10 +104,8 @@ SOURCES: Mapping[str, Source] = {
             name="dataset-fashion-mnist",
             folder="/usr/share/datasets/fashion-mnist",
             content_md5_of=_files(
-                "f4a8712d7a061bf5bd6d2ca38dc4d50a",
-                "9018921c3c673c538a1fc5bad174d6f9",
-                "8181f5470baa50b63fa0f6fddb340f0a",
-                "15d484375f8d13e6eb1aabb0c3f46965",
+                "f4a8712d7a061bf5bd6d2ca38dc4d50a 9018921c3c673c538a1fc5bad174d6f9 "
+                "8181f5470baa50b63fa0f6fddb340f0a 15d484375f8d13e6eb1aabb0c3f46965"
             ),
         ),
     ),
@@ -121,10 +114,8 @@ SOURCES: Mapping[str, Source] = {
         mean=0.1307,
         std=0.3081,
         md5_of=_files(
-            "f68b3c2dcbeaaa9fbdd348bbdeb94873",
-            "d53e105ee54ea40749a09fcbcd1e9432",
-            "9fb629c4189551a2d022fa330f9573f3",
-            "ec29112dd5afa0611ce80d1b7f02629c",
+            "f68b3c2dcbeaaa9fbdd348bbdeb94873 d53e105ee54ea40749a09fcbcd1e9432 "
+            "9fb629c4189551a2d022fa330f9573f3 ec29112dd5afa0611ce80d1b7f02629c"
         ),
         mirrors=(
             "https://ossci-datasets.s3.amazonaws.com/mnist/",

@@ -1,26 +1,19 @@
 """Figures of a run in matplotlib, and the names of the metrics from which they are drawn."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
 from torch import Tensor
 
-from dpfl_lightning.federated.server.group_metrics import smallest
 from dpfl_lightning.federated.server.results import ClientEmbedding, RunResult
+from dpfl_lightning.federated.server.summary import smallest
+from dpfl_lightning.runtime.text import counted
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-
-if TYPE_CHECKING:
-    from experiments.papers.experiment import Panel
 
 MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
 _MARKERS = "osD^vP*X<>hp"
@@ -75,67 +68,7 @@ def figures(history: History, result: RunResult, distilled: DistilledSet | None 
     return drawn
 
 
-def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
-    """Draw the peak memory in MiB by the number of clients."""
-    figure, axes = _axes("Peak memory of a run", "clients", "MiB")
-    clients = [int(count) for count in peak_mib]
-    axes.plot(clients, list(peak_mib.values()), marker="o")
-    for count, peak in zip(clients, peak_mib.values(), strict=True):
-        axes.annotate(f"{peak:,}", (count, peak), (0, 7), textcoords="offset points", fontsize=8, ha="center")
-    axes.set_ylim(0, 1.25 * max(peak_mib.values()))
-    _log_scale(axes, "x")
-    return figure
-
-
-def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
-    """Draw panels side by side; more than four are arranged in rows of three."""
-    across = len(panels) if len(panels) <= 4 else 3
-    down = math.ceil(len(panels) / across)
-    figure = Figure(figsize=(max(7.5, 5.0 * across), 4.8 * down), dpi=120, layout="constrained")
-    figure.suptitle(textwrap.fill(title, 60 * across), fontsize=10)
-    for place, panel in enumerate(panels, start=1):
-        axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
-        _quiet(axes)
-        _draw(axes, panel)
-        for which in panel.log:
-            _log_scale(axes, which)
-        if len(panel.series) > 1:
-            axes.legend(fontsize=7)
-    return figure
-
-
-def _draw(axes: Any, panel: Panel) -> None:
-    if panel.kind == "bars":
-        _bars(axes, panel)
-        return
-    for name, points in panel.series.items():
-        x, y, *band = zip(*points, strict=True)
-        if panel.kind == "points":
-            axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, label=name)
-            continue
-        axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
-        if band:
-            low, high = np.subtract(y, band[0]), np.add(y, band[0])
-            axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
-
-
-def _bars(axes: Any, panel: Panel) -> None:
-    names = list(dict.fromkeys(point[0] for points in panel.series.values() for point in points))
-    width = 0.8 / len(panel.series)
-    for number, (name, points) in enumerate(panel.series.items()):
-        places = [names.index(point[0]) + (number + 0.5) * width - 0.4 for point in points]
-        axes.bar(places, [point[1] for point in points], width, label=name)
-    axes.set_xticks(range(len(names)), [str(name) for name in names], fontsize=7 if len(names) > 12 else None)
-
-
-def save_svg(figure: Figure, path: Path) -> None:
-    """Save the figure as SVG; equal figures give equal bytes."""
-    with rc_context({"svg.hashsalt": "dpfl_lightning", "svg.fonttype": "none"}):
-        figure.savefig(path, metadata={"Date": None})
-
-
 def _client_curves(history: History, metric: str, num_clients: int) -> dict[str, Mapping[int, float]]:
-    """Return the curves of a metric of `per_client` that have points, by the last part of their names."""
     names = per_client(metric, [0.0] * num_clients)
     return {name.partition("/")[2]: curve for name in names if (curve := history(name))}
 
@@ -144,7 +77,7 @@ def _accuracy_figure(history: History, num_clients: int) -> Figure | None:
     test = history("overall/test_accuracy")
     if not test:
         return None
-    figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
+    figure, axes = new_axes("Accuracy over rounds", "round", "accuracy")
     curves = _client_curves(history, "per_client_accuracy", num_clients).values()
     spread = {step: [curve[step] for curve in curves if step in curve] for step in test}
     spread = {step: values for step, values in spread.items() if values}
@@ -163,7 +96,7 @@ def _groups_figure(history: History, result: RunResult) -> Figure | None:
     curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
         return None
-    figure, axes = _axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
+    figure, axes = new_axes("Accuracy of each true group on the clients' held-out records", "round", "accuracy")
     few = smallest(list(true.values()))
     for group, curve in curves.items():
         style = "--" if group in few else "-"
@@ -179,14 +112,14 @@ def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
     curves = _client_curves(history, "per_client_epsilon", num_clients)
     if not curves:
         return None
-    figure, axes = _axes("Epsilon spent, by client", "round", "epsilon")
+    figure, axes = new_axes("Epsilon spent, by client", "round", "epsilon")
     names_at: dict[tuple[int, float], list[str]] = {}
     for name, curve in curves.items():
         axes.plot(list(curve), list(curve.values()), linewidth=1.2)
         names_at.setdefault((max(curve), curve[max(curve)]), []).append(name)
     ends = [epsilon for _, epsilon in names_at]
     if max(ends) > 10 * min(ends) > 0:
-        _log_scale(axes, "y")
+        log_scale(axes, "y")
     for end, names in names_at.items():  # clients with the same curve share a label
         label = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
         axes.annotate(label, end, (4, -2), textcoords="offset points", fontsize=7)
@@ -198,11 +131,11 @@ def _budget_figure(result: RunResult) -> Figure | None:
     points = [point for point in points if None not in point]
     if not points:
         return None
-    figure, axes = _axes("Accuracy of each client on its held-out records", "epsilon budget", "accuracy")
+    figure, axes = new_axes("Accuracy of each client on its held-out records", "epsilon budget", "accuracy")
     budgets, accuracies, _ = zip(*points, strict=True)
     axes.scatter(budgets, accuracies, s=18)
     if max(budgets) > 10 * min(budgets):
-        _log_scale(axes, "x")
+        log_scale(axes, "x")
     for budget, accuracy, client in points if len(points) <= MOST_CLIENTS else []:
         axes.annotate(f"{client:02}", (budget, accuracy), (4, 3), textcoords="offset points", fontsize=7)
     return figure
@@ -214,7 +147,7 @@ def _weights_figure(result: RunResult) -> Figure | None:
     if not weights or max(weights.values()) <= 1.001 * min(weights.values()):
         return None
     order = sorted(weights, key=lambda client: (result.clients[client]["noise_std"] or 0.0, client))
-    figure, axes = _axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
+    figure, axes = new_axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
     axes.grid(visible=False, axis="x")
     if len(order) > MOST_CLIENTS:
         axes.stairs([weights[client] for client in order], fill=True)
@@ -239,7 +172,7 @@ def _noise_figure(result: RunResult) -> Figure | None:
     clients = sorted((i for i in true if estimated[i] > 0 and true[i] > 0), key=true.__getitem__)
     if not clients:
         return None
-    figure, axes = _axes("Noise in each client's update: estimated against true", "true", "estimated")
+    figure, axes = new_axes("Noise in each client's update: estimated against true", "true", "estimated")
     figure.set_size_inches(6.5, 6.5)
     x, y = [true[client] for client in clients], [estimated[client] for client in clients]
     weights = _client_metric(result, "weight")
@@ -257,8 +190,8 @@ def _noise_figure(result: RunResult) -> Figure | None:
         f"median {median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
     )
     axes.annotate(words, (0.98, 0.02), xycoords="axes fraction", ha="right", va="bottom", fontsize=8, color="dimgray")
-    for which in ("x", "y"):
-        _log_scale(axes, which)
+    log_scale(axes, "x")
+    log_scale(axes, "y")
     axes.set(xlim=ends, ylim=ends)
     return figure
 
@@ -288,7 +221,7 @@ def _participation_figure(result: RunResult) -> Figure | None:
     for panel, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
         panel.set_title(title, loc="left")
         panel.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
-        _quiet(panel)
+        quiet(panel)
         panel.grid(visible=False, axis="x")
         panel.set_axisbelow(True)
     return figure
@@ -307,10 +240,10 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
 
 def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
     """Draw the clients as the server saw them; the colour is the true group if it is known, else the cluster."""
-    count = f"{embedding.num_clusters} cluster{'s' * (embedding.num_clusters != 1)}"
     apart = "" if embedding.separation is None else f", separation {embedding.separation:.3g}"
     sure = "confident" if embedding.confident else "not distinguishable from noise"
-    figure, axes = _axes(f"{embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+    title = f"{embedding.title}\n{counted(embedding.num_clusters, 'cluster')}{apart}: {sure}"
+    figure, axes = new_axes(title, "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)
     true = _true_groups(result)
     rows = list(zip(embedding.clients, embedding.points, embedding.cluster, embedding.membership, strict=True))
@@ -332,12 +265,10 @@ def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
 
 
 def _true_groups(result: RunResult) -> dict[int, int]:
-    """Return client -> true group, for clients whose group is known."""
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
 
 
 def _images_figure(distilled: DistilledSet) -> Figure | None:
-    """Draw one row of images for each class."""
     grid = distilled.grid()
     if grid is None:
         return None
@@ -350,25 +281,24 @@ def _images_figure(distilled: DistilledSet) -> Figure | None:
 
 
 def _client_metric(result: RunResult, name: str) -> dict[int, float]:
-    """Return client -> value of a strategy's metric in the last round."""
     values = result.metrics.get(name)
     known = enumerate(values if isinstance(values, list) else ())
     return {client: value for client, value in known if value is not None}
 
 
-def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
+def new_axes(title: str, x: str, y: str) -> tuple[Figure, Any]:
     figure = Figure(figsize=(7.5, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot(title=title, xlabel=x, ylabel=y)
-    _quiet(axes)
+    quiet(axes)
     return figure, axes
 
 
-def _quiet(axes: Any) -> None:
+def quiet(axes: Any) -> None:
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _log_scale(axes: Any, which: str) -> None:
+def log_scale(axes: Any, which: str) -> None:
     """Set a logarithmic scale with plain numbers at its ticks."""
     axes.set(**{f"{which}scale": "log"})
     axis = getattr(axes, f"{which}axis")

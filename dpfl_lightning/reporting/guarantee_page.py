@@ -93,7 +93,6 @@ def _gaps(guarantees: Sequence[Guarantee]) -> list[str]:
 
 
 def _client_row(row: dict[str, Any], guarantee: Guarantee, budget: float) -> dict[str, str | float]:
-    """Return title -> text of a cell; the share of the budget is a number."""
     noise, bounded = row["noise_multiplier"], math.isfinite(guarantee.epsilon) and math.isfinite(budget)
     return {
         "client": str(row["client"]),
@@ -130,7 +129,6 @@ def _summary(result: RunResult, guarantees: Sequence[Guarantee], budgets: Sequen
 
 
 def _listed(words: Iterable[str]) -> str:
-    """Join the distinct texts; if there are many, state how many more exist."""
     different = list(dict.fromkeys(words))
     more = f"; and {len(different) - _MOST_KINDS} more" if len(different) > _MOST_KINDS else ""
     return "; ".join(different[:_MOST_KINDS]) + more

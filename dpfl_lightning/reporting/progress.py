@@ -55,9 +55,10 @@ class Progress(Callback):
         )
         self._print(_frame(view))
         self._print(f"Output folder: {run.output_dir}")
-        if run.first_round > 1:
-            left = f"Resuming at round {run.first_round} of {run.rounds}."
-            self._print(left if run.first_round <= run.rounds else "All rounds are complete.")
+        if run.first_round > run.rounds:
+            self._print("All rounds are complete.")
+        elif run.first_round > 1:
+            self._print(f"Resuming at round {run.first_round} of {run.rounds}.")
         self._table(_plan_columns(view))
         for words in run.strategy_notes:
             self._print(words)
@@ -167,8 +168,6 @@ class _Shortened(NamedTuple):
 
 
 class _TimeLeft(rich.progress.ProgressColumn):
-    """Counts down to `ends` between rounds."""
-
     max_refresh = 0.5
 
     def render(self, task: rich.progress.Task) -> str:
@@ -228,11 +227,9 @@ def _frame(view: View) -> str:
     guarantee = view.expected_guarantee()
     if guarantee.unprotected:
         return f"Guarantee: {guarantee.words()}"
-    unit = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}"
+    unit, noise = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}", f"noise {view.run.noise}"
     delta = f"delta {span(schedule.delta for schedule in view.schedule.clients)}"
-    return "; ".join(
-        [unit, guarantee.sampling, guarantee.accountant, delta, f"noise {view.run.noise}", *guarantee.caveats]
-    )
+    return "; ".join([unit, guarantee.sampling, guarantee.accountant, delta, noise, *guarantee.caveats])
 
 
 def _noised(view: View) -> bool:
@@ -268,13 +265,10 @@ def _groups(result: RunResult) -> str:
     if not accuracy:
         return ""
     named = [f"{name} {accuracy[name]:.1%}" for name in ("majority", "minority") if name in accuracy]
-    parts = [
-        f"accuracy {', '.join(named) or f'{min(accuracy.values()):.1%} to {max(accuracy.values()):.1%}'}",
-        f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}",
-    ]
-    if isinstance(matched, float):
-        parts.append(f"{matched:.0%} of clients in the right cluster")
-    return f"Groups: {'; '.join(parts)}."
+    groups = ", ".join(named) or f"{min(accuracy.values()):.1%} to {max(accuracy.values()):.1%}"
+    clusters = f"; {matched:.0%} of clients in the right cluster" if isinstance(matched, float) else ""
+    clients = f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}"
+    return f"Groups: accuracy {groups}; {clients}{clusters}."
 
 
 def _sent(result: RunResult) -> str:

@@ -1,4 +1,4 @@
-"""Files that a crash cannot leave half written."""
+"""Files that a crash cannot leave half written, and the folder of data that can be downloaded or computed again."""
 
 import os
 from pathlib import Path
@@ -28,3 +28,10 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder `name` under `DPFL_DATA`, or under the user's cache; it may not exist yet."""
+    import pooch  # imported here, so that `--help` stays fast
+
+    return Path(os.environ.get("DPFL_DATA") or pooch.os_cache("dpfl_lightning")).expanduser() / name

@@ -1,7 +1,9 @@
-"""Formatting of tables, counts, durations and data sizes."""
+"""Formatting of tables, counts, durations and data sizes, and progress messages of slow computations."""
 
 import math
-from collections.abc import Iterable, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
@@ -78,3 +80,16 @@ def data_size(count: float) -> str:
         if count < 999.5 or unit == "TB":
             break
     return f"{count:,.0f} {unit}" if count >= 100 else f"{count:.3g} {unit}"
+
+
+def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:
+    """Return a callback `(done, total)` that prints the progress to stderr, at most once in `patience_seconds`."""
+    last = time.monotonic()
+
+    def notify(done: int, total: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > patience_seconds:
+            last = time.monotonic()
+            print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
+
+    return notify

@@ -17,7 +17,7 @@ from dpfl_lightning.runtime.launcher import launched
 from experiments.papers.cells import RESULTS, Cell, Overrides, finished, missing_cells, required_cells
 from experiments.papers.experiment import Computation, Experiment
 from experiments.papers.registry import experiments, find
-from experiments.papers.report import as_dict, figure_path, listing, page, report
+from experiments.papers.report import as_dict, figure_path, listing, log_report, page, report
 from experiments.papers.run import EXPERIMENT, RunnerOptions, make, spec, without_data
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def _draw(experiment: Experiment, scale: str, results: Path, overrides: Override
     panels = experiment.panels(cells) if cells else []
     if not panels:
         return None
-    from dpfl_lightning.reporting.figures import panels_figure, save_svg
+    from experiments.papers.drawing import panels_figure, save_svg
 
     figure = panels_figure(experiment.title, panels)
     path = figure_path(experiment, scale, results, overrides)
@@ -124,8 +124,6 @@ def _track(
     tracking = load(["--privacy", "null", "--tracking.experiment", EXPERIMENT, *free])[0].tracking
     if tracking is None:
         return
-    from dpfl_lightning.reporting.mlflow import log_report
-
     tags = {"experiment": experiment.name, "scale": scale, **dict(overrides)}
     name = Cell(experiment.name, "", "", scale, None, overrides).place.parent.as_posix()
     log_report(tracking.experiment, name, tags, text, figure, tracking.uri)

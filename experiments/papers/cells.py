@@ -2,6 +2,7 @@
 
 import datetime
 import hashlib
+import itertools
 import json
 import math
 import platform
@@ -23,13 +24,7 @@ Overrides = tuple[tuple[str, str], ...]
 
 
 class Cell(NamedTuple):
-    """One run, study or computation.
-
-    Args:
-        row: row of cells (`Row.cell`).
-        seed: None if nothing is random.
-        overrides: (key, text) of the options that the user set, sorted.
-    """
+    """One run, study or computation (whose seed is None); `overrides` are (key, text) of the user's options, sorted."""
 
     experiment: str
     row: str
@@ -70,15 +65,14 @@ def required_cells(
 ) -> list[Cell]:
     """The cells whose numbers the experiment shows, column by column, each once; by default of the declared seeds."""
     seeds = experiment.seeds.get(scale, (0,)) if seeds is None else seeds
-    cells: dict[Cell, None] = {}
-    for column in experiment.columns:
-        for row, line in experiment.rows.items():
-            cell = source(experiment, row, column, scale, overrides)
-            for seed in (None,) if _computed(experiment, cell) else seeds:
-                cells[cell._replace(seed=seed)] = None
-                if line.reference is not None:
-                    cells[_reference_cell(experiment, line.reference, cell._replace(seed=seed))] = None
-    return list(cells)
+    cells = []
+    for column, (row, line) in itertools.product(experiment.columns, experiment.rows.items()):
+        cell = source(experiment, row, column, scale, overrides)
+        for seed in (None,) if _computed(experiment, cell) else seeds:
+            cells.append(seeded := cell._replace(seed=seed))
+            if line.reference is not None:
+                cells.append(_reference_cell(experiment, line.reference, seeded))
+    return list(dict.fromkeys(cells))
 
 
 def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) -> Cell:
@@ -87,28 +81,22 @@ def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) ->
 
 
 def finished(results: Path, experiment: Experiment, scale: str, overrides: Overrides = ()) -> dict:
-    """(row, column) of the table -> its finished cells, one per seed.
-
-    Raises:
-        UserError: a file is not a finished cell.
-    """
+    """(row, column) of the table -> its finished cells, one per seed; a UserError names a file that is none."""
     cells = {}
-    for row in experiment.rows:
-        for column in experiment.columns:
-            cell = source(experiment, row, column, scale, overrides)
-            seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
-            places = [cell._replace(seed=seed) for seed in seeds]
-            made = [one for one in places if path_of(results, one).is_file()]
-            if runs := [_read_with_reference(results, experiment, row, one) for one in made]:
-                cells[row, column] = runs
+    for row, column in itertools.product(experiment.rows, experiment.columns):
+        cell = source(experiment, row, column, scale, overrides)
+        seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
+        places = [cell._replace(seed=seed) for seed in seeds]
+        made = [one for one in places if path_of(results, one).is_file()]
+        if runs := [_read_with_reference(results, experiment, row, one) for one in made]:
+            cells[row, column] = runs
     return cells
 
 
 def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
     """A finished cell, with the values that follow from its reference if that is finished, too."""
     content, reference = read(path_of(results, cell)), experiment.rows[row].reference
-    other = None if reference is None else path_of(results, _reference_cell(experiment, reference, cell))
-    if reference is None or other is None or not other.is_file():
+    if reference is None or not (other := path_of(results, _reference_cell(experiment, reference, cell))).is_file():
         return content
     return {**content, "values": {**content["values"], **reference.values(content, read(other))}}
 
@@ -132,11 +120,7 @@ def _seeds_of(path: Path) -> list[int]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a finished cell.
-
-    Raises:
-        UserError: the file is damaged or not a finished cell.
-    """
+    """The content of a finished cell; a UserError if the file is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(content.get("values"), dict) and isinstance(content.get("seconds"), int | float):

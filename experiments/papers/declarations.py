@@ -4,12 +4,11 @@ The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anc
 `Experiment`, and these:
 
 - `rows`, `columns`: name -> title, mapping or list of mappings. A mapping with `each` (a list) or `product` (lists)
-  is repeated, and `{0}`, `{1}` in its name and values are replaced by the item; panels may be repeated, too. `show`
-  gives every row one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
-- `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column; later ones of these
-  three replace earlier ones. `strategies.` may be left out of a strategy's keys. A value may depend on the cell:
-  `{scale: {small: 60}}`, `{row: {...}}`, `{column: {...}}`, or be `{function: module:name, ...}`, called with row,
-  column, scale and the other items.
+  is repeated, and `{0}`, `{1}` in its name and values are replaced by the item, as in panels. `show` gives every row
+  one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
+- `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column, in this order of
+  precedence; `strategies.` may be left out. A value may depend on the cell: `{scale: {small: 60}}`, `{row: {...}}`,
+  `{column: {...}}`, or be `{function: module:name, ...}`, called with row, column, scale and the other items.
 - `recorder`, `study` or `compute`, of the table or a row: the function that makes a cell, as `module:name` below
   `experiments.papers`; `arguments` of the table, the row and the column are passed to it.
 - `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
@@ -190,8 +189,7 @@ def _paper(table: Mapping[str, Any]) -> Iterable[tuple[str, list[float | None]]]
 
 
 def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
-    names = {one.name for one in dataclasses.fields(kind)}
-    chosen = {key: value for key, value in entry.items() if key in names}
+    chosen = {field.name: entry[field.name] for field in dataclasses.fields(kind) if field.name in entry}
     if "reference" in chosen:
         raw = chosen["reference"]
         chosen["reference"] = Reference(**{**raw, "values": function(raw["values"])})
@@ -201,9 +199,14 @@ def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
 def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Comparison | None:
     if raw is None:
         return None
-    special = {(row, column): Tolerance(within, why) for row, column, within, why in raw.get("special", ())}
+    special = {
+        (row, column): Tolerance(within, why)
+        for ending, column, within, why in raw.get("special", ())
+        for row in rows
+        if row.endswith(ending)
+    }
     better = raw.get("better", "")
-    if isinstance(better, Mapping):  # by the last part of the rows' names
+    if isinstance(better, Mapping):  # by the last part of the rows' names, as for `special`
         better = {row: how for row in rows for suffix, how in better.items() if row.endswith(suffix)}
     return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
 

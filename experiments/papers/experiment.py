@@ -22,12 +22,11 @@ Cells = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 @dataclass(frozen=True)
 class Training:
-    """A cell that is one run of `fit`, or a study with the data and the net of its options.
+    """A cell that is one run of `fit`, read by a recorder (None is `Recorder`), or a study with the run's data and net.
 
     Args:
         options: `options(row, column, scale)`: dotted keys of the run without seed, and `config`, a file of options.
-        recorder: creates the callback that reads the cell's values; None is `Recorder`.
-        study: makes the cell from a `CellContext` instead; returns `values` and other keys of the file.
+        study: makes the cell from a `CellContext` and returns `values` and other keys of the file.
     """
 
     options: Callable[[str, str, str], Mapping[str, Any]]
@@ -37,11 +36,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Computation:
-    """A cell without data and seed: `compute(column, overrides) -> values`.
-
-    Args:
-        takes: keys that a user may set, such as privacy.accountant.
-    """
+    """A cell without data and seed, `compute(column, overrides) -> values`; a user may set the keys `takes`."""
 
     compute: Callable[[str, Mapping[str, str]], Values]
     takes: tuple[str, ...] = ()
@@ -49,11 +44,7 @@ class Computation:
 
 @dataclass(frozen=True)
 class Reference:
-    """A second cell, of the same scale, seed and overrides, that the numbers of a row need.
-
-    Args:
-        values: `values(cell, reference)` -> further values of the row's cell, from the contents of both files.
-    """
+    """A second cell, of the same scale, seed and overrides: `values(cell, reference)` gives further values of a row."""
 
     experiment: str
     row: str
@@ -63,14 +54,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of numbers, all read from one kind of cell.
+    """A line of numbers: `value` of the cells of `experiment`, row `cell` and `column`; None is the row's or column's.
 
-    Args:
-        value: the value of the cell that the row shows.
-        cell: row of the cells; None is the row's name.
-        experiment: experiment of the cells; None is the row's experiment.
-        column: column of the cells, for a row that shows the same cell in every column.
-        series: title in figures; None is `title`.
+    `series` is the title in figures; None is `title`.
     """
 
     title: str
@@ -84,11 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A setting; `cell` and `experiment` name another column or experiment whose cells it shows.
-
-    Args:
-        x: place on the horizontal axis of figures.
-    """
+    """A setting, at `x` in figures; `cell` and `experiment` name another column or experiment whose cells it shows."""
 
     title: str
     cell: str | None = None
@@ -108,10 +90,9 @@ class Comparison:
     """How our numbers are compared with the paper's.
 
     Args:
-        tolerance: tolerance of every cell, >= 0.
         relative: differences and tolerances are shares of the paper's number.
-        better: `higher` or `lower`: better numbers are accepted, and the report names the best row of a column; empty:
-            neither. A mapping row -> one of these if rows hold several quantities; no row is then the best.
+        better: `higher` or `lower`: better numbers are accepted, and the report names the best row of a column; a
+            mapping row -> one of these if rows hold several quantities, of which none is then the best.
         special: (row, column) -> the tolerance of that cell; column "" is the whole row.
     """
 
@@ -124,7 +105,6 @@ class Comparison:
         return (ours - paper) / paper if self.relative else ours - paper
 
     def of(self, row: str, column: str) -> Tolerance:
-        """The tolerance of a cell."""
         return self.special.get((row, column)) or self.special.get((row, ""), Tolerance(self.tolerance))
 
     def holds(self, row: str, column: str, ours: float, paper: float) -> bool:
@@ -142,12 +122,9 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Panel:
-    """One picture of a figure, as data.
+    """One picture of a figure, as data; `kind` is lines, points or bars, and `log` names the logarithmic axes.
 
-    Args:
-        series: name -> points (x, y) or (x, y, half height of the band around y); x are texts if `kind` is bars.
-        kind: lines, points, or bars (side by side for each x).
-        log: axes with a logarithmic scale: "", "x", "y" or "xy".
+    `series` is name -> points (x, y) or (x, y, half height of the band around y); x are texts if `kind` is bars.
     """
 
     title: str
@@ -164,15 +141,13 @@ class Experiment:
 
     Args:
         shows: what its numbers are, with the unit.
-        cells: row of cells -> how they are made; empty for rows that show cells of other experiments.
+        cells: row of cells -> how they are made.
         scales: name -> description, for example "60 rounds"; the first one is the default.
         paper: row -> the paper's number for each column, or None.
-        comparison: None if our numbers cannot be compared with the paper's.
         seeds: scale -> its seeds; other scales have seed 0.
         minutes: scale -> guess for one cell on two cores, until a finished one exists.
-        shown: whether there is a table; False for a figure without numbers of its cells.
-        draw: `draw(experiment, cells)`: the panels of its figure.
-        summary: `summary(experiment, cells)`: Markdown of what follows from many cells together.
+        shown: whether there is a table.
+        summary: Markdown of what follows from many cells together.
     """
 
     name: str
@@ -210,19 +185,14 @@ class Experiment:
 
     def panels(self, cells: Cells) -> list[Panel]:
         """The panels of its figure, without empty series and empty panels."""
-        drawn = self.draw(self, cells) if self.draw else ()
-        made = [
-            dataclasses.replace(panel, series={name: points for name, points in panel.series.items() if points})
-            for panel in drawn
-        ]
-        return [panel for panel in made if panel.series]
+        panels = []
+        for panel in self.draw(self, cells) if self.draw else ():
+            if series := {name: points for name, points in panel.series.items() if points}:
+                panels.append(dataclasses.replace(panel, series=series))
+        return panels
 
     def scale(self, name: str | None) -> str:
-        """A scale by its name; the first one for None, and if there is only one.
-
-        Raises:
-            UserError: there is no such scale.
-        """
+        """A scale by its name (a UserError if there is none); the first one for None, and if there is only one."""
         known = list(self.scales)
         if name is None or len(known) == 1:
             return known[0]
@@ -230,11 +200,7 @@ class Experiment:
         return name
 
     def restricted(self, rows: Sequence[str] | None, columns: Sequence[str] | None) -> Experiment:
-        """The same experiment with some rows and columns only.
-
-        Raises:
-            UserError: it has no such row or column.
-        """
+        """The same experiment with some rows and columns only; a UserError names one that it lacks."""
         lines = self._some("--rows", rows, self.rows)
         settings = self._some("--columns", columns, self.columns)
         paper = {row: [self.paper_number(row, column) for column in settings] for row in self.paper if row in lines}

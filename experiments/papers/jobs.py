@@ -21,10 +21,7 @@ def fitting(cells: Sequence[Cell], runner: RunnerOptions) -> int:
 
 
 def make_at_once(cells: Sequence[Cell], runner: RunnerOptions, jobs: int) -> list[str]:
-    """As `make`, `jobs` trained cells at the same time; the output of each goes to a log beside its run.
-
-    Ctrl-C reaches every process; SIGTERM is passed on.
-    """
+    """As `make`, `jobs` trained cells at the same time, each with a log beside its run; signals reach all of them."""
     from dpfl_lightning.runtime.threads import cores
 
     share = ["--engine.workers", str(max(1, cores() // jobs))]

@@ -1,11 +1,14 @@
 """Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
 
+import copy
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
 
+from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 
 _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
@@ -14,11 +17,12 @@ _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 class Recorder(Callback):
     """Watches one run; afterwards `record` is the content of its cell.
 
-    `record["values"]` are numbers that tables show; override `_values` for others. For figures: `clients`, and `curve`
-    (round -> mean accuracy; of a resumed run without the round before it was stopped). `device` is where it computed.
+    Tables show `record["values"]`, from `_values`; figures show `clients`, and `curve` (round -> mean accuracy).
 
     **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
     """
+
+    _kept: tuple[str, ...] = ("_curve",)  # attributes of the checkpoint
 
     def __init__(self) -> None:
         self.record: dict[str, Any] = {}
@@ -37,7 +41,7 @@ class Recorder(Callback):
         values = self._values(view, result)
         if "accuracy" in values:
             self._curve[result.rounds] = values["accuracy"]
-        self.record = {"values": values, "curve": {str(at): accuracy for at, accuracy in self._curve.items()}}
+        self.record = {"values": values, "curve": named(self._curve)}
         if len(result.clients) <= _MOST_CLIENTS:
             names = ("accuracy", "epsilon_spent", "epsilon_budget", "batch_size", "num_records", "noise_multiplier")
             self.record["clients"] = {name: [client[name] for client in result.clients] for name in names}
@@ -46,10 +50,26 @@ class Recorder(Callback):
         return accuracies(result.clients, result.test_accuracy)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"curve": dict(self._curve)}
+        return {name[1:]: copy.deepcopy(getattr(self, name)) for name in self._kept}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._curve = dict(state["curve"])
+        for name in self._kept:
+            setattr(self, name, copy.deepcopy(state[name[1:]]))
+
+
+class FirstRoundOnly(Strategy):
+    """Looks at the updates of the first round, and ends the run after it."""
+
+    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
+        return True
+
+    def stop(self, view: View) -> str | None:
+        return "one round is all that is looked at" if view.round > 1 else None
+
+
+def named(curve: Mapping[int, float]) -> dict[str, float]:
+    """A curve over rounds as JSON keeps it."""
+    return {str(at): value for at, value in curve.items()}
 
 
 def guarantee_of(result: RunResult) -> dict[str, Any]:
@@ -65,11 +85,7 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 
 
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
-    """Accuracy over clients on their own held-out records, in per cent: mean and fairness; only what was measured.
-
-    Args:
-        clients: rows of `RunResult`: accuracy in [0, 1] or None, num_records.
-        test_accuracy: accuracy on the common test set, in [0, 1], or None.
+    """Accuracy over clients on their held-out records and on the test set, in per cent: mean and fairness, if measured.
 
     >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
     >>> values = accuracies(two, None)

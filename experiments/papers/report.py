@@ -1,9 +1,10 @@
 """The table of an experiment with our numbers and the paper's, from finished cells."""
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -36,31 +37,26 @@ class Number(NamedTuple):
 
 def numbers(experiment: Experiment, cells: Cells) -> list[Number]:
     """Every number of a table, row by row."""
-    return [_number(experiment, row, column, cells) for row in experiment.rows for column in experiment.columns]
+    places = itertools.product(experiment.rows, experiment.columns)
+    return [_number(experiment, row, column, cells.get((row, column), ())) for row, column in places]
 
 
-def _number(experiment: Experiment, row: str, column: str, cells: Cells) -> Number:
-    name, paper = experiment.rows[row].value, experiment.paper_number(row, column)
-    values = [cell["values"][name] for cell in cells.get((row, column), ()) if name in cell["values"]]
-    if not values:
-        return Number(row, column, None, None, 0, paper, None, None)
-    ours, std = fmean(values), stdev(values) if len(values) > 1 else None
-    comparison = experiment.comparison
-    if comparison is None or paper is None:
-        return Number(row, column, ours, std, len(values), paper, None, None)
-    compared = comparison.of(row, column).within is not None
-    within = comparison.holds(row, column, ours, paper) if compared else None
-    return Number(row, column, ours, std, len(values), paper, comparison.difference(ours, paper), within)
+def _number(experiment: Experiment, row: str, column: str, runs: Sequence[Mapping[str, Any]]) -> Number:
+    name, paper, comparison = experiment.rows[row].value, experiment.paper_number(row, column), experiment.comparison
+    values = [run["values"][name] for run in runs if name in run["values"]]
+    ours, std = fmean(values) if values else None, stdev(values) if len(values) > 1 else None
+    difference = within = None
+    if comparison is not None and paper is not None and ours is not None:
+        difference = comparison.difference(ours, paper)
+        if comparison.of(row, column).within is not None:
+            within = comparison.holds(row, column, ours, paper)
+    return Number(row, column, ours, std, len(values), paper, difference, within)
 
 
 def report(
     experiment: Experiment, scale: str, results: Path, overrides: Overrides = (), page_file: Path | None = None
 ) -> str:
-    """The table as Markdown: our numbers, the paper's, the difference, what is outside the tolerance, notes.
-
-    Args:
-        page_file: page that shows it, with a link to the figure; None is the terminal.
-    """
+    """The table as Markdown, with a verdict and notes, for a page that shows its figure or (None) for the terminal."""
     cells = finished(results, experiment, scale, overrides)
     table = numbers(experiment, cells)
     changes = [f"with {key} {text}" for key, text in overrides]
@@ -132,29 +128,27 @@ def _difference(number: Number, experiment: Experiment) -> str:
 
 def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     """The number of cells within the tolerance, those outside or with a special tolerance, and the best rows."""
-    comparison = experiment.comparison
-    compared = [number for number in table if number.within is not None]
-    if comparison is None or not any(number.difference is not None for number in table):
+    comparison, compared = experiment.comparison, [number for number in table if number.within is not None]
+    titles = {
+        (number.row, number.column): f"{experiment.rows[number.row].title}, {experiment.columns[number.column].title}"
+        for number in table
+        if number.difference is not None
+    }
+    if comparison is None or not titles:
         return ""
     digits = ".0%" if comparison.relative else "g"
     near = [number for number in compared if comparison.near(number.row, number.column, number.difference or 0.0)]
+    within = f"are within {comparison.tolerance:{digits}} of the paper's"
     unless = ", unless said otherwise" if comparison.special else ""
-    sentences = [
-        f"{len(near)} of {len(compared)} numbers are within {comparison.tolerance:{digits}} of the paper's{unless}."
-    ]
-    titles = {
-        (row, column): f"{experiment.rows[row].title}, {experiment.columns[column].title}" for row, column, *_ in table
-    }
+    sentences = [f"{len(near)} of {len(compared)} numbers {within}{unless}."]
     for words, fine in (("Better by more", True), ("Outside", False)):
-        places = [
-            titles[number.row, number.column] for number in compared if number not in near and number.within is fine
-        ]
+        beyond = [number for number in compared if number not in near and number.within is fine]
+        places = [titles[number.row, number.column] for number in beyond]
         sentences += [f"{words}: {'; '.join(places)}."] if places else []
-    compared_cells = {(number.row, number.column) for number in table if number.difference is not None}
-    titles |= {(row, ""): experiment.rows[row].title for row, _ in compared_cells}
+    titles |= {(row, ""): experiment.rows[row].title for row, _ in titles}
     special: dict[Tolerance, list[str]] = {}
     for place, tolerance in comparison.special.items():
-        if place in compared_cells or (place[1] == "" and place in titles):
+        if place in titles:
             special.setdefault(tolerance, []).append(titles[place])
     for tolerance, places in special.items():
         special_size = "not compared" if tolerance.within is None else f"within {tolerance.within:{digits}}"
@@ -197,33 +191,25 @@ def listing(experiments: Sequence[Experiment], results: Path) -> str:
     """Every experiment: what it is, how many of its cells are made, and minutes for the rest."""
     rows = []
     for experiment in experiments:
-        counts = {scale: required_cells(experiment, scale, None) for scale in experiment.scales}
-        left = {scale: missing_cells(cells, results) for scale, cells in counts.items()}
-        made = ", ".join(f"{scale} {len(counts[scale]) - len(left[scale])} of {len(counts[scale])}" for scale in counts)
-        seconds = {scale: seconds_of(cells, results) for scale, cells in left.items()}
-        minutes = {scale: "unknown" if math.isnan(time) else f"{time / 60:,.0f}" for scale, time in seconds.items()}
-        rows.append([experiment.name, made, ", ".join(map(" ".join, minutes.items())), experiment.title])
+        made, minutes = [], []
+        for scale in experiment.scales:
+            required = required_cells(experiment, scale, None)
+            left = missing_cells(required, results)
+            seconds = seconds_of(left, results)
+            made.append(f"{scale} {len(required) - len(left)} of {len(required)}")
+            minutes.append(f"{scale} {'unknown' if math.isnan(seconds) else f'{seconds / 60:,.0f}'}")
+        rows.append([experiment.name, ", ".join(made), ", ".join(minutes), experiment.title])
     return markdown(["name", "cells made", "minutes left", "what"], rows)
 
 
 # ---- pages
 
 
-def _on_page(experiment: Experiment, scale: str, results: Path, path: Path) -> str:
-    """The report, or one line for a table without finished cells, which `list` shows."""
-    if finished(results, experiment, scale):
-        return report(experiment, scale, results, page_file=path)
-    return f"**{experiment.name}** {experiment.title}: no cell is made yet (scale {scale})."
-
-
 def page(path: Path, results: Path) -> str:
     """A page with its tables written from the files of finished cells.
 
     `<!-- papers NAME SCALE -->` asks for a table and `<!-- papers PAPER -->` for the list of a paper; both end with
-    `<!-- /papers -->`.
-
-    Raises:
-        UserError: there is no such page, it has no marks, or asks for an unknown table.
+    `<!-- /papers -->`. A UserError if it is no page, has no marks, or asks for an unknown table.
     """
     require(path.is_file(), "--page", "be a Markdown file", str(path))
     text = path.read_text(encoding="utf-8")
@@ -234,7 +220,27 @@ def page(path: Path, results: Path) -> str:
         chosen = find([block[2]])
         if block[3] is None:
             return f"{block[1]}{listing(chosen, results)}\n{block[4]}"
-        reports = [_on_page(experiment, experiment.scale(block[3]), results, path) for experiment in chosen]
-        return f"{block[1]}{chr(10).join(reports)}\n{block[4]}"
+        lines = []
+        for experiment in chosen:
+            scale = experiment.scale(block[3])
+            not_made = f"**{experiment.name}** {experiment.title}: no cell is made yet (scale {scale})."
+            made = finished(results, experiment, scale)
+            lines.append(report(experiment, scale, results, page_file=path) if made else not_made)
+        return f"{block[1]}{chr(10).join(lines)}\n{block[4]}"
 
     return _BLOCK.sub(filled, text)
+
+
+def log_report(
+    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
+) -> None:
+    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
+    from dpfl_lightning.reporting.mlflow.store import Store, reported  # imports MLflow
+
+    store = Store(experiment, uri)
+    with reported(store.uri):
+        run_id = store.begin(name, tags)
+        store.client.log_text(run_id, text, "table.md")
+        if figure is not None:
+            store.client.log_figure(run_id, figure, "figure.png")
+        store.client.set_terminated(run_id)

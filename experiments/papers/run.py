@@ -40,7 +40,6 @@ class RunnerOptions:
     """How cells are made; none of it changes their numbers.
 
     Args:
-        fit: `fit(options, resume, callbacks)`, as `dpfl_lightning.fit`.
         runs: folder of the runs' folders.
         free: further arguments of `fit`, which decide only how a run is executed and reported.
         again: make finished cells again.
@@ -79,10 +78,7 @@ class CellContext:
         return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
-        """The run of another cell with this seed and these overrides; a finished run is not made again.
-
-        If several processes need it at the same time, one makes it, and the others wait.
-        """
+        """The run of another cell with this seed and these overrides, which one process makes while others wait."""
         alike = cell._replace(seed=self.cell.seed, overrides=self.cell.overrides)
         folder = self.runner.runs / alike.place
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -96,21 +92,19 @@ def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
     failures = []
     for number, cell in enumerate(cells):
         if isinstance(spec(cell), Training):
-            left = duration(seconds_of(cells[number:], runner.results))
-            about = duration(seconds_of([cell], runner.results))
+            about, left = (duration(seconds_of(some, runner.results)) for some in ([cell], cells[number:]))
             runner.log(f"cell {number + 1} of {len(cells)}, {cell}: about {about}; {left} for all that is left")
         try:
             content = _made(cell, runner)
-        except UserError as error:
-            failures.append(f"{cell}: {error}")
         except Exception as error:  # a bug in one cell must not stop the others
-            traceback.print_exc()
-            failures.append(f"{cell}: {type(error).__name__}: {error}")
+            known = isinstance(error, UserError)
+            if not known:
+                traceback.print_exc()
+            failures.append(f"{cell}: {error}" if known else f"{cell}: {type(error).__name__}: {error}")
+            runner.log(f"not made: {failures[-1]}")
         else:
             path = write(runner.results, cell, content)
             runner.log(f"{cell}: {headline(content)}in {duration(content['seconds'])}, kept in {path}")
-            continue
-        runner.log(f"not made: {failures[-1]}")
     return failures
 
 
@@ -120,11 +114,7 @@ def spec(cell: Cell) -> Training | Computation:
 
 
 def without_data(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cell], list[str]]:
-    """The cells whose data set is available, and a sentence for each data set that is missing.
-
-    Raises:
-        UserError: options are wrong; nothing was run yet.
-    """
+    """The cells whose data set is available, and a sentence for each data set that is missing."""
     data_of = {cell: options_of(cell, runner).data for cell in cells if isinstance(spec(cell), Training)}
     lacking = {cell: data.name for cell, data in data_of.items() if _lacks(data.name, data.folder, data.download)}
     return [cell for cell in cells if cell not in lacking], [
@@ -194,11 +184,7 @@ def _text(value: Any) -> str:
 
 
 def options_of(cell: Cell, runner: RunnerOptions, output_dir: Path | None = None) -> Options:
-    """The options of the cell's run.
-
-    Raises:
-        UserError: one of them is wrong.
-    """
+    """The options of the cell's run; a UserError if one of them is wrong."""
     options = _options(cell, runner.free)
     return options if output_dir is None else dataclasses.replace(options, output_dir=str(output_dir))
 
@@ -208,10 +194,9 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     tags = {name: str(value) for name, value in cell._asdict().items() if name != "overrides" and value is not None}
     tracking = {"experiment": EXPERIMENT, "run_name": cell.place.as_posix(), "tags": tags}
     declared = declared_options(cell)
-    config = {} if "config" not in declared else read_yaml(declared.pop("config"))
-    set_by_user = [(key, parse_override(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
-    parts = [config, declared, {"tracking": tracking}, *({key: value} for key, value in set_by_user)]
-    options = from_mapping(merged(parts))
+    config = read_yaml(declared.pop("config")) if "config" in declared else {}
+    set_by_user = [{key: parse_override(key, text)} for key, text in (*cell.overrides, *split(free)[0])]
+    options = from_mapping(merged([config, declared, {"tracking": tracking}, *set_by_user]))
     if options.privacy is None or options.privacy.noise_key is not None:
         return options
     return dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=NOISE_KEY))
@@ -241,10 +226,9 @@ def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
 
 
 def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
-    """The folder of its run, and whether to resume the run in it.
+    """The folder of its run, and whether to resume the run in it, even a finished one, as its cell may be missing.
 
-    A run of the same options is resumed, even a finished one (its cell may be missing), unless finished cells are made
-    again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
+    Runs of other options, and cells that are made again, have a new folder beside it: no ledger is ever deleted.
     """
     folder, number = runner.runs / cell.place, 2
     while (following := folder.with_name(f"{(runner.runs / cell.place).name}.{number}")).exists():

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dpfl_lightning.errors import UserError, command, nearest, require
-from dpfl_lightning.reporting.pages import split_page
+from dpfl_lightning.errors import UserError, command, nearest, require, require_one_of
+from experiments.pages import split_page
 from experiments.speed.cases import CASES
 from experiments.speed.report import PAGE, report, write_page
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 _NAMES = (*CASES, "robust_pca", "matching", "class_gradients", "startup", "memory")
-_DEVICES = ("cpu", "cuda", "auto")
 
 
 @command
@@ -32,23 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.page:
         write_page(Path(options.page), results)
         if "memory" in results:
-            from dpfl_lightning.reporting.figures import memory_figure
+            from experiments.speed.memory import draw_memory
 
-            memory_figure(results["memory"]["peak_mib"]).savefig(Path(options.page).with_name("memory.svg"))
+            draw_memory(results["memory"]["peak_mib"], Path(options.page).with_name("memory.svg"))
     if options.json:
         print(json.dumps(results))
     return 0
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure the chosen cases, which takes minutes; progress is printed on stderr.
-
-    Returns:
-        For each case its figures (see `measure`), `startup`, `machine`, `date`.
-
-    Raises:
-        UserError: the device or the peers' Python is missing.
-    """
+    """Measure the chosen cases, which takes minutes; progress is printed on stderr."""
     from experiments.speed.class_gradients import class_gradient_times
     from experiments.speed.matching import matching_times
     from experiments.speed.measure import machine, measure, startup
@@ -140,12 +132,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _check(options: argparse.Namespace) -> None:
     """Check everything that can be refused before minutes have passed."""
     for name in options.cases:
-        require(name in _NAMES, "--cases", f"be some of {', '.join(_NAMES)}", name, nearest(name, _NAMES))
+        require_one_of(_NAMES, "--cases", name)
     require(options.repeats >= 1, "--repeats", "be at least 1", options.repeats)
     require(0 < options.scale <= 1, "--scale", "be in (0, 1]", options.scale)
     require(options.workers is None or options.workers >= 1, "--workers", "be at least 1", options.workers)
-    names, near = f"be one of {', '.join(_DEVICES)}", nearest(options.device, _DEVICES)
-    require(options.device in _DEVICES, "--device", names, options.device, near)
+    require_one_of(("cpu", "cuda", "auto"), "--device", options.device)
     if options.peers:
         from experiments.speed.peers import check_python
 

@@ -38,11 +38,9 @@ Pair = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Contestant:
-    """Somebody who can do the round of a case.
+    """A way to do the round of a case: `round` returns the mean of the clients' models `[P]` (peers return None).
 
-    Args:
-        threads: threads of torch within one operator.
-        round: trains every client from the same start, and returns the mean of their models `[P]` (peers return None).
+    `threads` are those of torch within one operator.
     """
 
     name: str

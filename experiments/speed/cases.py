@@ -16,13 +16,9 @@ HEAVY = ("torch", "lightning", "mlflow", "optuna", "matplotlib")
 
 @dataclass(frozen=True)
 class Case:
-    """One round: every client takes one local epoch from the server's model, and the mean is the new one.
+    """One round: every client takes one local epoch on its records, and the mean is the new model.
 
-    Args:
-        input_shape: shape X of one (random) record.
-        records: records of each client.
-        batch_size: expected records of a step.
-        unit: what is counted a second, records or clients.
+    `unit` is what is counted a second, records or clients.
     """
 
     model: str

@@ -20,8 +20,7 @@ from experiments.speed.matching import SHAPE, Step, build, in_turns, num_paramet
 def class_gradient_times(
     repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, records_per_class: int = 64
 ) -> dict[str, Any]:
-    """One client's gradients of all classes, by its engine and by a plain loop: as `in_turns`, `parameters` and
-    `records`."""
+    """One client's gradients of all classes, by its engine and by a plain loop: as `in_turns`."""
     x, y = records(records_per_class, device)
     return {
         **in_turns("class_gradients", ours(width, x, y), loop(width, x, y), repeats, 1, say),

@@ -75,8 +75,7 @@ def ours(width: int, device: torch.device) -> Step:
 
 
 def loop(width: int, device: torch.device) -> Step:
-    """The same as in the condensation paper's code: one gradient with a graph and its distance from the target per
-    class."""
+    """The same as in the condensation paper's code: a gradient with a graph and its distance for each class."""
     net = build(width).to(device)
     weights = {name: parameter for name, parameter in net.named_parameters() if parameter.dim() >= 2}
     target = {name: one.to(device) for name, one in target_of(net).items()}
@@ -102,12 +101,7 @@ def loop(width: int, device: torch.device) -> Step:
 
 
 def in_turns(name: str, ours: Step, loop: Step, repeats: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of a step, ours and the loop's, in turns of `steps` steps, after a warm-up.
-
-    Returns:
-        `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop` (median over turns), `range_vs_loop`, and
-        torch's `threads`.
-    """
+    """Seconds of a step, ours and the loop's, in turns of `steps` steps, after a warm-up, and their ratios."""
     found: dict[str, list[float]] = {"seconds": [], "loop_seconds": []}
     for repeat in range(repeats + 1):
         for who, step, times in zip(("ours", "loop"), (ours, loop), found.values(), strict=True):

@@ -1,5 +1,6 @@
 """Timing: contestants take turns, so that a busy moment of the machine affects all of them."""
 
+import functools
 import gc
 import importlib.util
 import os
@@ -7,6 +8,7 @@ import platform
 import subprocess
 import sys
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
@@ -32,15 +34,8 @@ def measure(
 ) -> dict[str, Any]:
     """Ours beside both loops, and then beside each peer alone, whose idle processes must not disturb the others.
 
-    Args:
-        workers: workers of our engine; None lets it choose.
-        say: prints progress.
-        peers_python: Python of the environment with the peers, or None: no peers.
-
-    Returns:
-        For each rival `ratio_vs_<rival>` (median over repeats of rival's seconds / ours) and `range_vs_<rival>`;
-        `<unit>_per_second` and `seconds_per_round` of everybody (`ours_beside_<peer>`: ours in turns with that peer),
-        the case, on a GPU its use, with peers their `versions`, and in `not_measured` the reason for each missing one.
+    Ratios are of the rival's seconds / ours (median and range over repeats); `ours_beside_<peer>` is ours in turns with
+    that peer, and `not_measured` has the reason for each missing one. Without `peers_python` there are no peers.
     """
     with warnings.catch_warnings():
         for words in ("Secure RNG turned off", "Full backward hook is firing"):  # Opacus, for every client
@@ -92,7 +87,7 @@ def beside(
 def take_turns(
     name: str, everyone: Sequence[Contestant], repeats: int, device: torch.device, say: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Every contestant's round `repeats` times in turns, after a warm-up: seconds, and use of the GPU."""
+    """Every contestant's round in turns, after a warm-up: seconds, and use of the GPU."""
     seconds: dict[str, list[float]] = {one.name: [] for one in everyone}
     gpu = {}
     for repeat in range(repeats + 1):
@@ -136,10 +131,8 @@ def gpu_use() -> dict[str, float]:
 
 
 def startup(repeats: int) -> dict[str, Any]:
-    """Start-up of `python -m dpfl_lightning.fit --help` and of importing the package: median seconds, interpreter
-    included, and which of `HEAVY` each has imported.
-    """
-    told = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
+    """Median seconds of `python -m dpfl_lightning.fit --help` and of importing the package, and the `HEAVY` imports."""
+    heavy = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     show_help = (
         "import runpy, sys; sys.argv = ['fit', '--help']\n"
         "try: runpy.run_module('dpfl_lightning.fit', run_name='__main__')\n"
@@ -151,13 +144,9 @@ def startup(repeats: int) -> dict[str, Any]:
     }
     found: dict[str, Any] = {}
     for name, (words, same) in commands.items():
-        seconds = []
-        for _ in range(repeats):
-            begun = time.perf_counter()
-            _python(words)
-            seconds.append(time.perf_counter() - begun)
+        seconds = timeit.repeat(functools.partial(_python, words), repeat=repeats, number=1)
         found[f"{name}_seconds"] = round(median(seconds), 3)
-        found[f"{name}_imports"] = _python(["-c", same + told]).splitlines()[-1].split()
+        found[f"{name}_imports"] = _python(["-c", same + heavy]).splitlines()[-1].split()
     return found
 
 

@@ -3,7 +3,8 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from dpfl_lightning.errors import UserError
@@ -16,9 +17,9 @@ _MEASURED = """
 import pathlib, resource, sys
 from dpfl_lightning.fit import main
 status = main(sys.argv[1:])
-told = pathlib.Path("/proc/self/status")
-if told.exists():
-    peak = next(int(line.split()[1]) * 1024 for line in told.read_text().splitlines() if line.startswith("VmHWM"))
+state = pathlib.Path("/proc/self/status")
+if state.exists():
+    peak = next(int(line.split()[1]) * 1024 for line in state.read_text().splitlines() if line.startswith("VmHWM"))
 else:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print("PEAK", peak)
@@ -29,14 +30,7 @@ sys.exit(status)
 def peak_memory(
     say: Callable[[str], None], clients: Sequence[int] = CLIENTS, data: str = "fashion_mnist"
 ) -> dict[str, Any]:
-    """Peak resident memory of one round of `fit`, ledger, evaluation, checkpoint and report included.
-
-    Returns:
-        `peak_mib` by number of clients, `growth` (largest / smallest - 1), `records` of each client, `data`.
-
-    Raises:
-        UserError: a run failed; with its last line.
-    """
+    """Peak resident memory of one round of `fit` by number of clients, and its growth; a UserError if a run fails."""
     peaks = {}
     for count in clients:
         with tempfile.TemporaryDirectory() as folder:
@@ -64,3 +58,17 @@ def peak_memory(
         "records": RECORDS,
         "data": data,
     }
+
+
+def draw_memory(peak_mib: Mapping[str, float], path: Path) -> None:
+    """Draw the peak memory in MiB by the number of clients."""
+    from dpfl_lightning.reporting.figures import log_scale, new_axes  # imports matplotlib
+
+    figure, axes = new_axes("Peak memory of a run", "clients", "MiB")
+    clients = [int(count) for count in peak_mib]
+    axes.plot(clients, list(peak_mib.values()), marker="o")
+    for count, peak in zip(clients, peak_mib.values(), strict=True):
+        axes.annotate(f"{peak:,}", (count, peak), (0, 7), textcoords="offset points", fontsize=8, ha="center")
+    axes.set_ylim(0, 1.25 * max(peak_mib.values()))
+    log_scale(axes, "x")
+    figure.savefig(path)

@@ -21,14 +21,10 @@ _SCRIPTS = Path(__file__).parent / "peer_scripts"
 
 @dataclass(frozen=True)
 class Peer:
-    """A framework to compare with.
+    """A framework to compare with, the distributions that it needs, and the arguments of pip that install them.
 
-    Args:
-        script: gets the path of `job.json`, beside which lie `net.pt` and `client_<i>.pt`; does one round for every
-        line on its
-            standard input, and prints DONE on a separate line when the server has the mean.
-        needs: distributions that must be installed.
-        install: arguments of pip that install them.
+    The script gets the path of `job.json`, beside which lie `net.pt` and `client_<i>.pt`. It does one round for every
+    line on its standard input, and prints DONE on a separate line when the server has the mean.
     """
 
     script: Path
@@ -63,11 +59,7 @@ def check_python(python: str) -> None:
 
 
 def versions(name: str, python: str) -> dict[str, str]:
-    """Versions of what the peer needs, in the environment of `python`.
-
-    Raises:
-        PeerMissing: something is not installed there.
-    """
+    """Versions of what the peer needs, in the environment of `python`; PeerMissing if something is not installed."""
     command = [python, "-c", _LOOK, *PEERS[name].needs]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=_environment(), check=True).stdout)
     if absent := [library for library, version in found.items() if version is None]:
@@ -78,13 +70,9 @@ def versions(name: str, python: str) -> dict[str, str]:
 
 @contextmanager
 def peer_contestant(name: str, case: Case, rounds: int, cores: int, python: str) -> Iterator[Contestant]:
-    """The peer as a contestant, idle between its `rounds` rounds; its first round includes its start.
+    """The peer as a contestant, idle between its rounds, the first of which includes its start.
 
-    Args:
-        cores: clients side by side, if the peer has a choice.
-
-    Raises:
-        PeerMissing: from its `round`, if it ended early.
+    `cores` clients train side by side if the peer has a choice. Its `round` raises PeerMissing if it ended early.
     """
     with (
         tempfile.TemporaryDirectory(prefix="dpfl_bench_") as folder,

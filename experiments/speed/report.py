@@ -5,8 +5,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dpfl_lightning.reporting.pages import fill_page
 from dpfl_lightning.runtime.text import markdown
+from experiments.pages import fill_page
 from experiments.speed.cases import CASES, CLIP_NORM, HEAVY, NOISE_MULTIPLIER
 
 #: the name of the marks of its page
@@ -30,9 +30,10 @@ def report(results: Mapping[str, Any]) -> str:
     """The whole report as Markdown.
 
     >>> machine = {"cores": 2, "cpu": "arm64", "device": "cpu", "load_before": 0.1, "threads": 2, "torch": 2.9}
-    >>> print(report({"machine": machine | {"opacus": 1.6, "python": 3.12}, "date": "2026-01-31"}))
-    2026-01-31: 2 cores (arm64), load 0.1 before the run; torch 2.9 with 2 threads by default, Opacus 1.6, Python \
-    3.12; on a GPU: not measured.
+    >>> machine |= {"opacus": 1.6, "python": 3.12}
+    >>> print(report({"machine": machine, "date": "2026-01-31"}))  # doctest: +NORMALIZE_WHITESPACE
+    2026-01-31: 2 cores (arm64), load 0.1 before the run; torch 2.9 with 2 threads by default, Opacus 1.6, Python 3.12;
+    on a GPU: not measured.
     """
     measured = {name: results[name] for name in CASES if name in results}
     parts = []

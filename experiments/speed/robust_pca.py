@@ -16,16 +16,9 @@ SHAPES = ((20, 28_938), (100, 200_000))
 
 
 def robust_pca_times(scale: float, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of one estimate, ours and the textbook's, which is timed for three iterations and scaled to our number of
-    them.
+    """Seconds of `repeats` estimates for each shape, ours and the textbook's.
 
-    Args:
-        scale: share of the clients, at least three.
-        repeats: timed estimates, after a warm-up; >= 1.
-
-    Returns:
-        For each shape, `clients x parameters`: `iterations`, `seconds` of each of our estimates, `svd_seconds`
-        (estimated), and `ratio_vs_svd` of the medians.
+    The latter is timed for three iterations and scaled to our number of them. `scale` is a share of the clients.
     """
     found = {}
     for clients, params in SHAPES:
@@ -59,8 +52,7 @@ def noisy_updates(clients: int, params: int) -> Tensor:
 
 
 def textbook(deltas: Tensor, iterations: int, mu_scale: float = 0.1) -> Tensor:
-    """Principal component pursuit in float64 by singular value decompositions; `|S_i|^2` `[C]`, the iterates of
-    `robust_pca`."""
+    """`|S_i|^2` `[C]` of principal component pursuit in float64 by singular value decompositions."""
     matrix = deltas.double()
     mu = mu_scale * matrix.numel() / (4 * matrix.abs().sum())
     bound = 1 / math.sqrt(max(matrix.shape)) / mu

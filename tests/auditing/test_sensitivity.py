@@ -9,7 +9,7 @@ from conftest import small_loop
 from torch import Tensor, nn
 
 from dpfl_lightning.auditing import exact
-from dpfl_lightning.auditing.records import most_opposed
+from dpfl_lightning.auditing.harness import most_opposed
 from dpfl_lightning.auditing.target import subjects
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions

@@ -10,9 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, clustering, smallest, true_groups
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.strategy import Strategy
+from dpfl_lightning.federated.server.summary import (
+    accuracy_of_groups,
+    clustering,
+    smallest,
+    true_groups,
+)
 
 SIZES = [0] * 3 + [1] * 6 + [2] * 6 + [3] * 6
 

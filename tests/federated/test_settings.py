@@ -16,7 +16,7 @@ from dpfl_lightning.federated.server.settings import (
 )
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
-from dpfl_lightning.runtime.notice import slow_notice
+from dpfl_lightning.runtime.text import slow_notice
 
 
 def test_each_client_has_settings_of_its_own_and_a_budget_or_noise():

@@ -179,8 +179,8 @@ def test_every_pass_has_the_one_shape_that_public_facts_give(deviations, monkeyp
     shapes = []
     for key in (1, 2):
         engine = set_up(StackedEngine(), RAGGED, streams=Streams(bytes([key] * 32)))
-        sums, seen = engine._sums, set()
-        engine._sums = lambda params, x, *more, sums=sums, seen=seen: seen.add(x.shape) or sums(params, x, *more)
+        sums, seen = engine.sums, set()
+        engine.sums = lambda params, x, *more, sums=sums, seen=seen: seen.add(x.shape) or sums(params, x, *more)
         released(engine, plan_of(RAGGED))
         shapes.append(seen)
     assert shapes[0] == shapes[1] and len(shapes[0]) == 1, "records that were drawn must not show in a shape"
@@ -236,7 +236,7 @@ def test_the_pass_is_one_graph_a_shape():
     """What a GPU captures, traced on a CPU: equal, and not compiled again in another step, stack or round."""
     counter = CompileCounter()
     plain, traced = (set_up(StackedEngine(), RAGGED) for _ in range(2))
-    traced._sums = captured(stacked_clipped_sums(traced.module.sample_loss), backend=counter)
+    traced.sums = captured(stacked_clipped_sums(traced.module.sample_loss), backend=counter)
     for round in (1, 2):
         plan = dataclasses.replace(plan_of(RAGGED), round=round)
         torch.testing.assert_close(released(traced, plan, round), released(plain, plan, round), rtol=1e-6, atol=1e-7)

@@ -14,10 +14,10 @@ from matplotlib.figure import Figure
 from dpfl_lightning import strategies
 from dpfl_lightning.config.load import load, split
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.reporting.figures import panels_figure
 from experiments.papers.__main__ import _parse, _sorted_out
 from experiments.papers.cells import RESULTS, Cell, path_of, required_cells
 from experiments.papers.declarations import read_paper
+from experiments.papers.drawing import panels_figure
 from experiments.papers.experiment import Experiment, Training
 from experiments.papers.registry import experiments
 from experiments.papers.run import RunnerOptions, declared_options, options_of, spec

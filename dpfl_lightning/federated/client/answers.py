@@ -44,9 +44,8 @@ _ROWS, _PLAIN_ANSWERS = functools.singledispatch(_unregistered), functools.singl
 def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     """Register what clients compute for queries of a type whose mechanism is `Gaussian`, `Laplace` or exponential.
 
-    The function returns a row of statistics for each record, `[b, k]`, of records `x [b, *X]`, `y [b]`; k must be the
-    same for all records. It is called under `torch.func.vmap` with one record at a time (b = 1), so that no row can
-    depend on another record.
+    The function returns a row of statistics `[b, k]` for each record of `x [b, *X]`, `y [b]`. It is called under
+    `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another record.
     """
     return _ROWS.register(kind)
 
@@ -69,10 +68,8 @@ def _computation(query: ChargedQuery, mechanism: object) -> Computation:
     plain, kind = isinstance(mechanism, NoMechanism), type(query.question)
     function = (_PLAIN_ANSWERS if plain else _ROWS).dispatch(kind)
     if function is _unregistered:
-        register = "plain_answer_of" if plain else "rows_of"
-        raise TypeError(
-            f"clients cannot answer {kind.__name__}: register a function with `{register}({kind.__name__})`"
-        )
+        register = f"{'plain_answer_of' if plain else 'rows_of'}({kind.__name__})"
+        raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}`")
     return function
 
 
@@ -108,10 +105,8 @@ def _bounded_sum(
         rows = compute(query.question, client, module, x[None], y[None])
         if not (isinstance(rows, Tensor) and rows.ndim == 2 and len(rows) == 1 and not rows.is_complex()):
             got = f"shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-            raise ValueError(
-                f"the rows of {kind} must be one row of real numbers for each record, shape (1, k) for "
-                f"one record, got {got}"
-            )
+            must = "be one row of real numbers for each record, shape (1, k) for one record"
+            raise ValueError(f"the rows of {kind} must {must}, got {got}")
         return rows[0].to(summing_dtype(rows))
 
     total: Tensor | None = None
@@ -127,12 +122,10 @@ def _bounded_sum(
 
 
 def _scores(rows: Tensor) -> Tensor:
-    """`rows` `[b, k]` with every score in [0, 1]; one that is not finite is 0."""
     return torch.where(rows.isfinite(), rows, 0.0).clamp(0.0, 1.0)
 
 
 def _clipped(rows: Tensor, mechanism: Mechanism) -> Tensor:
-    """`rows` `[b, k]` with every norm at most the mechanism's; a row whose norm is not finite is zero."""
     norms = torch.linalg.vector_norm(rows, ord=mechanism.clip_order, dim=1, keepdim=True)
     return torch.where(norms.isfinite(), rows, 0.0) * clip_factors(norms, mechanism.clip_norm)
 

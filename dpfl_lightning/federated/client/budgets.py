@@ -33,14 +33,13 @@ class Budgets:
 
     Args:
         sampling: how batches are drawn, in words.
-        simulated: whether noise follows from a given key. Then a release that was interrupted by a crash is repeated
-            bit for bit, and is not charged twice.
-        caveats: part of every guarantee.
+        simulated: whether noise follows from a given key. Then a release that a crash interrupted is repeated bit for
+            bit, and is not charged twice.
         unprotected: what every client shows without noise. It is charged first, so that every epsilon is infinite.
 
     **Guarantees** Only planned events are charged, and not more often than planned. Every release is charged, also one
-    that is repeated with fresh noise after a crash. Counters are integers. A copy of the run's folder is another run,
-    of which this ledger knows nothing: the epsilons of both add up.
+    that is repeated with fresh noise after a crash. Counters are integers. The epsilons of a copy of the run's folder,
+    of which this ledger knows nothing, add to those of the run.
     """
 
     def __init__(
@@ -58,12 +57,9 @@ class Budgets:
         self._numbers: Counter[tuple[int, int]] | None = Counter() if simulated else None  # of this process's charges
         self._compute_spent, self._changed = SpentEpsilon(accountant), False
         clients = range(len(schedule.clients))
-        self._spent = [0.0 for _ in clients]  # at the last call of `spent`
-        self._paid = set(clients)  # the clients that have paid since then
-        uncharged = [client for client in clients if not ledger.used(client, _SHOWN)]
-        ledger.charge(
-            [Charge(client, 0, _SHOWN, NonPrivateEvent(words)) for words in unprotected for client in uncharged]
-        )
+        self._spent, self._paid = [0.0 for _ in clients], set(clients)  # at the last call of `spent`; payers since then
+        shown, uncharged = map(NonPrivateEvent, unprotected), [i for i in clients if not ledger.used(i, _SHOWN)]
+        ledger.charge([Charge(client, 0, _SHOWN, event) for event in shown for client in uncharged])
 
     def charge_round(self, plan: RoundPlan) -> tuple[RoundPlan, list[int]]:
         """Charge the clients that can pay. Returns their part of the plan, and the number of each client's charge."""
@@ -124,7 +120,6 @@ class Budgets:
         self.schedule, self._changed, self._paid = schedule, True, set(range(len(schedule.clients)))
 
     def _check_paid(self, client: int, schedule: ClientSchedule) -> None:
-        """Check that a new schedule contains everything that the client has paid for."""
         planned = {line.purpose: line for line in schedule.planned}
         for purpose, events in self.ledger.paid(client).items():
             line = planned.get(purpose)
@@ -136,7 +131,6 @@ class Budgets:
                 )
 
     def can_pay(self) -> bool:
-        """Whether any client has any planned release left."""
         return any(
             self.ledger.used(client, line.purpose) < line.count
             for client, schedule in enumerate(self.schedule.clients)
@@ -144,7 +138,7 @@ class Budgets:
         )
 
     def spent(self) -> tuple[float, ...]:
-        """The current epsilon of each client, rounded up. Only clients that have paid since then are recomputed."""
+        """The current epsilon of each client, rounded up."""
         for client in self._paid:
             used = functools.partial(self.ledger.used, client)
             self._spent[client] = math.inf if used(_SHOWN) else self._compute_spent(self.schedule.clients[client], used)
@@ -152,7 +146,6 @@ class Budgets:
         return tuple(self._spent)
 
     def guarantees(self) -> tuple[Guarantee, ...]:
-        """Each client's guarantee so far, composed again from the ledger."""
         schedules = self.schedule.clients
         composed = [
             ([*self.ledger.events(client), *self.caveats], schedule.delta) for client, schedule in enumerate(schedules)

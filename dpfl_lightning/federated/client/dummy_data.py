@@ -19,7 +19,6 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest, evaluating
 
 
 def dummy_batch(population: Population, records: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random records of the public shape of the population."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(records, *population.input_shape, generator=generator)
     if not population.x.is_floating_point():
@@ -46,9 +45,8 @@ def seconds_per_record(engine: Engine, module: ClientModule, population: Populat
 def check_fits(module: ClientModule, population: Population) -> None:
     """Check that a module can take the population's records one by one, before a run begins.
 
-    Raises:
-        UserError: its `sample_loss` raises, does not give one loss for each record, or gives a record another loss
-            among other records, with dropout and without; or a loss changes its buffers.
+    Raises UserError if its `sample_loss` raises, does not give one loss for each record, gives a record another loss
+    among other records, with dropout and without, or changes its buffers.
     """
     x, y = dummy_batch(population, records=2, device=module.device)
     if not y.is_floating_point():

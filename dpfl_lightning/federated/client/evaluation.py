@@ -19,14 +19,12 @@ _NOTHING = Score(None, math.nan)
 def evaluate(module: ClientModule, population: Population, final_models: ClientModels, engine: Engine) -> Evaluation:
     """Score each client's model on the common test set and on the client's held-out records.
 
-    Without a common test set, `test` is the mean over clients of their scores on held-out records. `engine` is set up;
-    it runs the nets with personal parameters.
+    Without a common test set, `test` is the mean over clients of their scores on held-out records.
     """
     groups: dict[int, list[int]] = {}  # clients that share a model
     for client, row in enumerate(final_models.model_of):
         groups.setdefault(client if module.personal else row, []).append(client)
-    clients: list[Score] = [_NOTHING] * population.num_clients
-    tests: list[Score] = [_NOTHING] * population.num_clients
+    clients, tests = [_NOTHING] * population.num_clients, [_NOTHING] * population.num_clients
     for group in groups.values():
         model = engine.personalised(final_models.models[final_models.model_of[group[0]]], group[0])
         held_out = [population.held_out_of[client] for client in group]
@@ -65,7 +63,6 @@ def _scores(
 
 
 def _mean(scores: Sequence[Score]) -> Score:
-    """Unweighted mean over the scores that exist."""
     scored = [one for one in scores if not math.isnan(one.loss)]
     if not scored:
         return _NOTHING

@@ -37,8 +37,7 @@ class ClientFolder:
     def data_key(self, ended: bool) -> bytes:
         """The key of the digests of records: a new one for a new run, none for one that has ended.
 
-        Raises:
-            UserError: the file is damaged, or is gone although the run has not ended.
+        Raises UserError if the file is damaged, or is gone although the run has not ended.
         """
         if self.key_file.is_file():
             try:
@@ -55,8 +54,7 @@ class ClientFolder:
 
     def save_notes(self, counts: Tensor) -> None:
         """Write `private.json` from all clients' counts of gradients `[N, 3]`."""
-        clients = [
-            {"client": client, **dict(zip(COUNTED, row, strict=True))} for client, row in enumerate(counts.tolist())
-        ]
+        columns = ("client", *COUNTED)
+        clients = [dict(zip(columns, (client, *row), strict=True)) for client, row in enumerate(counts.tolist())]
         text = json.dumps({"about": _ABOUT_NOTES, "clients": clients}, indent=2) + "\n"
         write_atomically(self.path / "private.json", lambda partial: partial.write_text(text), private=True)

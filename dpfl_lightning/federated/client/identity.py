@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def configuration(plan: RunPlan, privacy: PrivacyOptions | None) -> dict[str, An
     They select the random streams of a simulation: another configuration has other noise.
     """
     columns = {
-        f"{section}.{name}": [_number(getattr(client, name)) for client in plan.settings]
+        f"{section}.{name}": ["inf" if value == math.inf else value for value in map(attrgetter(name), plan.settings)]
         for section, names in _COLUMNS.items()
         for name in names
     }
@@ -127,10 +128,6 @@ def _settings(part: nn.Module) -> dict[str, Any]:
     """The attributes of a module other than parameters, buffers and modules."""
     skipped = (*_OF_TORCH, *(_OF_A_ROUND if isinstance(part, ClientModule) else ()))
     return {key: described(value) for key, value in sorted(vars(part).items()) if key not in skipped}
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)
 
 
 def _for_json(value: Any) -> Any:

@@ -1,7 +1,6 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
 from dpfl_lightning.federated.client.budgets import Budgets
 from dpfl_lightning.federated.client.dummy_data import check_fits, seconds_per_record
@@ -62,6 +61,7 @@ class LocalClients:
         self.unprotected: tuple[str, ...] = (SHOWN,) if privacy is not None and privacy.diagnostics else ()
         self.caveats = (*((SIMULATED,) if self.simulated else ()), *population.caveats)
         self._accepted: tuple[RoundPlan, list[int]] | None = None
+        self._everyone = range(population.num_clients)
 
     @property
     def description(self) -> str:
@@ -96,19 +96,11 @@ class LocalClients:
             identity=sealed,
         )
         self.ledger = Ledger(self.folder.ledger_file, header, None if saved is None else Head(**saved["ledger"]))
-        self.budgets = Budgets(
-            plan.schedule,
-            self.ledger,
-            accountant,
-            SAMPLINGS[self.sampling],
-            simulated=self.simulated or self.privacy is None,
-            caveats=plan.caveats,
-            unprotected=self.unprotected,
-        )
+        drawn, simulated = SAMPLINGS[self.sampling], self.simulated or self.privacy is None
+        self.budgets = Budgets(plan.schedule, self.ledger, accountant, drawn, simulated, plan.caveats, self.unprotected)
         self._counts_before = self.engine.counts.clone()
         if earlier is not None and saved is None and any(map(self.ledger.events, self._everyone)):
-            words = f"{folder / 'checkpoint.pt'} is gone, so the run begins anew; what it has spent stays spent"
-            warnings.warn(words, UserNotice, stacklevel=2)
+            warn_user(f"{folder / 'checkpoint.pt'} is gone, so the run begins anew; what it has spent stays spent")
 
     def streams(self, plan: RunPlan) -> Streams:
         """Fresh noise for every release; in a simulation, and in a run without noise, it follows from the key."""
@@ -151,10 +143,6 @@ class LocalClients:
         check_answerable(query)
         clients, numbers = self.budgets.charge_query(query, round)
         return self.engine.ask(query.only(clients), round, numbers)
-
-    @property
-    def _everyone(self) -> range:
-        return range(self.population.num_clients)
 
     def can_pay(self) -> bool:
         return self.budgets.can_pay()

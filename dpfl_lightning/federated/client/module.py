@@ -16,13 +16,9 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 
 @dataclass(frozen=True)
 class LocalTask:
-    """The task of a client in one round.
+    """The task of a client in one round. The event of its mechanism was charged before; its `norms` are private.
 
-    Args:
-        mechanism: bounds, noises and divides the sum. Its event was charged before.
-        noise: generator of the noise of this client and round.
-        norms: of the gradients so far; private.
-        anchor: `[P]` or None; each step adds `pull * (parameters - anchor)`, which does not depend on data.
+    With an `anchor` `[P]` each step adds `pull * (parameters - anchor)`, which does not depend on data.
     """
 
     clipped_sum: ClippedSum
@@ -35,8 +31,8 @@ class LocalTask:
 
     def sum_of(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest | None = None) -> Tensor:
         """The sum of the clipped gradients of `x [B, *X]`, `y [B]`, `[1, P]`, or what `request` asks for."""
-        request = request or ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
-        sums, norms = self.clipped_sum(params, x, y, request)
+        default = ClipRequest(self.mechanism.clip_norm, self.mechanism.clip_order)
+        sums, norms = self.clipped_sum(params, x, y, request or default)
         self.norms.append(norms)
         return sums
 

@@ -33,7 +33,6 @@ class RunPlan:
         schedule: every release of the run, its noise solved with `accountant`.
         caveats: sentences that every guarantee of the run must contain.
         strategies: class of each deciding strategy -> digest of its settings and source.
-        options: the resolved configuration, if there is one.
     """
 
     rounds: int
@@ -58,13 +57,8 @@ class Clients(Protocol):
     """All clients of a run, as the server sees them: it never receives a record, a key or a ledger.
 
     Every release is planned (`begin`), charged (`accept`, or within `ask`), computed and noised, in this order.
-
-    Attributes:
-        simulated: whether noise follows from a given key, so that the run protects nobody.
-        sampling: name of the sampling of records.
-        unprotected: what every client shows without noise, in words.
-        caveats: sentences that every guarantee of these clients must contain.
-        device: where models and updates are.
+    `simulated` means that noise follows from a given key, so that the run protects nobody; `unprotected` is what every
+    client shows without noise, in words; `caveats` are sentences that every guarantee of these clients must contain.
     """
 
     simulated: bool
@@ -90,8 +84,7 @@ class Clients(Protocol):
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
         """Agree to the plan and open the ledger in the run's folder; UserError if it is the ledger of another run.
 
-        `saved` is `state_dict()` of the last checkpoint, if there is one; `ended` says that the run releases nothing
-        more.
+        `saved` is `state_dict()` of the last checkpoint; `ended` says that the run releases nothing more.
         """
 
     def change(self, schedule: RunSchedule) -> None:

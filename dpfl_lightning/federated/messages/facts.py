@@ -10,9 +10,9 @@ class Facts:
     """What the server knows about the N clients. These facts are public by assumption.
 
     Args:
-        num_records: number of training records of each client.
+        num_records: of training, of each client.
         num_classes: 1 for a regression.
-        batch_size: expected batch size of each client.
+        batch_size: expected, of each client.
         reported_epsilon: budgets as the clients report them. These are claims, which may be false.
         truth: facts that only a simulation has, such as `groups`, the true group of each client; else None. For
             reports, and for strategies whose `caveats` say that the run is a simulation.

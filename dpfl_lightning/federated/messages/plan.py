@@ -19,19 +19,15 @@ class LocalTraining:
     """Local DPSGD steps. The client sends the change of the parameters `[P]`."""
 
     def clip_norm(self, mechanism: Mechanism) -> float:
-        """The bound on the norm of one record's gradient."""
         return mechanism.clip_norm
 
     def expected_records(self, mechanism: Mechanism) -> float:
-        """The expected number of records in one step."""
         return mechanism.expected_batch_size
 
 
 @dataclass(frozen=True)
 class ClassGradients:
     """The noised sum of the clipped gradients of each class, divided by the expected batch size, `[num_classes, p]`.
-
-    A class without records has a row, too.
 
     Args:
         parameters: names of the parameters whose p gradient entries are clipped and sent; None is all, p = P.
@@ -60,7 +56,6 @@ class ClassGradients:
         return min(mechanism.expected_batch_size, drawn)
 
     def augmented(self, x: Tensor, y: Tensor) -> Tensor:
-        """The records `x` `[B, *X]` of classes `y` `[B]`, augmented."""
         return x if self.augmentation is None else self.augmentation(x, y)
 
     def size(self, sizes: Mapping[str, int]) -> int:
@@ -120,7 +115,6 @@ class RoundPlan:
         return tuple(self.job.expected_records(mechanism) * steps for mechanism, steps in pairs)
 
     def clip_norm(self, row: int) -> float:
-        """The bound on one record's gradient at the client of a row."""
         return self.job.clip_norm(self.mechanism_of[row])
 
     def only(self, keep: Callable[[int], bool]) -> RoundPlan:

@@ -16,11 +16,10 @@ _BLOCK = 1 << 16  # numbers that are added at once, so that intermediate results
 
 
 class WeightedSum:
-    """Computes `weights [K, C] @ deltas [C, ...]` client by client. The order of clients does not change the result.
+    """Computes `weights [K, C] @ deltas [C, ...]` client by client; their order does not change the result.
 
     Every entry is a pair of float64 numbers (Knuth's two-sum), so that the effect of the order lies far below the last
-    bit of the float32 to which the sum is rounded once. The memory is that of 2 K models in float64. All weights are
-    >= 0; a client with weight 0 in row k does not change model k.
+    bit of the float32 to which the sum is rounded once. A client with weight 0 in row k does not change model k.
 
     >>> total = WeightedSum(torch.tensor([[0.25, 0.75]]))
     >>> total.add(1, torch.tensor([4.0]))
@@ -35,7 +34,6 @@ class WeightedSum:
         self.dtype = torch.float32
 
     def add(self, column: int, delta: Tensor) -> None:
-        """Add the update of the client at `column`, with its weight in each model."""
         self.dtype = delta.dtype
         delta = delta.to("cpu") if delta.device.type == "mps" else delta  # MPS has no float64
         if self.pair is None:
@@ -125,7 +123,6 @@ class UpdateBuffer:
         self.lost: list[int] = []
 
     def take(self, row: int, delta: Tensor) -> None:
-        """Add the update of the client at `row` of the plan."""
         if not bool(delta.isfinite().all()):  # 0 x NaN is NaN, so a zero weight would not be enough
             self.lost.append(row)
         elif self.total is not None:

@@ -1,13 +1,12 @@
 """Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`."""
 
 import dataclasses
-import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates, WeightedSum
 from dpfl_lightning.federated.server.callback import answer_of
@@ -31,11 +30,10 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
         answer = answer_of(strategy, "weigh", visible, view)
         if answer is None:
             continue
-        answer = _checked(answer, strategy, num_models, num_clients)
         if strategy.role == "route":
-            product = answer
+            product = _checked(answer, strategy, num_models, num_clients)
         else:
-            factors.append(answer)
+            factors.append(_checked(answer, strategy, num_models, num_clients))
     for factor in factors:
         product = product * factor
     return product
@@ -71,8 +69,9 @@ def without_lost(
     """The plan and the raw weights `[K, C]` without the clients whose release is not finite; warns of them."""
     if not updates.lost:
         return plan, raw_weights
-    words = f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
-    warnings.warn(words, UserNotice, stacklevel=2)
+    warn_user(
+        f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
+    )
     kept = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
     return plan.only(lambda client: client not in updates.lost), None if raw_weights is None else raw_weights[:, kept]
 

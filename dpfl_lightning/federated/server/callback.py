@@ -13,7 +13,7 @@ class Callback:
     """Override any of these hooks to watch a run. A `Strategy` may be a `Callback`, too."""
 
     def on_fit_start(self, view: View) -> None:
-        """Called before the first round, or before the first one after a resume."""
+        """Called before the first round of a new or resumed run."""
 
     def on_round_start(self, view: View) -> None:
         """Called before each round."""

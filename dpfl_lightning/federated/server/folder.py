@@ -44,7 +44,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> RunFolder:
-        """Open the folder of a run that was begun; raises UserError if it is none."""
+        """Open the folder of a run that was begun."""
         folder = cls(path)
         if not folder.options.is_file():
             raise UserError(
@@ -60,11 +60,7 @@ class RunFolder:
         write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial), private=True)
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """Load the last complete round; None before the first checkpoint.
-
-        Raises:
-            UserError: the file is damaged, or, when a missing key is read, from another version.
-        """
+        """Load the last complete round; None before the first checkpoint. UserError if the file is damaged."""
         if not self.checkpoint.is_file():
             return None
         try:
@@ -88,6 +84,8 @@ class RunFolder:
 
 
 class _Checkpoint(dict[str, Any]):
+    """Raises UserError for a missing key, which another version would have written."""
+
     def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
         super().__init__(content)
         self._path = path

@@ -2,14 +2,13 @@
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import closing
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError, UserNotice
+from dpfl_lightning.errors import UserError, warn_user
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server import aggregate, summary
@@ -19,6 +18,7 @@ from dpfl_lightning.federated.server.run import Run
 from dpfl_lightning.federated.server.strategy import fold, sole_answer
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.runtime.stopping import between_rounds
+from dpfl_lightning.runtime.text import counted
 
 
 class ServerLoop(Run):
@@ -114,9 +114,8 @@ def _if_enough(plan: RoundPlan) -> RoundPlan:
     left = len(plan.clients)
     if left == 0 or left >= plan.fewest:
         return plan
-    words = (
-        f"round {plan.round}: {left} client{'s' * (left > 1)} could take part, fewer than the {plan.fewest} that are "
+    warn_user(
+        f"round {plan.round}: {counted(left, 'client')} could take part, fewer than the {plan.fewest} that are "
         "required; no client trains, and models stay as they are"
     )
-    warnings.warn(words, UserNotice, stacklevel=2)
     return plan.only(lambda client: False)

@@ -19,10 +19,8 @@ from dpfl_lightning.federated.messages.evaluation import Diagnostics
 class ClientEmbedding:
     """Some clients as points (x, y) of a plane for a figure, each in a cluster with a probability of `membership`.
 
-    Args:
-        num_clusters: number of clusters; some may be empty.
-        separation: distance of the two nearest clusters in units of the noise; None if it is not known.
-        confident: whether that distance is larger than noise alone would explain.
+    Of `num_clusters` some may be empty. `separation` is the distance of the two nearest clusters in units of the noise,
+    None if it is not known; `confident` says that noise alone would not explain it.
     """
 
     title: str
@@ -35,8 +33,7 @@ class ClientEmbedding:
     confident: bool
 
     def __post_init__(self) -> None:
-        sizes = {len(column) for column in (self.clients, self.points, self.cluster, self.membership)}
-        if len(sizes) > 1 or any(len(point) != 2 for point in self.points):
+        if len({len(column) for column in (self.clients, self.points, self.cluster, self.membership)}) > 1:
             raise ValueError(f"an embedding needs one point (x, y), cluster and membership for each client: {self}")
 
 
@@ -45,7 +42,6 @@ class RunInfo:
     """The description of a run, fixed before the first round.
 
     Args:
-        first_round: 1, or the next round of a resumed run.
         budgets: epsilon of each client (inf: no budget), before strategies change it.
         estimated_seconds: of all rounds, from a short measurement on random data.
         noise: where noise and sampling come from, in words.
@@ -76,9 +72,9 @@ class RoundReport:
     Args:
         records: expected number of records processed in the round; the observed number is private.
         weights: `[K, C]`, of `clients`.
-        epsilon_spent: epsilon of each of the N clients so far, rounded up.
+        epsilon_spent: of each of the N clients so far, rounded up.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
-        metrics: see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
+        metrics: see `summary.round_metrics`.
     """
 
     round: int
@@ -100,19 +96,16 @@ class RunResult:
     """The result of a run, and the content of `result.json`. Scores are None without evaluation.
 
     Args:
-        finished: False after Ctrl-C or an error.
         wall_seconds: time since the first round, without interruptions; `training_seconds` is the part in rounds, and
             `client_seconds` the part of that in which clients trained or answered.
         records_per_second: expected records / seconds until the last checkpoint.
         reason: why the run ended; after an interruption also how to resume it.
-        guarantee: what the run's epsilons mean and do not cover.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
-        noise, simulated: see `RunInfo`.
         clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
             noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
             update, accuracy in [0, 1] and mean loss are those of its final model on its held-out records.
         accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
-        metrics: of the last round: numbers, and lists with one value for each client.
+        metrics: of the last round.
         interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
     """
 
@@ -148,9 +141,7 @@ class RunResult:
 class RunTotals:
     """Sums over rounds, and metrics and clients' `noise_std` of the last round. Checkpoints contain them.
 
-    Args:
-        seconds: time of the run before this process.
-        records: expected number of records of all releases.
+    `seconds` is the time of the run before this process, `records` the expected number of records of all releases.
     """
 
     seconds: float = 0.0
@@ -168,10 +159,9 @@ class RunTotals:
         return time.perf_counter() - self._began
 
     def saved(self) -> dict[str, Any]:
-        """Return the content for a checkpoint, independent of later changes."""
+        """Return a copy for a checkpoint."""
         return {**dataclasses.asdict(self), "seconds": self.wall_seconds}
 
     @classmethod
     def of(cls, saved: Mapping[str, Any]) -> RunTotals:
-        """Return the totals of a checkpoint."""
         return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))

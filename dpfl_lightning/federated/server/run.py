@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -14,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
-from dpfl_lightning.errors import UserError, UserNotice, require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
-from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
+from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation, Score
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.query import Answers, ChargedQuery, Query
@@ -24,10 +23,10 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
-from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
+from dpfl_lightning.federated.server.summary import accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
@@ -41,12 +40,8 @@ T = TypeVar("T")
 class Run:
     """One run over clients that are reached by messages alone; `ServerLoop` adds its rounds.
 
-    Args:
-        model: the server's copy of the net; its parameters are the start.
-        privacy: budgets and mechanism, without the key of a simulation; None is a run without privacy.
-        strategies: with exactly one base rule.
-        rounds, network, seed, output_dir, evaluate_every, options, new_net: see `FederatedLoop`.
-        resume_command: what a person types to resume the run.
+    `model` is the server's copy of the net, whose parameters are the start; `privacy` lacks the key of a simulation,
+    and None is a run without privacy. For the other arguments see `FederatedLoop`.
     """
 
     def __init__(
@@ -110,11 +105,10 @@ class Run:
         )
 
     def evaluate(self, state: ServerState) -> Evaluation:
-        """Return the scores of the final models on test and held-out records."""
         return self.clients.evaluate(self.final_models(state))
 
     def final_models(self, state: ServerState) -> ClientModels:
-        """Return the models of the hook `final_models`, called once a round (it may train), or the server's models."""
+        """The models of the hook `final_models`, called once a round (it may train), or the server's models."""
         if state.round not in self._final_models:
             answer = sole_answer(self.strategies, "final_models", state, self.view(state))
             self._final_models = {state.round: answer or ClientModels(state.models, state.model_of)}
@@ -127,19 +121,17 @@ class Run:
         return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
-        if self.new_net is None:
-            advice = (
-                "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
-            )
-            raise UserError(f"`new_net` must be a function, got None. {advice}")
+        advice = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
+        require(self.new_net is not None, "new_net", "be a function", None, advice)
+        assert self.new_net is not None  # for mypy
         with torch.random.fork_rng(devices=[]):
             model = Model(self.new_net(seed)).flat.to(self.clients.device)
-        size = self.model.num_params
-        require(len(model) == size, "new_net", f"build a net of {size} parameters", len(model))
+        must = f"build a net of {self.model.num_params} parameters"
+        require(len(model) == self.model.num_params, "new_net", must, len(model))
         return model
 
     def plan_schedule(self) -> RunSchedule:
-        """Return every release of the run with its noise solved. The ledger refuses any other release."""
+        """Plan every release of the run and solve its noise. The ledger refuses any other release."""
         self.info = self._info(first_round=1)
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
         self.schedule = fold(self.strategies, "plan_run", self.schedule, self.view(self._one_model()))
@@ -148,20 +140,12 @@ class Run:
         return self.schedule
 
     def run_plan(self) -> RunPlan:
-        """Return the whole run as it is proposed to the clients; call `plan_schedule` first."""
-        return RunPlan(
-            rounds=self.rounds,
-            seed=self.seed,
-            settings=self.settings,
-            schedule=self.schedule,
-            accountant=self.accountant.name,
-            caveats=self.caveats,
-            strategies=self._strategy_digests,
-            options=self.options,
-        )
+        """The whole run as it is proposed to the clients; call `plan_schedule` first."""
+        accountant, digests, caveats = self.accountant.name, self._strategy_digests, self.caveats
+        return RunPlan(self.rounds, self.seed, self.settings, self.schedule, accountant, caveats, digests, self.options)
 
     def describe(self) -> list[str]:
-        """Return the strategies' sentences about the run; call `plan_schedule` first."""
+        """The strategies' sentences about the run; call `plan_schedule` first."""
         view = self.view(self._one_model())
         return [words for strategy in self.strategies for words in strategy.describe(view)]
 
@@ -173,11 +157,9 @@ class Run:
             self.clients.change(self.schedule)
 
     def _one_model(self) -> ServerState:
-        """Return the state in which all clients share the initial model."""
         return ServerState(self._initial[None], (0,) * self.facts.num_clients)
 
     def _clients_work(self, work: Callable[[], T]) -> T:
-        """Return `work()`, whose time is counted as the clients'."""
         begun = time.perf_counter()
         answer = work()
         self.totals.client_seconds += time.perf_counter() - begun
@@ -214,10 +196,9 @@ class Run:
         self.totals = RunTotals.of(saved)
         self.snapshot = dict(saved)
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
+            none_left = ", and without privacy.reserve_rounds none is left for the last round"
             words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise"
-            if not self.schedule.reserve:
-                words += ", and without privacy.reserve_rounds none is left for the last round"
-            warnings.warn(words, UserNotice, stacklevel=2)
+            warn_user(words if self.schedule.reserve else words + none_left)
         self._replan(state)
         self.info = self._info(first_round=state.round + 1, measured=True)
         return state
@@ -237,7 +218,7 @@ class Run:
         self.folder.save_checkpoint(self.snapshot)
 
     def _named_parts(self) -> list[tuple[str, Strategy | Callback]]:
-        """Name parts by class, and by number in it, because a resumed run may have other callbacks."""
+        """Parts named by class, and by number in it, because a resumed run may have other callbacks."""
         parts: list[Strategy | Callback] = [*self.strategies, *self.callbacks]
         kinds = [type(part).__qualname__ for part in parts]
         return [(f"{kind} {kinds[:i].count(kind)}", parts[i]) for i, kind in enumerate(kinds)]
@@ -261,7 +242,7 @@ class Run:
         return result
 
     def _info(self, first_round: int, measured: bool = False) -> RunInfo:
-        """Describe the run; `measured` estimates its time, unless a strategy does work of unknown length."""
+        """The description of the run; `measured` estimates its time, unless a strategy's work has unknown length."""
         clients, seconds = self.clients, math.nan
         if measured and not any(strategy.trains_on_server for strategy in self.strategies):
             batch = round(median(client.batch_size for client in self.settings))
@@ -300,17 +281,16 @@ class Run:
             clients=plan.clients,
             weights=weights,
             epsilon_spent=self.clients.spent(),
-            test_accuracy=None if scores is None else scores.test.accuracy,
-            test_loss=None if scores is None else scores.test.loss,
             client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
+            **_on_test(scores),
         )
 
     def _result(
         self, reason: str, interrupted: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
     ) -> RunResult:
-        """Return the result of a run that has ended; `final_models` is None if it has not finished."""
+        """The result of a run that has ended; `final_models` is None if it has not finished."""
         finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
         accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
@@ -330,22 +310,21 @@ class Run:
             noise=self.info.noise,
             simulated=self.clients.simulated,
             clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
-            test_accuracy=None if scores is None else scores.test.accuracy,
-            test_loss=None if scores is None else scores.test.loss,
             metrics=summary.for_json(totals.metrics),
             client_embedding=sole_answer(self.strategies, "client_embedding", view) if finished else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
+            **_on_test(scores),
         )
 
     def _client_rows(
         self, guarantees: Sequence[Guarantee], scores: Evaluation | None, models: ClientModels | ServerState
     ) -> tuple[dict[str, Any], ...]:
-        """Return the `clients` of the result."""
+        """The `clients` of the result."""
         groups, rows = true_groups(self.facts), []
         for client, settings in enumerate(self.settings):
             schedule, account = self.schedule.clients[client], self.clients.account(client)
-            score = None if scores is None else scores.clients[client]
+            score = Score(None, math.nan) if scores is None else scores.clients[client]
             row = {
                 "client": client,
                 "epsilon_spent": finite_or_none(guarantees[client].epsilon),
@@ -357,10 +336,16 @@ class Run:
                 "num_records": settings.num_records,
                 "releases": account.releases,
                 "steps": account.steps,
-                "accuracy": None if score is None else score.accuracy,
-                "loss": None if score is None else finite_or_none(score.loss),
+                "accuracy": score.accuracy,
+                "loss": finite_or_none(score.loss),
                 "model": models.model_of[client],
                 "true_group": None if groups is None else groups[client],
             }
             rows.append(row)
         return tuple(rows)
+
+
+def _on_test(scores: Evaluation | None) -> dict[str, Any]:
+    if scores is None:
+        return {"test_accuracy": None, "test_loss": None}
+    return {"test_accuracy": scores.test.accuracy, "test_loss": scores.test.loss}

@@ -2,13 +2,12 @@
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.config.per_client import resolve
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import require, warn_user
 from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.privacy.accounting.accountant import Accountant, get_accountant
@@ -16,8 +15,8 @@ from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate, cut_to_budgets
-from dpfl_lightning.runtime.folders import cache_folder
-from dpfl_lightning.runtime.notice import slow_notice
+from dpfl_lightning.runtime.files import cache_folder
+from dpfl_lightning.runtime.text import slow_notice
 
 _LEAST_CLIP_NORM = 1e-12
 _ANY_DELTA = 1e-4  # of a run without privacy, where every epsilon is infinite at any delta
@@ -73,19 +72,18 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
         require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
         require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
-        must = f"be null (all {size} of client {i}'s records) with Laplace noise"
-        advice = "Its accounting is for full batches."
-        require(batch == size or not laplace, "clients.batch_size", must, batch, advice)
-        must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
-        require(client.delta > 0 or laplace, "privacy.delta", must, client.delta, advice)
+        if laplace:
+            must = f"be null (all {size} of client {i}'s records) with Laplace noise"
+            require(batch == size, "clients.batch_size", must, batch, "Its accounting is for full batches.")
+        else:
+            must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
+            require(client.delta > 0, "privacy.delta", must, client.delta, advice)
     loose = [i for i, client in enumerate(settings) if client.delta > 1 / client.num_records]
     if loose and privacy is not None:
         client = settings[loose[0]]
-        warnings.warn(
+        warn_user(
             f"`privacy.delta` should be below 1 / records, got {client.delta} for client {loose[0]} with "
-            f"{client.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it.",
-            UserNotice,
-            stacklevel=2,
+            f"{client.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it."
         )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 from dpfl_lightning.federated.messages.evaluation import ClientModels
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -58,8 +59,8 @@ class Strategy:
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule for the rest of the run, before each round; usually the same. Its noise is solved again.
 
-        Lines that were paid for must stay, with at least the count that was paid. On resume the hook must return the
-        same again. If the schedule depends on released values, the guarantee states the whole budget (privacy filter).
+        What was paid for must stay. On resume the hook must return the same again. If the schedule depends on released
+        values, the guarantee states the whole budget (privacy filter).
         """
         return schedule
 
@@ -114,27 +115,20 @@ class Strategy:
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-ROLES = ("base", "correction", "mask", "route")
 HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
 _REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
-EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding")
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
-    """Check strategies and callbacks, and return them as lists.
-
-    Raises UserError for a public method that is no hook, an unknown `role`, not exactly one base rule, or strategies
-    that exclude each other.
-    """
+    """Return strategies and callbacks as lists, after checking names of methods, roles, and that they fit together."""
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:
         kind, advice = type(strategy).__name__, "Pass callbacks as `callbacks`."
         require(isinstance(strategy, Strategy), "strategies", "hold instances of Strategy", kind, advice)
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
-        must, role = f"be one of {', '.join(ROLES)}", strategy.role
-        require(role in ROLES, f"{kind}.role", must, role, nearest(role, ROLES))
+        require_one_of(("base", "correction", "mask", "route"), f"{kind}.role", strategy.role)
         declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
         must = "be overridden by a strategy that overrides `combine`"
         require(declared, f"{kind}.needs_updates", must, "the default")
@@ -145,18 +139,17 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
-        must = "hold exactly one base rule (size_weighted, uniform, ...)"
-        advice = "Keep one; corrections and masks multiply onto it."
-        raise UserError(f"`strategies` must {must}, got {bases or 'none'}. {advice}")
-    for other in strategies:
-        for strategy in strategies:
-            if other.in_place_of_training and strategy.needs_training:
-                raise UserError(
-                    f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. "
-                    f"The former is for local training; with the latter {other.in_place_of_training}. Remove one of "
-                    "them."
-                )
-    for hook in EXCLUSIVE:
+        raise UserError(
+            f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
+            "Keep one; corrections and masks multiply onto it."
+        )
+    for other, strategy in itertools.product(strategies, repeat=2):
+        if other.in_place_of_training and strategy.needs_training:
+            raise UserError(
+                f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. The "
+                f"former is for local training; with the latter {other.in_place_of_training}. Remove one of them."
+            )
+    for hook in ("initialise", "combine", "step", "final_models", "client_embedding"):
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
         if " and " in names:
             raise UserError(f"`{hook}` must be answered by one strategy, got {names}. Remove one of them.")

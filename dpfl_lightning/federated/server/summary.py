@@ -1,21 +1,28 @@
-"""Metrics of a round, and the summary of a run."""
+"""Metrics of a round, of true groups of clients (`Facts.truth`, in simulations), and the summary of a run."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 
+import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
+from sklearn.metrics import adjusted_rand_score
+from sklearn.metrics.cluster import contingency_matrix
 from torch import Tensor
 
+from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import answer_of
-from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.guarantee import NOT_COVERED, Guarantee
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
+#: what `clustering` returns
+MATCHES = ("clustering_accuracy", "adjusted_rand_index", "minority_recall")
 # names of metrics that the run itself reports
 _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCHES)
 
@@ -36,13 +43,9 @@ def round_metrics(
 ) -> dict[str, float | Tensor]:
     """Return the metrics of a round beside accuracy and epsilon: numbers, or `[N]` with NaN for absent clients.
 
-    `weight` is a client's weight in the model that it changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If
-    a strategy reports each client's `group`, `clustering` compares them with true groups. Post-processing.
-
-    Args:
-        view: after the round.
-        plan: of the C clients whose updates arrived, with `weights` `[K, C]`.
-        sent: `Traffic.metrics`.
+    `view` is that after the round, `plan` that of the C clients whose updates arrived with `weights` `[K, C]`, `sent`
+    is `Traffic.metrics`. `weight` is a client's weight in the model that it changes most, `effective_clients` is
+    `sum_k 1 / sum_i w_ki^2`. A `group` of each client is compared with true groups (`clustering`). Post-processing.
     """
     num_clients = view.facts.num_clients
     squares = weights.square().sum(dim=1)
@@ -104,3 +107,61 @@ def in_words(guarantees: Sequence[Guarantee]) -> str:
     if bare:
         whose = f"So it is for {bare} of {len(guarantees)} clients."
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."
+
+
+def true_groups(facts: Facts) -> tuple[int, ...] | None:
+    """The true group of each client, `[N]`; None if there are no groups."""
+    groups = (facts.truth or {}).get("groups")
+    return tuple(groups) if isinstance(groups, Sequence) else None
+
+
+def smallest(groups: Sequence[int]) -> frozenset[int]:
+    """The groups with the fewest clients, the minority; none where all have equally many.
+
+    >>> sorted(smallest([0, 1, 1, 2, 2])), sorted(smallest([0, 0, 1, 1]))
+    ([0], [])
+    """
+    sizes = Counter(groups)
+    fewest, most = min(sizes.values()), max(sizes.values())
+    return frozenset(group for group, size in sizes.items() if size == fewest < most)
+
+
+def accuracy_of_groups(accuracies: Sequence[float | None], groups: Sequence[int] | None) -> dict[str, float]:
+    """Mean accuracy (None: not measured) over clients of the majority, of the minority (`smallest`), of each group.
+
+    >>> accuracy_of_groups([0.5, 0.75, None, 1.0], [0, 1, 1, 1])
+    {'majority': 0.875, 'minority': 0.5, '0': 0.5, '1': 0.875}
+    """
+    if groups is None or not accuracies:
+        return {}
+    few, every = smallest(groups), frozenset(groups)
+    parts = {"majority": every - few if few else few, "minority": few, **{str(one): {one} for one in sorted(every)}}
+    pairs = [(accuracy, group) for accuracy, group in zip(accuracies, groups, strict=True) if accuracy is not None]
+    known = {name: [accuracy for accuracy, group in pairs if group in part] for name, part in parts.items()}
+    return {name: fmean(values) for name, values in known.items() if values}
+
+
+def clustering(clusters: Sequence[float], groups: Sequence[int]) -> dict[str, float]:
+    """Compare the cluster of each client `[N]` (NaN: in none, not counted) with its true group `[N]`.
+
+    Each cluster is matched to at most one group, so that as many clients as possible are right (the Hungarian method).
+    `clustering_accuracy` and `minority_recall` are the shares of all clients and of the minority's that are right.
+    `adjusted_rand_index` is at most 1, and about 0 for clusters by chance.
+
+    >>> clustering([7, 7, 5, 5, 5], [0, 0, 1, 1, 1])
+    {'clustering_accuracy': 1.0, 'adjusted_rand_index': 1.0, 'minority_recall': 1.0}
+    >>> clustering([0] * 5, [0, 0, 1, 1, 1])
+    {'clustering_accuracy': 0.6, 'adjusted_rand_index': 0.0, 'minority_recall': 0.0}
+    """
+    pairs = [(int(cluster), group) for cluster, group in zip(clusters, groups, strict=True) if not math.isnan(cluster)]
+    if not pairs:
+        return {}
+    found, true = zip(*pairs, strict=True)
+    counts = contingency_matrix(true, found)
+    right = np.zeros(counts.shape[0])
+    rows, columns = linear_sum_assignment(-counts)
+    right[rows] = counts[rows, columns]
+    few = [row for row, group in enumerate(sorted(set(true))) if group in smallest(groups)]
+    values = [right.sum() / len(pairs), adjusted_rand_score(true, found)]
+    values += [right[few].sum() / counts[few].sum()] if few else []
+    return dict(zip(MATCHES, map(float, values), strict=False))  # without a minority there is no recall

@@ -78,8 +78,8 @@ class Traffic:
         network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation
         and without the size of answers to queries. `before` are the metrics of the round before.
         """
+        model = view.module.num_params
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
-        model = sum(sizes.values())
         release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
         anchor = 0 if plan.anchors is None else model
         down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}

@@ -1,26 +1,21 @@
 """What a strategy can see: public facts and released values."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from dpfl_lightning.federated.messages.facts import Facts
+from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
+from dpfl_lightning.federated.messages.query import Answers, Query
+from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.results import RunInfo
+from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.accounting.events import NonPrivateEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 from dpfl_lightning.privacy.mechanism import Mechanism, mechanism_of
-
-if TYPE_CHECKING:
-    from dpfl_lightning.federated.messages.query import Answers, Query
-    from dpfl_lightning.models.model import Model
-from dpfl_lightning.federated.messages.plan import Job, LocalTraining, RoundPlan
-from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.server.results import RunInfo
 
 
 @dataclass(frozen=True)
@@ -76,8 +71,8 @@ class View:
         """The default plan of a round: `clients` (None: all), each from its model, paid by `purpose`."""
         cohort = tuple(range(self.facts.num_clients)) if clients is None else tuple(sorted(clients))
         return RoundPlan(
-            round=self.round,
-            clients=cohort,
+            self.round,
+            cohort,
             model_of=tuple(self.state.model_of[i] for i in cohort),
             mechanism_of=tuple(self.mechanism(i, purpose) for i in cohort),
             steps=tuple(self.schedule.noised(i, purpose).steps for i in cohort),

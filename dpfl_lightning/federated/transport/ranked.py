@@ -65,8 +65,6 @@ def _used(table: Tensor, rows: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
 class RankedEngine:
     """An engine that distributes the work over one engine per rank. Rank 0 works, too; the other ranks `serve`.
 
-    Clients are assigned so that the loads of the ranks are even. Personal parameters are kept on rank 0.
-
     **Guarantees** The result has the same bits for any number of ranks: a client's release depends only on its
     streams, all ranks are checked to have equal code, data, engine and device, and sums are exact until they are
     rounded once. (An engine that leaves the threads within an operator to the environment gives equal bits if
@@ -179,7 +177,7 @@ class RankedEngine:
             yield rank, answer
 
     def _costs(self, plan: RoundPlan) -> list[float]:
-        """The cost of each client of the plan: its seconds, estimated from its last round, or its expected records."""
+        """For each client of the plan its seconds, estimated from its last round, or its expected records."""
         if self.batch_coupled:  # a repeated simulation must have equal batches
             return list(plan.expected_records)
         known = [self._seconds_per_record[one] for one in plan.clients if one in self._seconds_per_record]
@@ -206,7 +204,6 @@ class RankedEngine:
     def _set_up(
         self, streams: Streams, sampling: str, net: dict[str, Tensor], threads: int
     ) -> tuple[int | None, dict[str, str]]:
-        """Set up the engine of a rank other than 0; return its workers and its identity."""
         self.module.net.load_state_dict(net)  # includes parameters that are not trained, which may differ between ranks
         self.inner.setup(self.module, self.population, streams, sampling)
         torch.set_num_threads(threads)  # the number of threads within an operator affects bits

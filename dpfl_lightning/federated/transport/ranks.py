@@ -211,7 +211,6 @@ class Ranks:
 
 
 def _cores_of_rank(ranks: int) -> int:
-    """The number of cores for this rank: ranks with the same cores (under torchrun, not SLURM) share them evenly."""
     affinity = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     host_and_cores = (socket.gethostname(), sorted(affinity))
     all_ranks: list[Any] = [None] * ranks
@@ -220,7 +219,6 @@ def _cores_of_rank(ranks: int) -> int:
 
 
 def _fabric(device: str, launch: Launch) -> Fabric:
-    """A launched Fabric with one device of this machine for each rank."""
     try:
         if launch.size == 1:
             return Fabric(accelerator=device, devices=1, plugins=[LightningEnvironment()])
@@ -250,7 +248,6 @@ def _first(error: Exception) -> str:
 
 
 def _received(buffer: Tensor, rank: int) -> Tensor:
-    """The buffer, filled with the next data from `rank`."""
     work = dist.irecv(buffer, rank)
     assert work is not None  # for mypy: this process belongs to the group
     work.wait(_PATIENCE)

@@ -2,22 +2,21 @@
 
 import json
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import dpfl_lightning
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.group_metrics import MATCHES, accuracy_of_groups, true_groups
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.summary import accuracy_over_clients
+from dpfl_lightning.federated.server.summary import MATCHES, accuracy_of_groups, accuracy_over_clients, true_groups
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, shown
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, reported, shown
 from dpfl_lightning.runtime.text import span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
@@ -31,8 +30,8 @@ _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.p
 class Tracking(Callback):
     """Tracks a run, also a resumed one, as one run of a `Store`, named after the output folder by default.
 
-    A store that fails later never stops training: its rounds are sent when it answers again, and a warning at the end
-    lists what is missing. Additional `tags` cannot replace the tags that describe the guarantee.
+    A store that fails later never stops training: its rounds are sent when it answers again. Additional `tags` cannot
+    replace the tags that describe the guarantee.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
     guarantee covers. Never sends a checkpoint or the key of the record digests.
@@ -54,12 +53,12 @@ class Tracking(Callback):
         self._send_at = 0.0
 
     def on_fit_start(self, view: View) -> None:
-        with self.store.reported():
+        with reported(self.store.uri):
             earlier = self._earlier_run(view) if self._resumed else None
             self._run_id = earlier or self._begun_run(view)
             if earlier is not None:
                 self.store.tag(earlier, {"status": "running"})
-                self._last_step = max(self._history("overall/participants"), default=0)
+                self._last_step = max(self.store.history(earlier, "overall/participants"), default=0)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.round <= self._last_step:
@@ -84,7 +83,7 @@ class Tracking(Callback):
                 missing.append("the run's status")
         if missing:
             words = f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}."
-            warnings.warn(f"{words} The result is complete in {result.output_dir}.", UserNotice, stacklevel=2)
+            warn_user(f"{words} The result is complete in {result.output_dir}.")
 
     def state_dict(self) -> dict[str, Any]:
         return {"run_id": self._run_id or None}
@@ -123,7 +122,8 @@ class Tracking(Callback):
         if not result.finished:
             return
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
-        for name, figure in figures(self._history, result, distilled).items():
+        history = partial(self.store.history, self._run_id)  # also has the rounds before a resume
+        for name, figure in figures(history, result, distilled).items():
             self.store.client.log_figure(self._run_id, figure, f"figures/{name}.png")
 
     def _send_status(self, view: View, result: RunResult) -> None:
@@ -136,10 +136,6 @@ class Tracking(Callback):
         self.store.tag(self._run_id, tags)
         unfinished = "KILLED" if result.interrupted else "FAILED"
         self.store.client.set_terminated(self._run_id, "FINISHED" if result.finished else unfinished)
-
-    def _history(self, metric: str) -> dict[int, float]:
-        """Return round -> value from MLflow, which also has the rounds before a resume."""
-        return self.store.history(self._run_id, metric)
 
     def _guarded(self, action: Callable[[], None]) -> bool:
         """Return whether `action` reached MLflow. The next write waits ten times as long as this one took."""

@@ -7,9 +7,8 @@ import os
 import re
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -22,7 +21,7 @@ from mlflow.entities import Metric as Metric
 from mlflow.entities import Param, RunTag
 from mlflow.tracking import MlflowClient
 
-from dpfl_lightning.errors import UserError, UserNotice, require
+from dpfl_lightning.errors import UserError, require, warn_user
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
@@ -36,15 +35,12 @@ class Store:
     """One experiment, created if missing, of an MLflow server or of an SQLite file (see `store_uri`).
 
     Methods, and those of `client`, raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into
-    a warning.
-
-    Raises:
-        UserError: the store does not answer within seconds or cannot be written, or the experiment was deleted.
+    a warning. Raises UserError if the store does not answer within seconds, or the experiment was deleted.
     """
 
     def __init__(self, experiment: str, uri: str | None = None) -> None:
         self.uri, self._warned = store_uri(uri), False
-        with _reported(self.uri, seconds=10):
+        with reported(self.uri, seconds=10):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
@@ -62,10 +58,8 @@ class Store:
     ) -> str:
         """Create a run and return its id.
 
-        Args:
-            options: stored without secrets as parameters and, if `file` is not empty, as that file.
-            sizes: additional parameters that are not options.
-            begun: start time in milliseconds; None is now.
+        `options` are stored without secrets as parameters and, if `file` is not empty, as that file; `sizes` are
+        additional parameters. `begun` is the start time in milliseconds, None is now.
         """
         texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
         run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
@@ -89,7 +83,6 @@ class Store:
         return exists
 
     def latest(self, tag: str, value: str) -> str | None:
-        """Return the last run of the experiment with that tag, or None."""
         mark = '"' if "'" in value else "'"
         same = f"tags.{tag} = {mark}{value}{mark}"
         runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
@@ -103,16 +96,11 @@ class Store:
             del pending[: len(batch)]
 
     def history(self, run_id: str, metric: str) -> dict[int, float]:
-        """Return round -> value of a metric."""
         points = self.client.get_metric_history(run_id, metric)
         return {point.step: point.value for point in sorted(points, key=lambda point: point.step)}
 
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
-
-    def reported(self) -> AbstractContextManager[None]:
-        """Turn failures of the store inside the block into a UserError."""
-        return _reported(self.uri)
 
     def tried(self, action: Callable[[], None], unharmed: str) -> bool:
         """Return whether `action` reached the store. The first failure warns, with the words what is `unharmed`."""
@@ -123,22 +111,8 @@ class Store:
         except Exception as error:  # a server, a disk or a proxy may raise anything
             if not self._warned:
                 self._warned = True
-                words = f"MLflow at {shown(self.uri)} failed; {unharmed}: {_why(error, self.uri)}"
-                warnings.warn(words, UserNotice, stacklevel=3)
+                warn_user(f"MLflow at {shown(self.uri)} failed; {unharmed}: {_why(error, self.uri)}")
             return False
-
-
-def log_report(
-    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
-) -> None:
-    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
-    store = Store(experiment, uri)
-    with store.reported():
-        run_id = store.begin(name, tags)
-        store.client.log_text(run_id, text, "table.md")
-        if figure is not None:
-            store.client.log_figure(run_id, figure, "figure.png")
-        store.client.set_terminated(run_id)
 
 
 def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
@@ -152,7 +126,7 @@ def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Ite
     """Provide a temporary folder with the artifacts `names` of a run; UserError if there are none."""
     uri = store_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
-        with _reported(uri):
+        with reported(uri):
             client = MlflowClient(uri)
             stored = sorted(artifact.path for artifact in client.list_artifacts(run_id))
             for name in names:
@@ -211,7 +185,7 @@ def _patience(seconds: int = 30) -> Iterator[None]:
 
 
 @contextmanager
-def _reported(uri: str, seconds: int = 30) -> Iterator[None]:
+def reported(uri: str, seconds: int = 30) -> Iterator[None]:
     """Turn failures of the store inside the block into a UserError."""
     try:
         with _patience(seconds):

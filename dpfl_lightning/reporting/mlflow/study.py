@@ -5,16 +5,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dpfl_lightning.reporting.mlflow.store import Store, metrics
+from dpfl_lightning.reporting.mlflow.store import Store, metrics, reported
 
 _PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
 
 
 class StudyTracking:
-    """Tracks a search as one run of a `Store`, and each of its trials as a run nested in it.
-
-    A store that fails later never stops a trial; one warning states that tracking failed.
-    """
+    """Tracks a search as one run of a `Store`, and each trial as a run nested in it. A failing store stops no trial."""
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
         self.store, self._tags = Store(experiment, uri), dict(tags or {})
@@ -22,7 +19,7 @@ class StudyTracking:
 
     def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
         """Start or resume the run of the search, and return its id."""
-        with self.store.reported():
+        with reported(self.store.uri):
             if run_id is not None and self.store.resume(run_id):
                 return run_id
             return self.store.begin(name, {**self._tags, **_PROGRAM}, options, "sweep.yaml")

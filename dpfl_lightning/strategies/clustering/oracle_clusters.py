@@ -4,7 +4,7 @@ import dataclasses
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.messages.schedule import RunSchedule
-from dpfl_lightning.federated.server.group_metrics import true_groups
+from dpfl_lightning.federated.server.summary import true_groups
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 

@@ -34,11 +34,8 @@ def noise_multiplier(
 ) -> float:
     """z of the rounds after the first one, for a budget `epsilon` that pays for the whole run.
 
-    Args:
-        first_batch: batch size of round 1; None is a round like the others.
-        first_noise: noise multiplier of round 1; None is that of the others, as in the papers.
-        selections: number of choices by loss, each of range `selection_epsilon`.
-        records: N; `rounds` E; `epochs` K.
+    Round 1 has a batch of `first_batch` (None: as the others) and the noise multiplier `first_noise` (None: as the
+    others, as in the papers); there are `selections` choices by loss, each of range `selection_epsilon`.
 
     >>> round(noise_multiplier(5.0, first_batch=None), 3), round(noise_multiplier(5.0), 3)
     (1.078, 1.31)
@@ -75,14 +72,7 @@ def update_variance(batch: int, noise_multiplier: float, epochs: int = 1) -> flo
 
 
 def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
-    """Cost of private choices among models, in the noise of training beside a full-batch round of the same noise.
-
-    Returns:
-        Noise multipliers: `free` (choices are not paid for, as in the papers), `joint` (20 choices composed with
-        training), `subtracted` (their epsilon is subtracted from the budget), `every_round` (100 choices, composed);
-        `joint_increase` and `subtracted_increase` over `free`, in per cent. Epsilons of the choices alone: `alone`,
-        `alone_every_round`.
-    """
+    """Noise multipliers, increases in per cent, and epsilons of private choices among models, as rows of the table."""
     event = SelectionEvent(SHARE * epsilon)
     alone = epsilon_alone(event, SELECTIONS, accountant)
     joint = {
@@ -103,19 +93,18 @@ def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
 
 
 def full_batch_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
-    """Cost of a full-batch first round for the others.
-
-    Returns:
-        Noise multipliers: `without` it, with it at the `same` noise, and with 3 or 5 in it, `own3` and `own5`;
-        `increase` of the same one, in per cent; `alone`: epsilon of the round at the same noise, and `alone5` at 5.
-    """
+    """Noise multipliers beside a full-batch first round, and epsilons of that round, as rows of the table."""
     without = noise_multiplier(epsilon, first_batch=None, accountant=accountant)
     same = noise_multiplier(epsilon, accountant=accountant)
     beside = {f"own{z}": noise_multiplier(epsilon, first_noise=float(z), accountant=accountant) for z in (3, 5)}
-    alone = {
-        name: epsilon_alone(GaussianEvent(1.0, z), 1, accountant) for name, z in (("alone", same), ("alone5", 5.0))
+    return {
+        "without": without,
+        "same": same,
+        **beside,
+        "increase": 100 * (same / without - 1),
+        "alone": epsilon_alone(GaussianEvent(1.0, same), 1, accountant),
+        "alone5": epsilon_alone(GaussianEvent(1.0, 5.0), 1, accountant),
     }
-    return {"without": without, "same": same, **beside, "increase": 100 * (same / without - 1), **alone}
 
 
 def noise_by_sample_rate(rate: float, accountant: str = "rdp") -> dict[str, float]:
@@ -134,8 +123,7 @@ def noise_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
 
 
 def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
-    """log10 of the noise variance of an update of the first round and of later ones; `tenfold`: factor of a tenth of
-    `first`."""
+    """log10 of the noise variance of updates of the first round and later; `tenfold`: factor of a tenth of `first`."""
     multipliers = {int(name[1:]): z for name, z in noise_by_batches(first, accountant).items()}
     values = {f"first_b{later}": math.log10(update_variance(first, z)) for later, z in multipliers.items()}
     values |= {f"later_b{later}": math.log10(update_variance(later, z)) for later, z in multipliers.items()}

@@ -7,31 +7,29 @@ import numpy as np
 from sklearn.metrics import silhouette_score
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
-from dpfl_lightning.federated.server.group_metrics import (
+from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.summary import (
     MATCHES,
     accuracy_of_groups,
     clustering,
     true_groups,
 )
-from dpfl_lightning.federated.server.results import RoundReport, RunResult
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.strategies.clustering.kmeans_clusters import coordinates
 from experiments.papers.experiment import Values
-from experiments.papers.recorder import Recorder, numbers_of
+from experiments.papers.recorder import FirstRoundOnly, Recorder, named, numbers_of
 
 _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 
 
 class GroupRecorder(Recorder):
-    """Accuracy of groups, how well clusters match them, and what was sent.
+    """Accuracy of groups and how well clusters match them, in per cent; models sent per client; strategies' metrics.
 
-    Further values, in per cent: `accuracy_<group>` and `clustering_accuracy`, `minority_recall` of the last round;
-    `adjusted_rand_index`; `clusters_perfect`, 1 or 0; `models_down` and `models_up`, per client; and the strategies'
-    metrics. `curves`: name -> {round: per cent}. `clients` have also loss, true_group and model.
+    `clusters_perfect` is 1 or 0; `curves` are name -> {round: per cent}.
     """
+
+    _kept = ("_curve", "_curves")
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,9 +44,7 @@ class GroupRecorder(Recorder):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.record["curves"] = {
-            name: {str(at): value for at, value in curve.items()} for name, curve in self._curves.items()
-        }
+        self.record["curves"] = {name: named(curve) for name, curve in self._curves.items()}
         if "clients" in self.record:
             names = ("loss", "true_group", "model")
             self.record["clients"] |= {name: [client[name] for client in result.clients] for name in names}
@@ -65,13 +61,6 @@ class GroupRecorder(Recorder):
             **{name: floats / models for name, floats in sent.items()},
         }
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "curves": {name: dict(curve) for name, curve in self._curves.items()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._curves = {name: dict(curve) for name, curve in state["curves"].items()}
-
 
 def matches(metrics: Mapping[str, float]) -> dict[str, float]:
     """How well clusters match groups, shares in per cent, and whether all do.
@@ -83,15 +72,13 @@ def matches(metrics: Mapping[str, float]) -> dict[str, float]:
     return known | ({"clusters_perfect": float(metrics["clustering_accuracy"] == 1)} if known else {})
 
 
-class FirstRound(GroupRecorder, Strategy):
+class FirstRound(GroupRecorder, FirstRoundOnly):
     """Ends the run after its first round, to read the clusters that this round alone shows.
 
-    Further values: `num_clusters`, `separation`, `confident` (1 or 0), and their matches; `silhouette` of the true
-    groups in `points`, each client's update in two principal components.
+    `silhouette` is of the true groups in `points`, each client's update in two principal components.
     """
 
-    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        return True
+    _kept = ("_curve", "_curves", "_points")
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,9 +87,6 @@ class FirstRound(GroupRecorder, Strategy):
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
         self._points = principal_points(updates.released.flatten(1)).tolist()
         return None
-
-    def stop(self, view: View) -> str | None:
-        return "one round is all that is looked at" if view.round > 1 else None
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
@@ -117,13 +101,6 @@ class FirstRound(GroupRecorder, Strategy):
         values |= {"num_clusters": float(embedding.num_clusters), "confident": float(embedding.confident)}
         values |= {} if embedding.separation is None else {"separation": embedding.separation}
         return values | (matches(clustering(embedding.cluster, groups)) if groups else {})
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "points": self._points}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._points = state["points"]
 
 
 def fairness(cell: Mapping[str, Any], reference: Mapping[str, Any]) -> Values:

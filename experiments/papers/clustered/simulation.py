@@ -41,10 +41,7 @@ def group_means(separation: float, nested: bool = False) -> np.ndarray:
 def updates_at(
     separation: float, num_params: int, seed: int, nested: bool = False, sizes: Sequence[int] = SIZES
 ) -> Updates:
-    """Updates of exactly this law, at a cost that does not grow with the number of parameters.
-
-    Five dimensions hold the means; noise in all others is a Wishart Gram matrix.
-    """
+    """Updates of exactly this law: five dimensions hold the means, noise in all others is a Wishart Gram matrix."""
     rng = np.random.default_rng([seed, num_params, len(true_groups(sizes))])
     seen = group_means(separation, nested)[true_groups(sizes)]
     seen = seen + rng.standard_normal(seen.shape)
@@ -56,9 +53,7 @@ def updates_at(
 def methods_at(separation: float, num_params: int) -> dict[str, float]:
     """Results of each method for 21 updates, mean of six draws: adjusted Rand indices, separations, numbers of groups.
 
-    Returns:
-        `raw_...`: a spherical mixture of the updates as they are, best of 20 starts; `paper_...`: the papers' in two
-        dimensions; `ward_...`: Ward's four groups and their separation without noise; `split_...`: our default.
+    `raw_` is a spherical mixture of the updates as they are, best of 20 starts; `split_` is our default.
     """
     drawn = [_methods_once(separation, num_params, seed) for seed in SEEDS]
     return {name: fmean(one[name] for one in drawn) for name in drawn[0]}
@@ -102,13 +97,9 @@ def _raw_mixture(x: np.ndarray, seed: int) -> tuple[np.ndarray, float]:
 def recovery(
     ratio: float, num_params: int, rule: str, nested: bool = False, sizes: Sequence[int] = SIZES
 ) -> dict[str, float]:
-    """How often a rule finds the number of groups, in per cent of 40 draws (`found`), and the mean adjusted Rand index
-    (`ari`).
+    """How often a rule (split or mss) finds the number of groups, in per cent of 40 draws, and the adjusted Rand index.
 
-    Args:
-        ratio: separation / `num_params^(1/4)`; 0: there are no groups, and the right number is one.
-        rule: split or mss.
-        nested: see `group_means`.
+    `ratio` is separation / `num_params^(1/4)`; 0: there are no groups, and the right number is one.
     """
     true = true_groups(sizes) if ratio else np.zeros(sum(sizes), dtype=int)
     options, right, rand = GroupOptions(choose=rule), 0, []

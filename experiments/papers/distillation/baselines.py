@@ -1,6 +1,5 @@
 """References for a federated set, which a simulation can make because it holds all data. Nothing here is private."""
 
-import math
 import tempfile
 import warnings
 from collections.abc import Sequence
@@ -68,15 +67,6 @@ def local_matching(
 
 def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
     return torch.cat([images.x for images in sets]), torch.cat([images.y for images in sets])
-
-
-def images_for_each(images_per_class: int, num_clients: int) -> int:
-    """How many images a class each client makes, so that together they have at least so many.
-
-    >>> images_for_each(10, 4)
-    3
-    """
-    return math.ceil(images_per_class / num_clients)
 
 
 def _matched(

@@ -10,9 +10,9 @@ from experiments.papers.figures import mean_of
 
 
 class Judgement(NamedTuple):
-    """Agreement of a scorer's order of candidates with that of their federated test accuracy: rank correlations over
-    all and over the federation's best five, test accuracy of its choice in %, points to the best one, mean seconds of a
-    training.
+    """Agreement of a scorer's order of candidates with that of their federated test accuracy (`top5`: its best five).
+
+    `winner` is the test accuracy of its choice in %, `regret` the points to the best one, `seconds` of a training.
     """
 
     candidates: int
@@ -25,8 +25,7 @@ class Judgement(NamedTuple):
 
 
 def judged(experiment: Experiment, cells: Cells, scorer: str) -> Judgement | None:
-    """One scorer's ranking by hold-out accuracy against federated test accuracies; None for fewer than three
-    candidates."""
+    """One scorer's ranking by hold-out accuracy; None for fewer than three candidates."""
     both = [row for row in experiment.rows if cells.get((row, scorer)) and cells.get((row, "federated"))]
     if len(both) < 3:
         return None
@@ -56,11 +55,10 @@ def judgements(experiment: Experiment, cells: Cells) -> str:
     lines = []
     for scorer, column in experiment.columns.items():
         if (judgement := judged(experiment, cells, scorer)) is not None:
-            ranks = (f"{rank:.2f}" for rank in judgement[1:4])
-            gains = (f"{judgement.winner:.2f}", f"{judgement.regret:.2f}", f"{judgement.seconds:.0f}")
-            lines.append([column.title, str(judgement.candidates), *ranks, *gains])
-    ranks_head = ["Spearman", "Kendall", "Spearman, top 5"]
-    head = ["ranked by", "candidates", *ranks_head, "its choice, %", "regret", "seconds each"]
+            numbers = (f"{number:.2f}" for number in judgement[1:6])
+            lines.append([column.title, str(judgement.candidates), *numbers, f"{judgement.seconds:.0f}"])
+    ranks = ["Spearman", "Kendall", "Spearman, top 5"]
+    head = ["ranked by", "candidates", *ranks, "its choice, %", "regret", "seconds each"]
     return markdown(head, lines) if lines else ""
 
 
@@ -68,10 +66,10 @@ def scorers(experiment: Experiment, cells: Cells) -> list[Panel]:
     """Each scorer's accuracy on public records against the federated test accuracy, a point for each candidate."""
     panels = []
     for scorer, column in experiment.columns.items():
-        rows = [row for row, name in cells if name == scorer and (row, "federated") in cells]
         points: list[tuple] = [
             (_mean(cells, row, scorer, "holdout_accuracy"), _mean(cells, row, "federated", "test_accuracy"))
-            for row in rows
+            for row, name in cells
+            if name == scorer and (row, "federated") in cells
         ]
         if scorer != "federated":
             y = f"{experiment.columns['federated'].title}: test set, %"
@@ -99,8 +97,7 @@ def best_of_first(experiment: Experiment, cells: Cells) -> list[Panel]:
 
 
 def costs_of_tunings(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figure 5: hours and gigabytes of n federated tunings, or of a distillation, n trainings on its set and a
-    federated one."""
+    """Figure 5: cost of n federated tunings, or of a distillation, n trainings on its set and a federated one."""
     on_set = [run for (_, scorer), runs in cells.items() if scorer == "distilled" for run in runs]
     federated = [run for (_, scorer), runs in cells.items() if scorer == "federated" for run in runs]
     if not (on_set and federated):

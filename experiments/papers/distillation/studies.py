@@ -4,6 +4,7 @@ Choices depend on the accuracy on the server's public records alone; test accura
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from statistics import fmean
@@ -33,7 +34,6 @@ from experiments.papers.cells import Cell
 from experiments.papers.distillation.baselines import (
     ON_A_SET,
     ON_EVERYTHING,
-    images_for_each,
     local_matching,
     noise_set,
     pooled,
@@ -46,22 +46,14 @@ from experiments.papers.run import CellContext
 
 Content = dict[str, Any]
 
-#: passes over a set in place of the condensation paper's 300, with one augmentation a batch
-_AUGMENTED_EPOCHS = 1000
-
-#: how many clients' own sets stand for all of them in local matching; their data are drawn alike
-LOCAL_CLIENTS = {"small": 4, "paper": 20}
-#: fresh nets for each set
-NETWORKS = 3
-#: the set that searches train on
-SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")
+_AUGMENTED_EPOCHS = 1000  # over a set in place of the condensation paper's 300, with one augmentation a batch
+LOCAL_CLIENTS = {"small": 4, "paper": 20}  # clients that stand for all in local matching; their data are drawn alike
+NETWORKS = 3  # fresh nets for each set
+SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")  # the set that searches train on
 
 
 class RunRecorder(Recorder):
-    """Test accuracy of the delivered model over rounds (`curve`, in %), and what was sent.
-
-    Values: `delivered_accuracy` in %, `gigabytes` sent both ways, `run_seconds`, and the strategies' metrics.
-    """
+    """Test accuracy of the delivered model over rounds, in per cent, `gigabytes` sent both ways, and metrics."""
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
         if report.test_accuracy is not None:
@@ -88,15 +80,13 @@ class LastModel(Callback):
 
 def distilled(context: CellContext) -> Content:
     """The cell's run of strategy distillation, and fresh nets trained on its set."""
-    recorder = RunRecorder()
-    result = context.run([recorder])
+    result = context.run([recorder := RunRecorder()])
     return _content(result, recorder, _of_nets(context, DistilledSet.load(result.output_dir).records))
 
 
 def federated(context: CellContext) -> Content:
     """The accuracy of the cell's run."""
-    recorder = RunRecorder()
-    result = context.run([recorder])
+    result = context.run([recorder := RunRecorder()])
     return _content(result, recorder, {"test_accuracy": 100 * (result.test_accuracy or 0.0)})
 
 
@@ -138,10 +128,9 @@ def local(context: CellContext) -> Content:
 
 
 def union(context: CellContext) -> Content:
-    """Nets trained on all clients' separate sets together, which have about as many images as one set in the other
-    rows."""
+    """Nets trained on all clients' separate sets together, about as many images as one set in the other rows."""
     population = population_of(context)
-    each = images_for_each(distillation_options(context.options)["images_per_class"], population.num_clients)
+    each = math.ceil(distillation_options(context.options)["images_per_class"] / population.num_clients)
     return {"values": _of_nets(context, pooled(_of_clients(context, population, images_per_class=each)))}
 
 
@@ -173,10 +162,9 @@ def _training(options: Mapping[str, Any]) -> Training:
 
 
 def given_away(context: CellContext) -> Content:
-    """The similarity of a client's records to the images that the server makes of its gradients.
+    """Mean correlation, over classes, of the server's image of a class with the nearest record of that class.
 
-    Values: over the client's classes, the mean correlation of a class's image with the nearest record of that class:
-    among the client's records (`own`), and among as many of the test set (`strangers`).
+    `own`: among the client's records; `strangers`: among as many of the test set.
     """
     recorder = RunRecorder()
     result = context.run([recorder])
@@ -201,10 +189,8 @@ def _nearest(image: Tensor, records: Tensor) -> float:
 
 # ---- searches: which of many nets or hyperparameters is best
 
-#: passes of a candidate net over the set
-_NET_EPOCHS = 200
-#: passes over the set for each local epoch that the clients would make of a round
-_PASSES = 60
+_NET_EPOCHS = 200  # passes of a candidate net over the set
+_PASSES = 60  # over the set for each local epoch that the clients would make of a round
 
 
 def candidate_net(context: CellContext) -> Content:
@@ -243,9 +229,7 @@ def _candidate(context: CellContext, training: Training) -> Content:
 
 
 def scored(build: Callable[[int], nn.Module], population: Population, model: Tensor) -> dict[str, float]:
-    """Accuracies of parameters `[P]` in %: `holdout_accuracy` on the server's public records, which chooses, and
-    `test_accuracy`, which is reported; and `parameters`.
-    """
+    """Accuracies of parameters `[P]` in %: on the server's public records, which chooses, and on the test set."""
     require(population.public is not None, "data.public_records", "be some: they choose", None)
     assert population.public is not None  # for mypy
     both = dataclasses.replace(

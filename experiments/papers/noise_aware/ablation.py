@@ -1,4 +1,4 @@
-"""The paper's estimator of noise beside others on made-up updates, as the common signal grows."""
+"""The paper's estimator of noise beside others on simulated updates, as the common signal grows."""
 
 from statistics import fmean
 
@@ -19,15 +19,10 @@ _ESTIMATORS = {name: EstimatorOptions(name) for name in ("hetero_pca", "raw_norm
 
 
 def updates(signal: str, ratio: float, seed: int, accountant: str = "rdp") -> tuple[Tensor, list[float]]:
-    """Simulated updates of the 20 clients of Dist1 (learning rate 1), and the true noise variance of each.
+    """Simulated updates `[20, 28938]` of the clients of Dist1, and their noise variances summed over coordinates.
 
-    Args:
-        signal: `equal`: as long for every client; `steps`: in proportion to its local steps.
-        ratio: length of the quietest client's signal / length of its noise.
-
-    Returns:
-        `[20, 28938]` float32: one common direction, a separate one of each client a tenth as long, and noise; and
-        `[20]` variances summed over coordinates.
+    The signal is one common direction, with a separate one of each client a tenth as long: `equal` for all, or in
+    proportion to local `steps`. `ratio` is the length of the quietest client's signal / length of its noise.
     """
     sizes = BATCH_SIZES[CLIENTS]
     noise = noise_vars(EPSILONS["dist1"][CLIENTS], sizes, accountant=accountant)

@@ -56,11 +56,9 @@ def figure10(experiment: Experiment, cells: Cells) -> list[Panel]:
     lists = _first_round(cells)
     names = {"truth": "true", "rpca_variance": "estimated"}
     variances = {title: _by_budget(lists, name) for name, title in names.items() if name in lists}
-    title = "Noise variance of updates, per parameter"
-    return [
-        _weights(lists, {"oracle": "oracle", "rpca": "Robust-HDP"}),
-        Panel(title, "client, sorted by epsilon", "variance / lr^2", variances, log="y"),
-    ]
+    title, x = "Noise variance of updates, per parameter", "client, sorted by epsilon"
+    weights = _weights(lists, {"oracle": "oracle", "rpca": "Robust-HDP"})
+    return [weights, Panel(title, x, "variance / lr^2", variances, log="y")]
 
 
 def weights_of_60(experiment: Experiment, cells: Cells) -> list[Panel]:
@@ -88,11 +86,9 @@ def _by_budget(lists: Mapping[str, list], name: str) -> list[tuple]:
 
 
 def _weights(lists: Mapping[str, list], names: Mapping[str, str]) -> Panel:
-    series = {
-        title: _by_budget(lists, f"{name}_weights") for name, title in names.items() if f"{name}_weights" in lists
-    }
     if lists:
         total = sum(lists["epsilon"])
-        claimed = {**lists, "weiavg_weights": [epsilon / total for epsilon in lists["epsilon"]]}
-        series["WeiAvg"] = _by_budget(claimed, "weiavg_weights")
+        lists = {**lists, "weiavg_weights": [epsilon / total for epsilon in lists["epsilon"]]}
+    weights = {title: f"{name}_weights" for name, title in {**names, "weiavg": "WeiAvg"}.items()}
+    series = {title: _by_budget(lists, name) for title, name in weights.items() if name in lists}
     return Panel("Weights", "client, sorted by epsilon", "weight", series)

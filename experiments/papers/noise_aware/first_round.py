@@ -8,38 +8,31 @@ from torch import Tensor
 from dpfl_lightning.algorithms.noise_estimators import EstimatorOptions, estimate
 from dpfl_lightning.algorithms.noise_weights import weights
 from dpfl_lightning.algorithms.robust_pca import robust_pca
-from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.messages.update import ClientUpdates
 from dpfl_lightning.federated.server.results import RunResult
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from experiments.papers.noise_aware.formulas import of_sum, oracle_weights
-from experiments.papers.recorder import Recorder
+from experiments.papers.recorder import FirstRoundOnly, Recorder
 
 
-class FirstRound(Recorder, Strategy):
+class FirstRound(Recorder, FirstRoundOnly):
     """Ends the run after its first round, whose noise is that of the whole run's plan.
 
-    Values for each estimator: `<name>_noise`, the noise variance of the sum under its weights, per parameter at
-    learning rate 1; `<name>_excess`, divided by the least possible, `oracle_noise`. Lists in `first_round`, a number
-    for each client: `truth`, `<name>_variance` (up to a common factor), `<name>_weights`, `oracle_weights`, `epsilon`.
+    `<name>_noise` is the noise variance of the sum under an estimator's weights, per parameter at learning rate 1, and
+    `<name>_excess` that / the least possible. `first_round` holds lists of one number for each client.
 
     Args:
         names: estimators with their default options.
         rows: numbers of first parameters for robust PCA (`rpca_<number>`), as in the paper's figures.
-        singular_values: whether to store those of the updates and of their low-rank part.
     """
 
-    def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        return True
+    _kept = ("_curve", "_lists")
 
     def __init__(self, names: Sequence[str] = (), rows: Sequence[int] = (), singular_values: bool = False) -> None:
         super().__init__()
         first = {f"rpca_{count}": EstimatorOptions("rpca", rows=count, blocks=1, row_choice="head") for count in rows}
-        self.estimators, self.singular_values = (
-            {name: EstimatorOptions(name) for name in names} | first,
-            singular_values,
-        )
+        self.estimators = {name: EstimatorOptions(name) for name in names} | first
+        self.singular_values = singular_values
         self._lists: dict[str, list] = {}
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
@@ -59,9 +52,6 @@ class FirstRound(Recorder, Strategy):
             self._lists["singular_values"] = robust_pca(updates.released).singular_values.tolist()
         return None
 
-    def stop(self, view: View) -> str | None:
-        return "one round is all that is looked at" if view.round > 1 else None
-
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
         self.record["first_round"] = self._lists
@@ -77,10 +67,3 @@ class FirstRound(Recorder, Strategy):
             **{f"{name}_noise": noise for name, noise in noises.items()},
             **{f"{name}_excess": noise / least for name, noise in noises.items()},
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "lists": self._lists}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._lists = state["lists"]

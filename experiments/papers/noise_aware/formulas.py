@@ -111,11 +111,9 @@ def falsified_noise(claims: Sequence[float], liar: int = 0, dist: str = "dist5")
 
 
 def learning_rate(row: str, column: str, scale: str, data: str, dist: str | None = None) -> float:
-    """The paper's choice for a method and a distribution of budgets (`dist`, else the column); our row takes
-    Robust-HDP's.
+    """The paper's choice for a method (ours: Robust-HDP's) and a distribution of budgets (`dist`, else the column).
 
-    The noise of T rounds has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T. The small scale has 60 rounds instead of 200.
+    With a learning rate ~ 1 / rounds neither the path nor the noise of the whole run depends on the rounds.
     """
     method = row.removesuffix("_cifar100")
     rates = read_paper("noise_aware")["learning_rates"][data]["robust_hdp" if method == "ours" else method]
@@ -135,9 +133,8 @@ def noise_by_batch_size(size: int, accountant: str = "paper_ma") -> dict[str, ob
         noise = noise_vars(epsilons, [size] * len(epsilons), accountant=accountant)
         return [NUM_PARAMS * 0.01**2 * variance for variance in noise]
 
-    of_size = [
-        epsilon for epsilon, b in zip(EPSILONS["dist8"][CLIENTS], BATCH_SIZES[CLIENTS], strict=True) if b == size
-    ]
+    pairs = zip(EPSILONS["dist8"][CLIENTS], BATCH_SIZES[CLIENTS], strict=True)
+    of_size = [epsilon for epsilon, batch_size in pairs if batch_size == size]
     grid = (0.2, 0.3, 0.5, 1.0, 2.0, 3.0, 5.0)
     surface = {f"eps{epsilon:g}": variance for epsilon, variance in zip(grid, variances(grid), strict=True)}
     return {**surface, "clients": list(zip(of_size, variances(of_size), strict=True))}

@@ -22,12 +22,7 @@ _DRAWS, _COHORTS = 200, 50  # of budgets, and of cohorts for each of them
 
 
 def three_clients(ratio: float, exponent: float) -> dict[str, float]:
-    """Quotas of sum 12 of a client with little noise, one most like the others, and one with most noise.
-
-    Args:
-        ratio: cost of one unit of unlikeness.
-        exponent: 1 for Gaussian noise, 2 for Laplace noise.
-    """
+    """Quotas of sum 12 of three clients; `ratio` is the cost of one unit of unlikeness, `exponent` is of the noise."""
     factor, unlike = np.array([1.0, 2.0, 4.0]), np.array([0.5, 0.1, 0.0])
     cost = ratio * unlike
 
@@ -43,10 +38,9 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
 
 
 def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, float]:
-    """Noise in a round's mean update, as a multiple of that of quotas of least noise; mean of 200 draws of budgets.
+    """Noise in a round's mean update of equal quotas, weighted equally, by epsilon and by inverse noise.
 
-    Returns:
-        `uniform`, `weiavg` and `inverse`: equal quotas, weighted equally, by epsilon and by inverse noise.
+    As a multiple of that of quotas of least noise; mean of 200 draws of budgets.
     """
     draw, rows, (low, high) = np.random.default_rng(10), [], budgets
     slots = COHORT * ROUNDS
@@ -83,12 +77,7 @@ def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, flo
 
 
 def fitted_constants(start: Sequence[float]) -> dict[str, float]:
-    """The paper's constants of one simulated first stage (100 clients, 10 rounds, a mean loss of 2), and the
-    `residual`.
-
-    Args:
-        start: start of the search: |w_0 - w*|^2, gamma, sigma^2, L, mu.
-    """
+    """The paper's constants of one simulated first stage (100 clients, 10 rounds, a mean loss of 2), from `start`."""
     draw = np.random.default_rng(0)
     epsilon, delta = draw.uniform(0.1, 3, CLIENTS), draw.uniform(*DELTAS, CLIENTS)
     noise = gaussian_noise(20.0, 4266, epsilon, delta, 600)

@@ -5,20 +5,19 @@ from typing import Any
 
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
 from dpfl_lightning.federated.server.view import View
-from experiments.papers.recorder import Recorder, numbers_of
+from experiments.papers.recorder import Recorder, named, numbers_of
 from experiments.papers.selection.formulas import deciding
 
 _OF_CLIENTS = ("quota", "participations", "unlikeness")
 
 
 class SelectionRecorder(Recorder):
-    """Accuracy on the common test set over rounds, participations, and accuracy by budget.
+    """Accuracy on the common test set over rounds (loss of a regression), participations, and accuracy by budget.
 
-    Further values: `test_loss`; `equality`, Jain's index of participation; `never`, clients without participation, %;
-    `budget_gap`; the strategies' metrics, and `offset` and `decides`, see `deciding`. `test_curve`: round -> test
-    accuracy in per cent, or test loss of a regression. `clients` have also quota, participations and, if estimated,
-    unlikeness.
+    `equality` is Jain's index of participation, `never` the share of clients without one in per cent; see `deciding`.
     """
+
+    _kept = ("_curve", "_test")
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +32,7 @@ class SelectionRecorder(Recorder):
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         super().on_fit_end(view, result)
-        self.record["test_curve"] = {str(at): value for at, value in self._test.items()}
+        self.record["test_curve"] = named(self._test)
         if "clients" in self.record:
             self.record["clients"] |= {name: result.metrics[name] for name in _OF_CLIENTS if name in result.metrics}
 
@@ -49,17 +48,9 @@ class SelectionRecorder(Recorder):
             values |= deciding(metrics["fitted_lr_offset"], metrics["fitted_smoothness"], metrics["fitted_convexity"])
         return values | budget_gap(result)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "test": dict(self._test)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self._test = dict(state["test"])
-
 
 def budget_gap(result: RunResult) -> dict[str, float]:
-    """Accuracy of the quarter of clients with the largest budgets minus that of the quarter with the smallest, in
-    points."""
+    """Accuracy of the quarter of clients with the largest budgets minus that with the smallest, in points."""
     known = [(row["epsilon_budget"], 100 * row["accuracy"]) for row in result.clients if row["accuracy"] is not None]
     if not known or any(budget is None for budget, _ in known):
         return {}

@@ -27,8 +27,7 @@ _CLASSES, _FEATURES, _RECORDS, _TEST = 10, 64, 7000, 1000
 _RATE, _HALF_AFTER = 4.0, 50
 _STEPS_TO_OPTIMUM = 300  # full batches without noise: three times those of a run
 
-#: how updates weigh that quotas and noise are the same of
-_WEIGHTS = {"weiavg": "epsilon", "inverse": "noise"}
+_WEIGHTS = {"weiavg": "epsilon", "inverse": "noise"}  # weights of equal quotas
 
 
 @dataclass(frozen=True)
@@ -106,11 +105,7 @@ def noise_of(problem: Problem, setting: Setting) -> NoiseModel:
 
 
 def quotas(method: str, problem: Problem, setting: Setting, bias_cost: Vector | float = 0.0) -> NDArray[np.int64]:
-    """Quotas of a whole run, `[N]`: equal ones unless `method` is `least_noise` or `anchored`.
-
-    Args:
-        bias_cost: cost of one participation, in the unit of the noise.
-    """
+    """Quotas of a whole run, `[N]`: equal ones unless `method` is `least_noise` or `anchored`."""
     noise, total = noise_of(problem, setting), COHORT * ROUNDS
     if method not in ("least_noise", "anchored"):
         return allocate_int(np.ones(CLIENTS), total, upper=ROUNDS)

@@ -24,8 +24,7 @@ class Engine(Protocol):
     """Runs the clients' work. Everything it returns is noised; the caller has charged it beforehand.
 
     Attributes:
-        workers: number of clients that are trained at the same time; known after `setup`.
-        clipped_sum: how clipped gradients are summed; known after `setup`.
+        workers, clipped_sum: clients that are trained at once, and how their gradients are summed; after `setup`.
         seconds: client -> time of its last release in this process.
         counts: what `COUNTED` names, of each client's gradients so far, `[N, 3]`; exact and private.
         batch_coupled: whether the other clients of a plan change bits of a release, apart from one-step groups.

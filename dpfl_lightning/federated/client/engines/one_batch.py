@@ -37,10 +37,7 @@ def groups(plan: RoundPlan, module: ClientModule) -> list[list[int]]:
 def releases(
     engine: SerialEngine, plan: RoundPlan, rows: Sequence[int], models: Tensor, charge_numbers: Sequence[int]
 ) -> list[Tensor]:
-    """The release of each client of one of the `groups`, as `engine.release` draws and noises it.
-
-    `charge_numbers` `[C]` are those of all clients of the plan.
-    """
+    """The release of each client of one of the `groups`; `charge_numbers` `[C]` are those of the whole plan."""
     if len(rows) == 1:
         return [engine.release(plan, row, models, charge_numbers[row]) for row in rows]
     tasks, starts, drawn = zip(
@@ -67,7 +64,6 @@ def releases(
 
 
 def _change(task: LocalTask, start: Tensor, clipped: Tensor) -> Tensor:
-    """One client's change `[P]` from its clipped sum `[1, P]`."""
     step = task.mechanism.privatise(clipped, task.noise, start.dtype)[0]
     if task.anchor is not None:
         step.add_(start - task.anchor, alpha=task.pull)

@@ -24,10 +24,7 @@ from dpfl_lightning.privacy.sampling import draw_steps, rows_of_each_class
 
 
 class SerialEngine:
-    """Trains clients one after the other by `ClientModule.training_step`, with per-record gradients by `vmap(grad)`.
-
-    It is slow and simple. Tests hold every other engine to its results.
-    """
+    """Trains clients one after the other by `ClientModule.training_step`. Tests hold other engines to its results."""
 
     name = "serial"
     description = "per-record gradients by vmap(grad), torch optimiser"
@@ -64,7 +61,6 @@ class SerialEngine:
 
     @torch.no_grad()  # in any thread
     def answer(self, query: ChargedQuery, client: int, round: int, charge_number: int) -> object:
-        """One client's noised answer."""
         x, y = self.population.records(client, torch.arange(self.population.num_records[client]))
         generator = self.streams.generator(f"query {query.purpose}", round, client, charge_number)
         return answers.answer(query, client, self.module, self.clipped_sum.enter(x), y, generator)
@@ -149,7 +145,6 @@ class SerialEngine:
         return delta
 
     def labels(self, client: int) -> Tensor:
-        """Labels of all training records of the client, `[n]`."""
         return self.population.y[self.population.train_of[client]]
 
 

@@ -52,7 +52,7 @@ class StackedEngine(SerialEngine):
         on_cuda = module.device.type == "cuda"
         sums = stacked_clipped_sums(module.sample_loss)
         self.check(captured(sums, backend="eager") if on_cuda else sums)  # traced, not compiled: seconds
-        self._sums = captured(sums, mode="reduce-overhead") if on_cuda else sums
+        self.sums = captured(sums, mode="reduce-overhead") if on_cuda else sums
         # of the whole memory, not of what is free now: a resumed run must have the same stacks
         self.bytes = torch.cuda.mem_get_info(module.device)[1] // CUDA_SHARE if on_cuda else CPU_BYTES
         self.description = f"vmap over clients and records, gradients of {self.bytes >> 20} MiB at once"
@@ -95,7 +95,7 @@ class StackedEngine(SerialEngine):
         """What each client of a stack sends. `rows` `[k]`, most steps first, k <= S: the other rows are padding."""
         clients = [plan.clients[row] for row in rows]
         tasks, starts, batches = zip(*(self.local_task(plan, row, models, numbers[row]) for row in rows), strict=True)
-        stack = Stack(self.module, self.population, self._sums, clients, tasks, shape)
+        stack = Stack(self, clients, tasks, shape)
         ends = stack.local_training(torch.stack(starts), [drawn.draws for drawn in batches])
         changes = list(map(self.change, clients, starts, ends))
         counts = count_outcomes(torch.cat(stack.norms, dim=1), stack.clip_norm[:, None]).sum(dim=1)
@@ -105,8 +105,7 @@ class StackedEngine(SerialEngine):
     def check(self, sums: StackedSums) -> None:
         """Run a pass of 2 clients with 3 records on random data, before anything private is read or charged.
 
-        Raises:
-            UserError: the module cannot be run under `vmap` (on CUDA: cannot be compiled as one graph).
+        Raises UserError if the module cannot be run under `vmap` (on CUDA: cannot be compiled as one graph).
         """
         x, y = dummy_batch(self.population, records=3, device=self.module.device)
         params = vmap(self.module.unflatten)(torch.stack([self.module.flat] * 2))
@@ -122,23 +121,14 @@ class StackedEngine(SerialEngine):
 
 
 class Stack:
-    """k <= S clients of one stack in training: row s of every tensor is client s; rows beyond them are padding.
-
-    Every pass has the one `shape` (S, B).
-    """
+    """k <= S clients in training in passes of one `shape` (S, B): row s of every tensor is client s, or padding."""
 
     def __init__(
-        self,
-        module: ClientModule,
-        population: Population,
-        sums: StackedSums,
-        clients: Sequence[int],
-        tasks: Sequence[LocalTask],
-        shape: tuple[int, int],
+        self, engine: StackedEngine, clients: Sequence[int], tasks: Sequence[LocalTask], shape: tuple[int, int]
     ) -> None:
-        self.module, self.population, self.sums, self.shape = module, population, sums, shape
-        like, mechanisms = module.flat, [task.mechanism for task in tasks]
-        self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, module.num_params)
+        self.engine, self.shape, population = engine, shape, engine.population
+        like, mechanisms = engine.module.flat, [task.mechanism for task in tasks]
+        self.noise = MechanismRows(mechanisms, [task.noise for task in tasks], like, len(like))
         self.order = mechanisms[0].clip_order
         clip_norms = [m.clip_norm for m in mechanisms] + [1.0] * (shape[0] - len(tasks))
         self.clip_norm = like.new_tensor(clip_norms, dtype=summing_dtype(like))  # [S]
@@ -164,12 +154,12 @@ class Stack:
 
     def clipped_sums(self, theta: Tensor, draws: Sequence[np.ndarray]) -> Tensor:
         """`[k, P]` in float64 at `theta` `[S, P]`, of one draw `[b]` of each of the first k clients."""
-        params = vmap(self.module.unflatten)(theta)
+        population, params = self.engine.population, vmap(self.engine.module.unflatten)(theta)
         total = torch.zeros_like(theta, dtype=summing_dtype(theta))
         for index in self.passes(draws):
             rows = self.rows_of[index.clamp(min=0)]  # padding takes any record
-            x, y = self.population.x[rows], self.population.y[rows]
-            sums, norms = self.sums(params, x, y, index >= 0, self.clip_norm, self.order)
+            x, y = population.x[rows], population.y[rows]
+            sums, norms = self.engine.sums(params, x, y, index >= 0, self.clip_norm, self.order)
             total.add_(sums)
             self.norms.append(norms.clone())  # the next pass may reuse their memory
         return total[: len(draws)]

@@ -30,8 +30,8 @@ FEWEST = 16  # records a group on average: below, a separate pass for each group
 class UnclippedSum:
     """A `ClippedSum` that is quicker on a CPU where nothing is clipped (`clip_norm = inf`).
 
-    The sum `clipped`, whose check showed that a batch's loss is a sum over its records, computes all else: gradients
-    that are clipped, groups of few records, and a batch in which some gradient is not finite and has to be left out.
+    The sum `clipped` computes all else: gradients that are clipped, groups of few records, and a batch in which some
+    gradient is not finite and has to be left out.
 
     **Privacy** Private, as every `ClippedSum`; no noise protects gradients that are not clipped.
     """
@@ -90,7 +90,6 @@ def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: T
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
-    """Pairs of a group and at most `chunk` of its records."""
     if group is None:
         yield from ((0, rows) for rows in chunks_of(num_records, chunk))
         return
