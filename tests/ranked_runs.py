@@ -29,11 +29,7 @@ from dpfl_lightning.runtime.launcher import launched
 
 
 def make_loop(
-    folder: Path,
-    *parts: Strategy,
-    module: ClientModule | None = None,
-    population: Population | None = None,
-    **options,
+    folder: Path, *parts: Strategy, module: ClientModule | None = None, population: Population | None = None, **options
 ) -> FederatedLoop:
     privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)

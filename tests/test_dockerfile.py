@@ -118,8 +118,7 @@ def test_a_gpu_is_offered_to_it():
 
 
 @pytest.mark.parametrize(
-    ("cuda", "version", "passes"),
-    [(None, "13.0", True), (None, None, False), ("0", "13.0", True), ("0", None, True)],
+    ("cuda", "version", "passes"), [(None, "13.0", True), (None, None, False), ("0", "13.0", True), ("0", None, True)]
 )
 def test_a_gpu_image_with_a_cpu_torch_fails(cuda, version, passes, tmp_path):
     (tmp_path / "torch.py").write_text(
@@ -164,14 +163,7 @@ class Chroot:
     def __init__(self, root: Path) -> None:
         self.root = root
         release = one("FROM").rpartition("-")[2]
-        ask = [
-            "apt-get",
-            "indextargets",
-            "--format",
-            "$(REPO_URI)",
-            f"Codename: {release}",
-            "Component: main",
-        ]
+        ask = ["apt-get", "indextargets", "--format", "$(REPO_URI)", f"Codename: {release}", "Component: main"]
         mirrors = subprocess.run(ask, capture_output=True, text=True).stdout.split()
         minimal = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
         subprocess.run(["debootstrap", *minimal, release, root, *mirrors[:1]], check=True)

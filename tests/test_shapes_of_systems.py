@@ -256,16 +256,8 @@ def test_what_is_left_can_be_planned_anew_and_the_budget_is_what_holds(make_loop
 @pytest.mark.parametrize(
     ("clients", "change", "words"),
     [
-        (
-            FULL,
-            lambda line: dataclasses.replace(line, count=line.count - 1),
-            "the schedule of client 0 plans now",
-        ),
-        (
-            FULL,
-            lambda line: dataclasses.replace(line, purpose="other"),
-            "the schedule of client 0 plans now",
-        ),
+        (FULL, lambda line: dataclasses.replace(line, count=line.count - 1), "the schedule of client 0 plans now"),
+        (FULL, lambda line: dataclasses.replace(line, purpose="other"), "the schedule of client 0 plans now"),
         (None, lambda line: line, "`clients.batch_size` must be null"),
     ],
 )

@@ -148,8 +148,7 @@ def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path,
 @pytest.mark.e2e
 @pytest.mark.parametrize("objective", ["set", "public", "private"])
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)],
+    ("key", "value"), [("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)]
 )
 def test_trials_have_the_public_records_of_the_run(objective, key, value, write, tmp_path, capsys):
     """What is public in a trial alone belongs to clients in the run that follows, and nobody would have paid."""
@@ -305,11 +304,7 @@ def test_a_trial_that_died_counts_with_its_whole_budget():
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
     ]
-    assert total_cost(costs) == {
-        "epsilon": [3.0, None],
-        "delta": [pytest.approx(0.3)] * 2,
-        "caveats": ["b", "a", "c"],
-    }
+    assert total_cost(costs) == {"epsilon": [3.0, None], "delta": [pytest.approx(0.3)] * 2, "caveats": ["b", "a", "c"]}
     assert total_cost([{}]) is None
 
 
