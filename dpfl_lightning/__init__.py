@@ -1,13 +1,12 @@
 """Differentially private federated learning on PyTorch Lightning. The public names are imported on first use."""
 
-from __future__ import annotations
-
 import importlib
 
 __version__ = "0.1.0"
 
 #: public name -> module that defines it; imported on first use, so that `--help` does not import torch
 _HOME = {
+    "Callback": "federated.server.callback",
     "ClientModule": "federated.client.module",
     "ClientOptions": "config.options",
     "Facts": "federated.messages.facts",
@@ -16,7 +15,6 @@ _HOME = {
     "Population": "data",
     "PrivacyOptions": "config.options",
     "RunResult": "federated.server.results",
-    "Callback": "federated.server.callback",
     "Strategy": "federated.server.strategy",
     "UserError": "errors",
 }

@@ -1,7 +1,5 @@
 """`dpfl COMMAND` or `python -m dpfl_lightning COMMAND`: run a command, or list all commands."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys
@@ -26,7 +24,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _about(words: Sequence[str] | None) -> int:
     words = list(words or ())
     if words in ([], ["--help"], ["-h"]):
-        print(f"dpfl_lightning {__version__}: add --help to a command for its options\n\n{_listing()}")
+        width = max(map(len, COMMANDS))
+        listing = "\n".join(f"dpfl {name.ljust(width)}  {_purpose(name)}" for name in COMMANDS)
+        print(f"dpfl_lightning {__version__}: add --help to a command for its options\n\n{listing}")
         return 0
     if words == ["--version"]:
         print(f"dpfl_lightning {__version__}")
@@ -35,13 +35,8 @@ def _about(words: Sequence[str] | None) -> int:
     raise UserError(f"`COMMAND` must be one of {', '.join(COMMANDS)}, got {words[0]!r}. {near}".rstrip())
 
 
-def _listing() -> str:
-    """Return each command with the first line of its module's docstring, without importing the modules."""
-    width = max(map(len, COMMANDS))
-    return "\n".join(f"dpfl {name.ljust(width)}  {_purpose(name)}" for name in COMMANDS)
-
-
 def _purpose(name: str) -> str:
+    """Return the first line of a command's docstring, without importing its module."""
     tree = ast.parse(Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8"))
     return (ast.get_docstring(tree) or "").splitlines()[0].partition("`: ")[2]
 

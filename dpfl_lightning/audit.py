@@ -1,11 +1,8 @@
 """`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and planted records."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
-from typing import Any
 
 from dpfl_lightning.config.load import load
 from dpfl_lightning.errors import UserError, command
@@ -26,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dpfl_lightning.build import build_loop
     from dpfl_lightning.federated.server.settings import slow_notice
 
-    clients = _clients(flags.for_clients, options)
+    clients = _clients(flags.for_clients, options.clients.count)
     report = audit(build_loop(options), clients, flags.confidence, flags.releases, slow_notice("audit, checks done"))
     print(text(report))
     if flags.json:
@@ -35,28 +32,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _flags(parser: argparse.ArgumentParser) -> None:
-    two = "default: the two with the smallest and the largest budget"
-    parser.add_argument("--for_clients", metavar="all|0,3", help=f"clients to audit ({two})")
-    parser.add_argument(
-        "--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)"
-    )
-    parser.add_argument(
-        "--releases",
-        type=int,
-        default=20_000,
-        help="maximal number of releases with a canary, and of those without (20000)",
-    )
-    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
+    add, two = parser.add_argument, "default: the two with the smallest and the largest budget"
+    add("--for_clients", metavar="all|0,3", help=f"clients to audit ({two})")
+    add("--confidence", type=float, default=0.99, help="probability that a sound build passes every check (0.99)")
+    many = "maximal number of releases with a canary, and of those without (20000)"
+    add("--releases", type=int, default=20_000, help=many)
+    add("--json", action="store_true", help="also print one JSON object, on the last line")
 
 
-def _clients(words: str | None, options: Any) -> list[int] | None:
+def _clients(words: str | None, count: int) -> list[int] | None:
     """Parse `--for_clients`; None selects the default clients."""
-    if words is None:
-        return None
-    if words == "all":
-        return list(range(options.clients.count))
+    if words is None or words == "all":
+        return None if words is None else list(range(count))
     try:
-        return list(dict.fromkeys(int(word) for word in words.split(",")))
+        return list(dict.fromkeys(map(int, words.split(","))))
     except ValueError:
         raise UserError(f"`--for_clients` must be all, or numbers such as 0,3, got {words!r}.") from None
 

@@ -1,7 +1,5 @@
 """From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 from dpfl_lightning import data, models, strategies
-from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions, to_dict
+from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -49,29 +47,12 @@ ENGINES: dict[str, type[SerialEngine]] = {
 
 def build_population(options: Options) -> Population:
     """Return the clients of a configuration, with the records of its data set."""
-    data_options = options.data
-    partition = dict(data_options.partition)
-    return Population.partitioned(
-        data.load(data_options.name, data_options.folder, data_options.download),
-        num_clients=options.clients.count,
-        partition=(partition.pop("name", "iid"), partition),
-        records_per_client=data_options.records_per_client,
-        held_out_per_client=data_options.held_out_per_client,
-        test_per_client=data_options.test_per_client,
-        public_records=data_options.public_records,
-        use_public=data_options.use_public,
-        groups=_named(data_options.groups),
-        mislabelled=_named(data_options.mislabelled),
-        seed=options.seed,
-    )
-
-
-def _named(options: dict | None) -> tuple[str, dict] | None:
-    """Split `{name, options}` into the name and its options."""
-    if options is None:
-        return None
-    rest = dict(options)
-    return rest.pop("name", ""), rest
+    values = dataclasses.asdict(options.data)
+    dataset = data.load(values.pop("name"), values.pop("folder"), values.pop("download"))
+    for key in ("partition", "groups", "label_noise"):
+        if (named := values[key]) is not None:
+            values[key] = named.pop("name"), named
+    return Population.partitioned(dataset, num_clients=options.clients.count, seed=options.seed, **values)
 
 
 def build_net(options: Options, population: Population | Facts) -> nn.Module:
@@ -84,19 +65,14 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
             return kind(**arguments)
         except TypeError as error:
             raise UserError(f"`model.init_args` must fit {kind.__name__}, got {arguments}: {error}.") from None
-    name, personal = model.pop("name", "cnn_small"), model.pop("personal_input", False)
+    name, personal = model.pop("name"), model.pop("personal_input", False)
     require(isinstance(personal, bool), "model.personal_input", "be true or false", personal)
     net = models.build(name, population.input_shape, population.num_classes, **model)
     return models.PersonalInput(net, population.input_shape) if personal else net
 
 
 def build_engine(name: str, workers: int | None = None) -> SerialEngine:
-    """Return an engine of `ENGINES` that is not set up yet.
-
-    Args:
-        name: a key of `ENGINES`.
-        workers: number of clients that `fast` trains concurrently; other engines ignore it.
-    """
+    """Return the engine `name` of `ENGINES`, not set up yet. `fast` trains `workers` clients concurrently."""
     return FastEngine(workers) if name == "fast" else ENGINES[name]()
 
 
@@ -111,8 +87,6 @@ class FederatedLoop(ServerLoop):
         privacy: budgets and mechanism, given in the same way; None is a run without privacy.
         network: simulated network: how long the transfers would take.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
-        callbacks: objects that observe the run.
-        engine: how the local work is executed; it affects only the speed.
         seed: seed of everything except noise and sampling.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
@@ -194,19 +168,14 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
     """Return the strategies, preceded by a base rule if they contain none."""
     if any(strategy.role == "base" for strategy in strategies if isinstance(strategy, Strategy)):
         return strategies
-    kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None)
-    return [(kind or SizeWeighted)(), *strategies]
+    kind = next((one.default_base for one in strategies if getattr(one, "default_base", None)), None) or SizeWeighted
+    return [kind(), *strategies]
 
 
 def build_loop(
     options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
 ) -> FederatedLoop:
-    """Return the loop of a configuration.
-
-    Args:
-        options: the configuration.
-        more: strategies and callbacks in addition to those of the configuration.
-        population: replaces the population of the configuration.
+    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
 
     Raises:
         UserError: a part of the configuration cannot be built.
@@ -227,7 +196,7 @@ def build_loop(
         output_dir=options.output_dir,
         device=options.engine.device,
         evaluate_every=options.evaluation.every,
-        options=to_dict(options),
+        options=dataclasses.asdict(options),
         new_net=lambda seed: build_net(dataclasses.replace(options, seed=seed), facts),
     )
 
@@ -247,7 +216,7 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
     folder = Path(str(options.output_dir))
     if (header := ClientFolder(folder).header()) is None:
         return RunFolder(folder).options.exists(), None
-    now = deciding_options(to_dict(options))
+    now = deciding_options(dataclasses.asdict(options))
     result = folder / "result.json"
     if not result.exists():
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
@@ -260,10 +229,8 @@ def _import(class_path: str) -> Any:
     try:
         kind = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UserError(
-            f"`model.class_path` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?"
-        ) from None
-    require(
-        isinstance(kind, type) and issubclass(kind, nn.Module), "model.class_path", "be a torch.nn.Module", class_path
-    )
+        advice = "Is it on PYTHONPATH?"
+        raise UserError(f"`model.class_path` must be importable, got {class_path!r}: {error}. {advice}") from None
+    is_net = isinstance(kind, type) and issubclass(kind, nn.Module)
+    require(is_net, "model.class_path", "be a torch.nn.Module", class_path)
     return kind

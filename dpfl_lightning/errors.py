@@ -1,7 +1,5 @@
 """Errors that a user can cause, their common form, and their conversion to an exit status."""
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import functools
@@ -10,7 +8,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import terminable, words_and_status
@@ -74,7 +72,7 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     """Wrap a command, so that a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
     Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Any other exception is a bug
-    and keeps its traceback. Of several ranks on a host, which read the same files, only local rank 0 prints.
+    and keeps its traceback. Of several ranks on a host, only local rank 0 prints.
     """
 
     @functools.wraps(main)
@@ -84,10 +82,13 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
         words, status = "", 0
         with contextlib.redirect_stdout(io.StringIO()) if silent else contextlib.nullcontext():
             try:
-                with terminable(), _told():
-                    return main(argv) or 0
+                with terminable():
+                    try:
+                        return main(argv) or 0
+                    finally:
+                        sys.stdout.flush()  # so that a closed pipe is noticed here and not when Python exits
             except BrokenPipeError:
-                if not _nobody_reads():
+                if not _stdout_is_closed():
                     raise
                 return 128 + signal.SIGPIPE
             except UserError as error:
@@ -101,17 +102,8 @@ def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[...,
     return wrapped
 
 
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """Flush standard output at the end, so that a closed pipe is noticed here and not when Python exits."""
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-
-
-def _nobody_reads() -> bool:
-    """Whether standard output is closed; if so, the rest of the output is discarded."""
+def _stdout_is_closed() -> bool:
+    """Return whether standard output is closed; if so, the rest of the output is discarded."""
     try:
         print(flush=True)
     except BrokenPipeError:

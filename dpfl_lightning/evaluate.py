@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.evaluate RUN [--data.name mnist]`: score a finished run on test and held-out records."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -9,7 +7,7 @@ from pathlib import Path
 
 from dpfl_lightning.config.load import load, options_file
 from dpfl_lightning.config.options import Options
-from dpfl_lightning.errors import UserError, command
+from dpfl_lightning.errors import UserError, command, require
 
 
 @command
@@ -42,17 +40,12 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
-    """Return accuracy and loss of the final models of a run.
-
-    Args:
-        options: options of the run; the section data may differ.
-        run: folder of the run.
+    """Return accuracy and loss of the final models of the run in a folder. The section data of its options may differ.
 
     Returns:
         `test_accuracy` in [0, 1] (None for regression), `test_loss`, and `clients` with the held-out accuracy of each.
 
-    **Privacy** Nothing is trained, so nothing is released by training. The run's guarantee does not cover test and
-    held-out records.
+    **Privacy** The run's guarantee does not cover test and held-out records.
 
     Raises:
         UserError: the run is not finished, or its models do not fit the data.
@@ -66,16 +59,12 @@ def evaluate_run(options: Options, run: Path) -> dict:
     from dpfl_lightning.federated.messages.evaluation import ClientModels
     from dpfl_lightning.privacy.noise import Streams
 
-    if not (run / "result.json").is_file():
-        raise UserError(
-            f"`RUN` must be the folder of a finished run, got {str(run)!r}. Finish it with fit --resume {run}."
-        )
-    model_of = tuple(client["model"] for client in json.loads((run / "result.json").read_text())["clients"])
-    files = (
-        [run / "model.pt"]
-        if (run / "model.pt").is_file()
-        else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
-    )
+    result = run / "result.json"
+    advice = f"Finish it with fit --resume {run}."
+    require(result.is_file(), "RUN", "be the folder of a finished run", str(run), advice)
+    model_of = tuple(client["model"] for client in json.loads(result.read_text())["clients"])
+    single = (run / "model.pt").is_file()
+    files = [run / "model.pt"] if single else [run / f"model_{k}.pt" for k in range(max(model_of) + 1)]
     population = build_population(options)
     module = ClientModule(build_net(options, population))
     models = []

@@ -36,9 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if flags.resume:
         options = dataclasses.replace(options, output_dir=flags.resume)
     if flags.seeds:
-        require(
-            not flags.resume, "--seeds", "be given without --resume", flags.seeds, "Give the same --output_dir instead."
-        )
+        advice = "Give the same --output_dir instead."
+        require(not flags.resume, "--seeds", "be given without --resume", flags.seeds, advice)
         fit_seeds(options, flags.seeds)
     else:
         fit(options, resume=bool(flags.resume))
@@ -48,15 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callback] = ()) -> RunResult:
     """Train one run, with progress on the terminal and, unless `tracking` is None, in MLflow.
 
-    With several ranks, every rank calls this function; only rank 0 prints and writes.
-
-    Args:
-        options: options of the run.
-        resume: resume the run in `options.output_dir`.
-        more: strategies and callbacks in addition to those that the options name.
-
-    Returns:
-        The result of the run.
+    With several ranks, every rank calls this function; only rank 0 prints and writes. `resume` continues the run in
+    `options.output_dir`. `more` are strategies and callbacks in addition to those that the options name.
 
     Raises:
         UserError: the options cannot be run, the folder is not empty, or it contains nothing to resume.
@@ -83,20 +75,10 @@ def _callbacks(options: Options) -> list[Callback]:
 def fit_seeds(options: Options, seeds: Sequence[int]) -> dict:
     """Train the same run for every seed, in `output_dir/seed_<n>`. Skips finished runs and resumes started ones.
 
-    Args:
-        options: options of the runs; `output_dir` is required.
-        seeds: different seeds.
-
-    Returns:
-        Mean and standard deviation of the test accuracy over the seeds; also written to `output_dir/result.json`.
+    Returns the `summarise` of the runs, and writes it to `output_dir/result.json`.
     """
-    require(
-        options.output_dir is not None,
-        "output_dir",
-        "be given with --seeds",
-        None,
-        "For example --output_dir runs/mine.",
-    )
+    advice = "For example --output_dir runs/mine."
+    require(options.output_dir is not None, "output_dir", "be given with --seeds", None, advice)
     from dpfl_lightning.build import so_far
     from dpfl_lightning.federated.transport.ranks import Ranks
 
@@ -122,12 +104,10 @@ def summarise(seeds: Sequence[int], results: Sequence[dict]) -> dict:
     from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 
     accuracies = [result["test_accuracy"] for result in results if result["test_accuracy"] is not None]
-    epsilons = [
-        max((c["epsilon_spent"] if c["epsilon_spent"] is not None else math.inf) for c in r["clients"]) for r in results
-    ]
-    deltas = [max(c["delta"] for c in r["clients"]) for r in results]
+    spent = [[client["epsilon_spent"] for client in result["clients"]] for result in results]
+    epsilons = [max(math.inf if one is None else one for one in clients) for clients in spent]
+    delta = delta_text(math.fsum(max(client["delta"] for client in result["clients"]) for result in results))
     largest = results[epsilons.index(max(epsilons))]
-    delta = delta_text(math.fsum(deltas))
     together = "Simulated, nobody is protected: " * any(result.get("simulated") for result in results) + (
         f"Every seed is a separate release. All {len(results)} runs together cost a record at most the sum of their "
         f"epsilons, {epsilon_text(math.fsum(epsilons))} at delta {delta} (basic composition of each run's "
@@ -151,10 +131,7 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def seed_list(text: str) -> list[int]:
-    """Parse the value of `--seeds`.
-
-    Raises:
-        UserError: the text is not a list of different whole numbers.
+    """Parse the value of `--seeds`, or raise UserError unless it lists different whole numbers.
 
     >>> seed_list("0,1,2")
     [0, 1, 2]

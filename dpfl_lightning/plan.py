@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import json
@@ -21,6 +19,7 @@ from dpfl_lightning.privacy.accounting.events import Event, GaussianEvent, Lapla
 from dpfl_lightning.runtime.text import columns as _columns
 
 _PROG = "python -m dpfl_lightning.plan"
+_JSON_HELP = "also print one JSON object, on the last line"
 
 
 @command
@@ -47,7 +46,7 @@ def _parse(words: Sequence[str]) -> dict[str, Any]:
     about = "Compute noise from epsilon, or epsilon from noise, before training: for one client, or a run (--config)."
     parser = jsonargparse.ArgumentParser(prog=_PROG, description=about, exit_on_error=False, allow_abbrev=False)
     parser.add_function_arguments(plan)
-    parser.add_argument("--json", action="store_true", help="also print one JSON object, on the last line")
+    parser.add_argument("--json", action="store_true", help=_JSON_HELP)
     parser.add_argument(
         "--config", metavar="FILE", help="plan every client of this run; --config FILE --help lists its keys"
     )
@@ -82,16 +81,23 @@ def _plan_run(words: Sequence[str]) -> int:
 
     options, flags = load(
         words,
-        lambda parser: parser.add_argument(
-            "--json", action="store_true", help="also print one JSON object, on the last line"
-        ),
+        lambda parser: parser.add_argument("--json", action="store_true", help=_JSON_HELP),
         prog=_PROG,
         description="Show noise, steps and epsilon of every client of a run before training.",
     )
     planned, notes = _planned_clients(options)
     print("\n".join([_run_text(planned), *notes]))
     if flags.json:
-        rows = [_run_row(client, client_plan) for client, client_plan in enumerate(planned)]
+        rows = [
+            {
+                "client": client,
+                **client_plan.as_dict(),
+                "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
+                "num_records": client_plan.num_records,
+                "batch_size": client_plan.batch_size,
+            }
+            for client, client_plan in enumerate(planned)
+        ]
         print(json.dumps({"clients": rows, "notes": notes}))
     return 0
 
@@ -102,28 +108,11 @@ def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
     from dpfl_lightning.privacy.sampling import SAMPLINGS
 
     loop, schedules = planned_clients(options)
-    plans = client_plans(
-        schedules,
-        loop.accountant,
-        [
-            (records, schedule.batch_size(records))
-            for schedule, records in zip(schedules, loop.population.num_records, strict=True)
-        ],
-        sampling=SAMPLINGS[loop.info.sampling],
-        caveats=loop.caveats,
-        unprotected=loop.clients.unprotected,
-    )
-    return plans, loop.describe()
-
-
-def _run_row(client: int, client_plan: ClientPlan) -> dict[str, Any]:
-    return {
-        "client": client,
-        **client_plan.as_dict(),
-        "epsilon_budget": finite_or_none(client_plan.schedule.target_epsilon),
-        "num_records": client_plan.num_records,
-        "batch_size": client_plan.batch_size,
-    }
+    sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
+    sampling = SAMPLINGS[loop.info.sampling]
+    return client_plans(
+        schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected
+    ), loop.describe()
 
 
 # ---- printed texts
@@ -134,22 +123,18 @@ def _client_text(client_plan: ClientPlan, options: Mapping[str, Any]) -> str:
     if options["participations"] is not None:
         rounds = f"{options['participations']} of {rounds}"
     each = f"local epochs {options['local_epochs']}" if options["steps"] is None else f"{options['steps']} steps each"
+    unit = "Laplace scale" if isinstance(client_plan.schedule.main, LaplaceEvent) else "noise std"
     rows = {
         "records": client_plan.num_records,
         "batch size": f"{client_plan.batch_size} (sample rate {client_plan.sample_rate:.6g})",
         "steps": f"{client_plan.steps} ({rounds}, {each})",
-        "noise multiplier": f"{client_plan.noise_multiplier:.6g} "
-        f"({_unit_of_noise(client_plan)} / clip norm, on the sum)",
+        "noise multiplier": f"{client_plan.noise_multiplier:.6g} ({unit} / clip norm, on the sum)",
         "epsilon": _epsilon(client_plan.guarantee.epsilon),
         "delta": f"{client_plan.guarantee.delta:g}",
     }
     width = max(map(len, rows))
     lines = [f"{key.ljust(width)}  {value}" for key, value in rows.items()]
     return "\n".join([*lines, "", _schedule_text(client_plan), "", _promise(client_plan)])
-
-
-def _unit_of_noise(client_plan: ClientPlan) -> str:
-    return "Laplace scale" if isinstance(client_plan.schedule.main, LaplaceEvent) else "noise std"
 
 
 def _promise(client_plan: ClientPlan) -> str:
@@ -182,18 +167,7 @@ def _event_cells(event: Event) -> list[str]:
 
 def _run_text(planned: Sequence[ClientPlan]) -> str:
     """Return a table of all clients and the guarantee with the largest epsilon."""
-    head = [
-        "client",
-        "records",
-        "batch",
-        "sample rate",
-        "steps",
-        "noise multiplier",
-        "budget",
-        "epsilon",
-        "delta",
-        "releases",
-    ]
+    head = ["client", "records", "batch", "sample rate", "steps", "noise multiplier", "budget", "epsilon", "delta"]
     rows = [
         [
             client,
@@ -210,7 +184,7 @@ def _run_text(planned: Sequence[ClientPlan]) -> str:
         for client, client_plan in enumerate(planned)
     ]
     weakest = max(planned, key=lambda client_plan: client_plan.guarantee.epsilon)
-    parts = [_columns([head, *rows]), f"Largest epsilon: {_promise(weakest)}"]
+    parts = [_columns([[*head, "releases"], *rows]), f"Largest epsilon: {_promise(weakest)}"]
     if len(weakest.schedule.planned) > 1:
         parts.append(f"Schedule of client {planned.index(weakest)}, which has it:\n{_schedule_text(weakest)}")
     return "\n".join(parts)

@@ -20,17 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dpfl_lightning.config.load import load
-from dpfl_lightning.config.options import FREE, Options, to_dict
+from dpfl_lightning.config.options import FREE, Options, TrackingOptions
 from dpfl_lightning.errors import UserError, command, require
 from dpfl_lightning.runtime.launcher import launched
 from dpfl_lightning.runtime.stopping import passed_on
-from dpfl_lightning.search.options import SCORES, SweepOptions, check, study_name
+from dpfl_lightning.search.options import SCORES, SweepOptions, check
 from dpfl_lightning.search.space import check_trials_with, check_values, options_of, parse, probes
 
 if TYPE_CHECKING:
-    from dpfl_lightning.search.objectives import Cost, Outcome
-    from dpfl_lightning.search.study import Running
-    from dpfl_lightning.search.trial import Trial
+    from dpfl_lightning.search.objectives import Cost
+    from dpfl_lightning.search.study import Running, Trial
 
 #: options that change how and how long a search runs, but not the meaning of its trials
 _FREE = ("name", "trials", "sampler", "pruner", "storage", "heartbeat_seconds", "distilled")
@@ -50,7 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     require(launched().size == 1, "sweep", "be one process", launched().size, "--workers runs several trials at once.")
     for key in ("workers", "helping"):
         require(getattr(flags, key) >= 1, f"--{key}", "be >= 1", getattr(flags, key))
-    sweep = dataclasses.replace(flags.sweep, name=study_name(flags.sweep, flags.config))
+    name = flags.sweep.name or (Path(flags.config).stem if flags.config else "sweep")
+    sweep = dataclasses.replace(flags.sweep, name=name)
     search = Search(sweep, options, workers=max(flags.workers, flags.helping), helping=flags.helping > 1)
     if flags.helping > 1:
         search.work()
@@ -60,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _helpers(words, flags.workers):
             search.work()
     except KeyboardInterrupt:
-        search.leave()
+        if search.parent is not None:
+            search.tracking.stopped(search.parent)
+        print("Finished trials are kept. The same command resumes the search.", file=sys.stderr)
         raise
     return search.finish(flags.final)
 
@@ -68,11 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 class Search:
     """One search. All checks are made on construction, before the first trial.
 
-    Args:
-        sweep: options of the search, with a name.
-        options: options of the run that is searched; `output_dir` is the folder of the search.
-        workers: number of processes that run trials on this machine and share its cores.
-        helping: True if this is not the first of these processes.
+    `options.output_dir` is the folder of the search. `workers` processes on this machine run trials and share its
+    cores; `helping` is True for all but the first of them.
 
     **Privacy** The cost depends on the objective. Trials on a distilled set or on public records cost nothing. The cost
     of each private trial is stored in the study before the trial begins, and added up at the end.
@@ -95,19 +94,22 @@ class Search:
 
         self.objective = objective(sweep, self._in_trials({}))
         self._check_builds()
-        url = sweep.storage or self._own_storage()
+        url = sweep.storage or self._sqlite_url()
         self.folder.mkdir(parents=True, exist_ok=True)
         # Check the folder before opening the study, because another worker may start a trial in between.
         made = any((self.folder / "trials" / str(sweep.name)).glob("*"))
         self.study = Study(sweep, self.dimensions, url, self._identity(), options.seed, first=not helping)
-        must = f"be the folder of study {sweep.name} in {without_password(url)}, which has no trial yet"
+        self._url = without_password(url)
+        must = f"be the folder of study {sweep.name} in {self._url}, which has no trial yet"
         advice = "It contains trials of another study: set another output_dir or sweep.name, or the storage of these."
         require(not made or bool(self.study.begun()), "output_dir", must, str(self.folder), advice)
-        self._track()
+        self.parent: str | None = None
+        if self.options.tracking is not None:
+            self._track(self.options.tracking)
 
     # -- before the first trial
 
-    def _own_storage(self) -> str:
+    def _sqlite_url(self) -> str:
         """Return the URL of an SQLite file in the folder of the search."""
         plain = not set("?#%") & set(str(self.folder))
         advice = "Choose another folder, or set sweep.storage."
@@ -115,7 +117,7 @@ class Search:
         return f"sqlite:///{self.folder / 'study.db'}"
 
     def _in_trials(self, values: Mapping[str, Any]) -> Options:
-        """Return the options of a trial that drew the values `found`."""
+        """Return the options of a trial that drew `values`."""
         return options_of(self.options, self.dimensions, values, {**self._share, **self.sweep.trials_with})
 
     def _check_builds(self) -> None:
@@ -132,26 +134,20 @@ class Search:
 
     def _identity(self) -> dict[str, Any]:
         """Return everything that determines the meaning of a trial, by key."""
-        run = {key: value for key, value in to_dict(self.options).items() if key not in FREE}
-        search_options = {key: value for key, value in dataclasses.asdict(self.sweep).items() if key not in _FREE}
+        search_options = dataclasses.asdict(self.sweep)
         return {
-            **{f"sweep.{key}": value for key, value in search_options.items()},
+            **{f"sweep.{key}": value for key, value in search_options.items() if key not in _FREE},
             "sweep.distilled": self.objective.digest,
-            **run,
+            **{key: value for key, value in dataclasses.asdict(self.options).items() if key not in FREE},
         }
 
-    def _track(self) -> None:
-        """Begin or resume the MLflow run of the search, unless tracking is off."""
-        self.tracking, self.parent = None, None
-        if self.options.tracking is None:
-            return
+    def _track(self, options: TrackingOptions) -> None:
+        """Begin or resume the MLflow run of the search."""
         from dpfl_lightning.reporting.mlflow import StudyTracking
 
-        options = self.options.tracking
-        self.tracking = StudyTracking(
-            options.experiment, options.uri, {**options.tags, "output_dir": str(self.folder.resolve())}
-        )
-        record = {**to_dict(self.options), "sweep": dataclasses.asdict(self.sweep)}
+        tags = {**options.tags, "output_dir": str(self.folder.resolve())}
+        self.tracking = StudyTracking(options.experiment, options.uri, tags)
+        record = {**dataclasses.asdict(self.options), "sweep": dataclasses.asdict(self.sweep)}
         name = options.run_name or str(self.sweep.name)
         self.parent = self.study.mlflow_run = self.tracking.begin(name, record, self.study.mlflow_run)
 
@@ -171,17 +167,16 @@ class Search:
     def introduce(self) -> None:
         """Print what is searched, on which records, and where the study is stored."""
         from dpfl_lightning.search.report import counted
-        from dpfl_lightning.search.storage import without_password
 
         sweep, trials = self.sweep, self.study.trials()
         print(f"Study {sweep.name}: {self.study.wanted} trials, {', '.join(self.dimensions)}")
         print(f"{self.objective.words[0].upper()}{self.objective.words[1:]}.")
         pruner = "" if sweep.pruner["name"] == "none" else f", pruner {sweep.pruner['name']}"
         print(f"Judged by {', '.join(sweep.scores)}; sampler {sweep.sampler['name']}{pruner}.")
-        print(f"Storage: {without_password(self.study.url)}")
+        print(f"Storage: {self._url}")
         if trials:
             print(f"Resuming a study that has {counted(trials)}.")
-        if self.sweep.objective == "private":
+        if sweep.objective == "private":
             print("Every trial costs each client its whole budget again. Trials on public or distilled records do not.")
         print(flush=True)
 
@@ -204,7 +199,7 @@ class Search:
 
         # Several studies may share a folder, and each of them numbers its trials from 0.
         folder = self.folder / "trials" / str(self.sweep.name) / str(running.number)
-        outcome: Outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
+        outcome = self.objective(self._in_trials(running.found), folder, running.report, charge)
         for name, value in dataclasses.asdict(outcome).items():
             running.note(name, value)
         return tuple(getattr(outcome, score) for score in self.sweep.scores)
@@ -217,37 +212,26 @@ class Search:
         each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # trials of all workers
         left = max(0, wanted - done) * each
         print(line(trial, done, wanted, best[0] if best else None, left), flush=True)
-        if self.tracking is not None and self.parent is not None:
-            values = {**{key: trial.facts[key] for key in SCORES if key in trial.facts}, **trial.scores}
-            tags = {"trial": str(trial.number), "state": trial.state, "status": trial.reason or trial.state}
-            status = "FAILED" if trial.state == "failed" else "FINISHED"
-            self.tracking.trial(
-                self.parent,
-                f"{self.sweep.name}_{trial.number}",
-                trial.found,
-                values,
-                trial.steps,
-                {**tags, **{name: str(trial.facts[name]) for name in ("host", "error") if name in trial.facts}},
-                (trial.begun, trial.ended),
-                status,
-            )
-
-    def leave(self) -> None:
-        """Print how to resume a search that is being stopped, and mark its MLflow run as stopped."""
-        if self.tracking is not None and self.parent is not None:
-            self.tracking.stopped(self.parent)
-        print("Finished trials are kept. The same command resumes the search.", file=sys.stderr)
+        if self.parent is None:
+            return
+        tags = {"trial": str(trial.number), "state": trial.state, "status": trial.reason or trial.state}
+        self.tracking.trial(
+            self.parent,
+            f"{self.sweep.name}_{trial.number}",
+            trial.found,
+            {**{key: trial.facts[key] for key in SCORES if key in trial.facts}, **trial.scores},
+            trial.steps,
+            {**tags, **{name: str(trial.facts[name]) for name in ("host", "error") if name in trial.facts}},
+            (trial.begun, trial.ended),
+            "FAILED" if trial.state == "failed" else "FINISHED",
+        )
 
     # -- after the last trial
 
     def finish(self, final: bool = False) -> int:
-        """Print and write the report (table, result.json, best.yaml) and return the exit status.
+        """Print and write the report (table, result.json, best.yaml). Return 1 if no trial is complete, else 0.
 
-        Args:
-            final: also train the configuration of the best trial on the clients.
-
-        Returns:
-            0, or 1 if no trial is complete.
+        With `final`, also train the configuration of the best trial on the clients.
         """
         from dpfl_lightning.search import report
 
@@ -275,9 +259,11 @@ class Search:
         complete = sum(one.state == "complete" for one in trials)
         text = report.best_yaml(best, front[0], str(self.sweep.name), complete, self.objective.words)
         files.append(self._write("best.yaml", text))
-        if self.tracking is not None and self.parent is not None:
+        print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
+        print(f"  {self.folder}/result.json: results of every trial")
+        if self.parent is not None:
             self.tracking.end(self.parent, front[0].scores, "\n".join(lines), files)
-        self._say_where_to_look()
+            print(f"  {self.tracking.how_to_open}", flush=True)
         if final:
             self._write("result.json", json.dumps({**result, "final": self._final(best, cost)}, indent=2) + "\n")
         return 0
@@ -286,18 +272,10 @@ class Search:
         (self.folder / name).write_text(text, encoding="utf-8")
         return self.folder / name
 
-    def _say_where_to_look(self) -> None:
-        print(f"Where to look next:\n  {self.folder}/best.yaml: configuration of the best trial, for fit")
-        print(f"  {self.folder}/result.json: results of every trial")
-        if self.tracking is not None:
-            print(f"  {self.tracking.how_to_open}", flush=True)
-
     def _final(self, best: Options, cost: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Train the best trial's configuration on the clients with `fit`.
-
-        Resumes a run that was started; a finished run is only reported.
-        """
+        """Train the best trial's configuration with `fit`, or resume that run; a finished run is only reported."""
         from dpfl_lightning.fit import fit
+        from dpfl_lightning.search.report import with_trials_text
 
         folder = self.folder / "final"
         final = dataclasses.replace(best, output_dir=str(folder))
@@ -309,8 +287,13 @@ class Search:
         result = fit(final, resume=begun).as_dict() if result is None else result
         if result["test_accuracy"] is not None:
             print(f"Final test accuracy {result['test_accuracy']:.2%}. {result['guarantee']}")
-        together = with_the_set(self.sweep.distilled, self.objective.card, final)
-        added = None if cost is None else self._with_trials(final, cost, result)
+        together, added = with_the_set(self.sweep.distilled, self.objective.card, final), None
+        if cost is not None:
+            added = (
+                "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
+            )
+            if _clients(self._in_trials({})) == _clients(final):
+                added = with_trials_text(cost, result["clients"])
         for words in filter(None, (together, added)):
             print(words)
         summary = {name: result[name] for name in ("test_accuracy", "guarantee")}
@@ -329,63 +312,36 @@ class Search:
             )
             raise UserError(f"{error} {folder} contains the run of an earlier best trial. {advice}.") from None
 
-    def _with_trials(self, final: Options, cost: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-        """Return, in words, what the private trials and the final run cost together."""
-        from dpfl_lightning.search.report import with_trials_text
 
-        trial_options = self._in_trials({})
-        if (trial_options.data, trial_options.seed, trial_options.clients.count) == (
-            final.data,
-            final.seed,
-            final.clients.count,
-        ):
-            return with_trials_text(cost, result["clients"])
-        return "The trials had other clients (data, seed or clients.count differ): add a record's epsilons of both."
-
-
-# ---- total cost of a set and a run
+def _clients(options: Options) -> dict[str, Any]:
+    """Return the options that determine which records each client has."""
+    return {"data": dataclasses.asdict(options.data), "seed": options.seed, "clients": options.clients.count}
 
 
 def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) -> str | None:
-    """Describe the joint guarantee of a distilled set and of a later run on the same clients.
+    """Describe the joint guarantee of a distilled set (`source`, `card`) and of a later run on the same clients.
 
     The two ledgers are composed if both are available and client k of one is client k of the other. Otherwise the text
-    states why not, and that their epsilons and deltas have to be added.
-
-    Args:
-        source: value of `sweep.distilled`.
-        card: card of the set.
-        final: options of the run; its folder contains its ledger.
-
-    Returns:
-        The text, or None if there is no set or it was made of public records only.
+    states why not, and that their epsilons and deltas have to be added. None if there is no set or it was made of
+    public records only.
 
     **Privacy** Arithmetic on public facts.
     """
-    set_data = card.get("data") or {}
-    if source is None or set_data.get("use_public"):
+    if source is None or (card.get("data") or {}).get("use_public"):
         return None
-    same = (
-        set_data == json.loads(json.dumps(dataclasses.asdict(final.data)))  # as the card has it
-        and card.get("seed") == final.seed
-        and card.get("clients") == final.clients.count
-    )
-    if not same:
-        return _apart("the records of its clients were distributed differently (data, seed or clients.count differ)")
     from dpfl_lightning.privacy.ledger.verify import ledger_of, read
 
-    try:
-        ledgers = [ledger_of(source), ledger_of(final.output_dir or "")]
-        report = read(ledgers)
-    except UserError as error:
-        return _apart(str(error))
-    if report.ledgers[0][1].end.run != (card.get("ledger") or {}).get("run"):
-        return _apart(f"the ledger in {Path(source)} belongs to another run")
-    return f"Together with the set, composed from both ledgers: {report.weakest.words()}"
-
-
-def _apart(why: str) -> str:
-    """Return the text that states why the two costs are not composed."""
+    clients = json.loads(json.dumps(_clients(final)))  # as the card has them
+    why = f"the ledger in {Path(source)} belongs to another run"
+    if {key: card.get(key) for key in clients} != clients:
+        why = "the records of its clients were distributed differently (data, seed or clients.count differ)"
+    else:
+        try:
+            report = read([ledger_of(source), ledger_of(final.output_dir or "")])
+            if report.ledgers[0][1].end.run == (card.get("ledger") or {}).get("run"):
+                return f"Together with the set, composed from both ledgers: {report.weakest.words()}"
+        except UserError as error:
+            why = str(error)
     advice = "Add the epsilon and delta of the set to those of the run."
     return f"The costs of the set and of the run are not composed: {why.rstrip('.')}. {advice}"
 

@@ -30,12 +30,13 @@ SERVER_SIDE = ("strategies", "federated.server", "reporting")
 CLIENT_SIDE = ("federated.client", "federated.transport", "data", "privacy.ledger")
 ONLY_IN = {
     "mlflow": {"reporting.mlflow.store"},
+    "jinja2": {"reporting.guarantee_page"},
     "matplotlib": {"reporting.figures"},
     "optuna": {"search.study", "search.samplers", "search.storage"},
     "numba": {"kernels.compiled", "kernels.product_loops", "kernels.windows"},
     "llvmlite": {"kernels.windows"},
     "opacus": {"privacy.accounting.accountant", "privacy.accounting.prv"},
-    "jsonargparse": {"config.load", "plan"},
+    "jsonargparse": {"plan"},
     "pooch": {"data.sources", "runtime.folders"},
     "rich": {"reporting.progress"},
     "torchmetrics": {"federated.client.evaluation"},

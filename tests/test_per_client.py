@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpfl_lightning.config.per_client import resolve, sample_epsilons
+from dpfl_lightning.config.per_client import resolve
 from dpfl_lightning.config.published import BATCH_SIZES, EPSILONS, NORMAL_MIXTURES, UNIFORMS
 from dpfl_lightning.errors import UserError
 
@@ -105,7 +105,7 @@ def test_published_budgets_fit_their_distribution(dist: str) -> None:
 @pytest.mark.parametrize("dist", DISTS)
 def test_sampled_budgets_have_the_stated_mean(dist: str) -> None:
     count, floor = 20_000, 1e-9
-    values = sample_epsilons(dist, count, seed=3, floor=floor)
+    values = resolve("privacy.epsilon", {"name": dist, "source": "sampled", "floor": floor}, count, seed=3)
     if dist in UNIFORMS:
         mean = sum(UNIFORMS[dist]) / 2
     else:
@@ -116,7 +116,7 @@ def test_sampled_budgets_have_the_stated_mean(dist: str) -> None:
 
 
 def test_mixture_components_have_their_shares() -> None:
-    values = sample_epsilons("dist2", 20_000, seed=0)
+    values = resolve("privacy.epsilon", {"name": "dist2", "source": "sampled"}, 20_000, seed=0)
     shares = [sum(low < v <= high for v in values) / len(values) for low, high in ((0, 0.3), (0.5, 1.5), (2.5, 99))]
     # Standard errors 0.003; 0.6 % of the third component lie below 2.5.
     assert shares == pytest.approx([0.2, 0.6, 0.2], abs=0.016)
@@ -161,6 +161,12 @@ def test_floor_raises_small_draws() -> None:
         ("privacy.epsilon", {"name": "dist1", "source": "sample"}, float, ["Did you mean `sampled`?"]),
         ("privacy.epsilon", {"name": "dist1", "source": "sampled", "floor": "a"}, float, ["be a number"]),
         ("privacy.epsilon", {"name": "dist1", "source": "sampled", "scale": -1}, float, ["be above 0"]),
+        (
+            "privacy.epsilon",
+            {"name": "dist1", "source": "sampled", "floor": 0},
+            float,
+            ["epsilon.floor` must be above 0"],
+        ),
         ("privacy.epsilon", {"name": "published"}, float, ["be one of"]),
         ("clients.learning_rate", {"name": "dist1"}, float, ["be one of"]),
         ("clients.batch_size", {"name": "published"}, int, ["20, 40 or 60 clients", "choice"]),
@@ -187,10 +193,3 @@ def test_mistakes_name_key_value_and_way_out(key: str, value: object, kind: type
 def test_floor_belongs_to_sampled_budgets() -> None:
     with pytest.raises(UserError, match="come with `source: sampled`"):
         resolve("privacy.epsilon", {"name": "dist1", "floor": 0.2}, 20, seed=0)
-
-
-def test_unknown_distribution_to_sample() -> None:
-    with pytest.raises(UserError, match="Did you mean `dist1`"):
-        sample_epsilons("dist10", 3, seed=0)
-    with pytest.raises(UserError, match="`floor` must be above 0"):
-        sample_epsilons("dist1", 3, seed=0, floor=0)

@@ -143,7 +143,7 @@ def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, err.splitlines()[-1]) == (143, "stopped by SIGTERM"), err
-    assert "interrupted; go on with: python -m dpfl_lightning.fit --resume run" in out
+    assert "interrupted; resume with: python -m dpfl_lightning.fit --resume run" in out
     assert statuses(tmp_path) == ["KILLED"] and "Traceback" not in err
     finished = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["round"]
     assert len(read_ledger(tmp_path / "run" / "ledger.jsonl")) == 5 * finished > 0, "no paid round is lost"

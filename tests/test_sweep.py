@@ -23,10 +23,11 @@ from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
 from dpfl_lightning.runtime.threads import cores
-from dpfl_lightning.search.objectives import Cost, Pruned, objective
+from dpfl_lightning.search.objectives import Cost, objective
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.report import cost_text, set_text, total_cost
 from dpfl_lightning.search.space import check_trials_with
+from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 from dpfl_lightning.sweep import Search
 from dpfl_lightning.sweep import main as sweep
@@ -116,6 +117,8 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         (changed(space={"clients.learning_rate": {"low": -1.0, "high": 1.0}}), ["clients.learning_rate", "above 0"]),
         (changed(distilled="runs/nowhere"), ["distilled", "runs/nowhere", "strategy distillation"]),
         (changed(trails=3), ["sweep.trails", "Did you mean `sweep.trials`"]),
+        (changed(trials=0), ["sweep.trials", "be >= 1, got 0. Set in "]),
+        (changed(sampler={"seed": 1}), ["`sweep.sampler` must have a `name`"]),
         (changed(trials="many"), ["sweep.trials", "a whole number", "many"]),
         (changed(objective="publick"), ["sweep.objective", "Did you mean `public`"]),
         (changed(training={"epoch": 3}), ["sweep.training.epoch", "Did you mean `epochs`"]),

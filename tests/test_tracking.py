@@ -283,11 +283,12 @@ def test_rounds_without_evaluation_and_regression_have_no_accuracy(new_tracking,
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    "reason, status", [("interrupted; go on with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
+    "reason, status", [("interrupted; resume with: ...", "KILLED"), ("RuntimeError: boom", "FAILED")]
 )
 def test_an_unfinished_run_is_resumed_in_the_same_mlflow_run(new_tracking, only_run, folder, reason, status):
     view, first, second = a_view(folder), new_tracking(), new_tracking()
-    play(first, view, (1, 2, 3), a_result(view, finished=False, rounds=2, reason=reason))
+    stopped = a_result(view, finished=False, rounds=2, reason=reason, interrupted=status == "KILLED")
+    play(first, view, (1, 2, 3), stopped)
     run = only_run()
     assert run.info.status == status and run.tags["status"] == reason
     assert run.files() == {"ledger.jsonl", "ledger.head"} and "test_accuracy" not in run.metrics
@@ -372,7 +373,7 @@ def test_a_store_that_fails_does_not_stop_training_and_gets_its_rounds_later(
     assert tracking._send_at == 0.0
     with monkeypatch.context() as patch:
         patch.setattr(tracking.store.client, "log_batch", broken)
-        with pytest.warns(UserWarning, match="training goes on.*gone") as warned:
+        with pytest.warns(UserWarning, match="training continues.*gone") as warned:
             for round in (1, 2, 3):
                 tracking.on_round_end(view, a_report(view, round))
     assert len(warned) == 1 and len(tries) == 1  # neither a warning nor a wait for every round

@@ -10,8 +10,6 @@ Reference: Ma et al., "The Power of Bias", problem P1; integers, bounds and the 
 noise vanishes, are not in the paper.
 """
 
-from __future__ import annotations
-
 import heapq
 from typing import Any
 

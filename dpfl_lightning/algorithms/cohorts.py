@@ -1,7 +1,5 @@
 """Samplers that draw the clients of a round so that quotas are kept."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Estimates of each update's noise variance from the updates of one round."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Aggregation weights from the noise variances of updates."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

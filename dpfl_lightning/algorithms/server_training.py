@@ -1,7 +1,5 @@
 """Training of nets by the server on public or synthetic data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -3,8 +3,6 @@
 Separations that Ward's cuts find in pure noise are simulated (parametric bootstrap).
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence

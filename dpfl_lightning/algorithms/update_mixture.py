@@ -1,7 +1,5 @@
 """Soft memberships of clients in groups from the first round's updates: a robust mixture, and that of the papers."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Mapping, Sequence

@@ -1,9 +1,8 @@
 """Attacks on a build: bits of noisy sums, repeated noise, hostile records in a batch, tiny gradients, free answers."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
+import itertools
 import json
 import math
 import tempfile
@@ -15,11 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing.bounds import std_interval, threshold_epsilon
-from dpfl_lightning.auditing.exact import moved
+from dpfl_lightning.auditing.bounds import threshold_epsilon
+from dpfl_lightning.auditing.exact import moved, with_one_more
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
 from dpfl_lightning.auditing.harness import NOBODY, Harness
-from dpfl_lightning.auditing.noisy import as_planned
+from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
 from dpfl_lightning.auditing.records import made_up
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import FederatedLoop, build_engine
@@ -36,6 +35,7 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, NoisedEvent, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
 BITS = 200  # releases with a record, and as many without, whose bits are read
@@ -52,9 +52,8 @@ def grid(
 ) -> Finding:
     """Check that every noisy sum is a multiple of the mechanism's public grid, and what the bits of a release reveal.
 
-    The sums come from the real engine, in float64, where a release of local steps shows the grid: one step and two,
-    clients alone and in one batch, class gradients. The bits are those of the mechanism's float32 releases of a zero
-    sum, and of one record's clipped gradient.
+    The sums come from the real engine, in float64: one step and two, clients alone and in one batch, class gradients.
+    The bits are those of the mechanism's float32 releases of a zero sum, and of one record's clipped gradient.
     """
     wide = copy.deepcopy(module).to(torch.float64)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
@@ -67,13 +66,12 @@ def grid(
     if not like.y.is_floating_point():
         jobs.append((ClassGradients(like.num_classes), 1))
     off_grid, numbers = 0, 0
-    for job, steps in jobs:
-        for together in (False, True):
-            sums = harness.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
-            multiples = sums / mechanism.grid(sums[0].numel())
-            off_grid += int((~((multiples - multiples.round()).abs() < 1e-2)).sum())
-            numbers += multiples.numel()
-    gradients = harness.gradients(start, torch.arange(_POOL), mechanism)
+    for (job, steps), together in itertools.product(jobs, (False, True)):
+        sums = harness.releases([NOBODY, "records"] * 2, mechanism, steps, 1.0, start, together=together, job=job)
+        multiples = sums / mechanism.grid(sums[0].numel())
+        off_grid += int((~((multiples - multiples.round()).abs() < 1e-2)).sum())
+        numbers += multiples.numel()
+    gradients = harness.gradients(torch.arange(_POOL), mechanism, start)
     gradient = gradients[int(gradients.norm(dim=1).argmax())][None]
     count = max(20, min(BITS, _NUMBERS // len(start)))
     inside, outside = (_finest_bits(mechanism, value, count) for value in (gradient, torch.zeros_like(gradient)))
@@ -91,7 +89,7 @@ def grid(
     )
 
 
-def _finest_bits(mechanism, clipped_sum: Tensor, count: int) -> np.ndarray:
+def _finest_bits(mechanism: Mechanism, clipped_sum: Tensor, count: int) -> np.ndarray:
     """Return the exponent of the lowest set bit in each of `count` releases, `[count]`."""
     generator = Streams().generator("noise", 1, 0)
     lowest_bits = []
@@ -115,20 +113,19 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     module = copy.deepcopy(loop.module)
     start, copies = module.flat, max(2, min(32, math.ceil(4000 / module.num_params)))
     mechanism, rate = dataclasses.replace(subject.mechanism, sample_rate=1.0), subject.settings.learning_rate
-    like = loop.population
-    records = made_up(like, _POOL, loop.seed, start.device, start.dtype)
+    records = made_up(loop.population, _POOL, loop.seed, start.device, start.dtype)
 
     def harness(streams: Streams) -> Harness:
-        engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
-        return Harness(engine, copy.deepcopy(module), like, records, {"eight": torch.arange(8)}, streams, copies)
+        engine, eight = build_engine(loop.clients.engine.name, loop.clients.engine.workers), {"eight": torch.arange(8)}
+        return Harness(engine, copy.deepcopy(module), loop.population, records, eight, streams, copies)
 
     def released(audit_harness: Harness, again: bool = False) -> Tensor:
-        return audit_harness.releases(["eight"] * audit_harness.copies, mechanism, 1, rate, start, again=again).double()
+        return audit_harness.releases(["eight"] * audit_harness.copies, mechanism, 1, rate, again=again).double()
 
     first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
-    first_releases, key = released(first), "0" * 32
+    first_releases = released(first)
     simulations = [
-        harness(Streams.simulated(key, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
+        harness(Streams.simulated("0" * 32, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
     ]
     simulated = [released(simulation) for simulation in simulations]
     pairs = {
@@ -139,13 +136,11 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
         "two seeds of a simulation": (simulated[0], simulated[1]),
         "two configurations of a simulation": (simulated[0], simulated[2]),
     }
-    claimed, ratios = subject.planned.noise_std(1, rate), {}
-    tail_factor = 2.5 if subject.laplace else 1.0  # squares of Laplace noise spread so much more
+    ratios = {}
     for name, (left, right) in pairs.items():
         difference = (left - right)[:: 2 if name == "two clients" else 1]  # each release in one difference
         std = math.sqrt(float(difference.square().mean()) / 2)
-        low, high = std_interval(std, int(difference.numel() / tail_factor), significance / len(pairs) / 2)
-        ratios[name] = (low / claimed, high / claimed)
+        ratios[name] = spread_over_planned(subject, std, difference.numel(), 1, significance / len(pairs))
     what = f"spread of the difference of two releases, {len(pairs)} kinds of pairs"
     return as_planned("fresh noise", what, "spread_over_planned", ratios, significance)
 
@@ -162,21 +157,16 @@ def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Pop
     Raises:
         UserError: the engine cannot run the module.
     """
-    float64_module = copy.deepcopy(module).to(torch.float64)
-    x, y = made_up(like, CROWD, seed, float64_module.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
+    module = copy.deepcopy(module).to(torch.float64)
+    x, y = made_up(like, CROWD, seed, module.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
     strange = (1e4 * x[0], torch.full_like(x[0], 8.5), torch.full_like(x[0], math.nan), torch.full_like(x[0], 1e30))
     for number, value in enumerate((*strange, torch.full_like(x[0], math.inf), torch.zeros_like(x[0]))):
         x[number::30] = value
     ordinary = torch.arange(CROWD)[torch.arange(CROWD) % 30 >= 5]
-    crowds = {"ordinary": ordinary, "hostile": torch.arange(30, CROWD)}
     watched = {"huge": 0, "constant": 1, "broken": 2, "gigantic": 3, "ordinary": 7}
-    datasets, pairs = dict(crowds), []
-    for crowd, rows in crowds.items():
-        for name, row in watched.items():
-            datasets[f"{crowd} and {name}"] = torch.cat([rows, torch.tensor([row])])
-            pairs.append((crowd, f"{crowd} and {name}"))
-    harness = Harness(build_engine(engine), float64_module, like, (x, y), datasets, Streams())
-    most = _most_moved(harness, subject, pairs, float64_module.flat)
+    datasets, pairs = with_one_more({"ordinary": ordinary, "hostile": torch.arange(30, CROWD)}, watched)
+    harness = Harness(build_engine(engine), module, like, (x, y), datasets, Streams())
+    most = _most_moved(harness, subject, pairs, subject.planned.clip_norm)
     return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", harness, most, 1e-5)
 
 
@@ -202,12 +192,8 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
         row.zero_()[int(draw.integers(len(row)))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
     harness = Harness(build_engine(engine, 1), scaled, like, (x, y), datasets, Streams())
-    pairs = [(NOBODY, name) for name in datasets]
-    most = max(
-        _most_moved(harness, subject, pairs, torch.zeros_like(scaled.flat) if zero else scaled.flat, clip_norm)
-        for clip_norm in _CLIP_NORMS
-        for zero in (False, True)
-    )
+    pairs, starts = [(NOBODY, name) for name in datasets], (scaled.flat, torch.zeros_like(scaled.flat))
+    most = max(_most_moved(harness, subject, pairs, clip, start) for clip in _CLIP_NORMS for start in starts)
     return _sums_finding("tiny norms", f"{engine}: one record of huge features and tiny loss", harness, most, 1e-3)
 
 
@@ -215,15 +201,14 @@ def _most_moved(
     harness: Harness,
     subject: AuditTarget,
     pairs: Sequence[tuple[str, str]],
-    start: Tensor,
-    clip_norm: float | None = None,
+    clip_norm: float,
+    start: Tensor | None = None,
 ) -> float:
     """Return the largest difference of releases of a pair of data sets, in clip norms, without noise."""
-    clip_bound = subject.planned.clip_norm if clip_norm is None else clip_norm
     noiseless = dataclasses.replace(
-        subject.mechanism, clip_norm=clip_bound, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
+        subject.mechanism, clip_norm=clip_norm, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
     )
-    return max(moved(harness, noiseless, 1 / clip_bound, start, pairs, LocalTraining(), side) for side in (False, True))
+    return max(moved(harness, noiseless, 1 / clip_norm, pairs, LocalTraining(), side, start) for side in (False, True))
 
 
 def _sums_finding(check: str, what: str, harness: Harness, most: float, tolerance: float) -> Finding:
@@ -262,8 +247,7 @@ class _Asks(Strategy):
 def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
     """Check that every answer is paid for, by its mechanism or by an infinite epsilon.
 
-    It reads the client's whole plan. A small run on dummy records then asks two equal questions and one without a
-    mechanism, and is compared with its ledger and its result.
+    It reads the client's plan; a small run on dummy records then asks two equal questions and one without a mechanism.
     """
     problems = []
     schedule = loop.schedule.clients[subject.client]

@@ -4,8 +4,6 @@ Every bound holds with probability at least 1 - significance, over the noise and
 of epsilon at or below a claim proves nothing; one above it disproves the claim.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 
@@ -29,7 +27,7 @@ def guesses(scores: np.ndarray, included: np.ndarray, each_side: Sequence[int]) 
     Args:
         scores: scores of canaries that a fair coin each included, `[m]`, computed from releases without the coins.
         included: results of the coins, `[m]` bool.
-        each_side: numbers k <= m / 2, fixed before the run; the bounds share the significance among them.
+        each_side: numbers k <= m / 2, fixed before the run.
 
     >>> guesses(np.array([3.0, -1.0, 0.5, 0.0]), np.array([True, False, False, True]), (1, 2))
     [(2, 2), (4, 2)]
@@ -48,14 +46,9 @@ def numbers_of_guesses(canaries: int) -> tuple[int, ...]:
 
 
 def one_run_p_value(canaries: int, guessed: int, correct: int, epsilon: float, delta: float) -> float:
-    """Bound the probability of so many right guesses if adding or removing one canary is (epsilon, delta)-private.
+    """Bound the probability of `correct` right ones of `guessed` guesses if one canary is (epsilon, delta)-private.
 
-    Args:
-        canaries: m, each included by a fair coin.
-        guessed: number of canaries with a guess, in or out; the others are skipped.
-        correct: number of right guesses.
-        epsilon: >= 0.
-        delta: in [0, 1].
+    Each of m = `canaries` was included by a fair coin; those without a guess are skipped.
 
     Reference: Steinke, Nasr and Jagielski (2023), https://arxiv.org/abs/2305.08846.
 
@@ -74,16 +67,8 @@ def one_run_p_value(canaries: int, guessed: int, correct: int, epsilon: float, d
 def one_run_epsilon(canaries: int, tallies: Sequence[RunTotals], significance: float, delta: float) -> float:
     """Return a lower bound of epsilon from guesses about canaries that a fair coin each included in ONE run.
 
-    Args:
-        canaries: m.
-        tallies: one for each number of guesses; significance is shared evenly among them.
-        significance: probability that the bound fails, in (0, 1).
-        delta: delta of the claim, in [0, 1].
-
-    **Guarantees** Holds for any (epsilon, delta)-private mechanism, whatever the scores are. With many canaries it lies
-    far below the true value, because they share one run's noise.
-
-    Reference: Steinke, Nasr and Jagielski (2023); `one_run_p_value`.
+    The significance is shared evenly among the tallies. Holds for any (epsilon, delta)-private mechanism, whatever the
+    scores are. With many canaries it lies far below the true value, because they share one run's noise.
 
     >>> round(one_run_epsilon(200, [(200, 150)], significance=0.05, delta=1e-5), 3)
     0.821
@@ -118,15 +103,11 @@ def curve_refuted(canaries: int, totals: RunTotals, significance: float, curve: 
 def one_run_weakness(
     canaries: int, tallies: Sequence[RunTotals], significance: float, family: Callable[[float], Curve]
 ) -> float:
-    """Return the largest t for which the guesses refute `family(t)`; 0 if they refute none.
+    """Return the largest t for which the guesses refute `family(t)`, curves of decreasing privacy; 0 if they refute
+    none.
 
-    Use it if more is claimed than one (epsilon, delta); it is then far tighter than `one_run_epsilon`.
-
-    Args:
-        canaries: m, each included by a fair coin.
-        tallies: one for each number of guesses; significance is shared evenly among them.
-        significance: probability that the bound fails, in (0, 1).
-        family: curves ordered by decreasing privacy, from t = 0, which hides most.
+    The significance is shared evenly among the tallies. If more is claimed than one (epsilon, delta), this is far
+    tighter than `one_run_epsilon`.
 
     >>> round(one_run_weakness(200, [(200, 150)], significance=0.05, family=gaussian_curve), 3)
     0.441
@@ -177,18 +158,10 @@ def _largest(refuted: Callable[[float], bool], least: float) -> float:
 
 
 def threshold_epsilon(inside: np.ndarray, outside: np.ndarray, significance: float, delta: float) -> float:
-    """Return a lower bound of epsilon: how well a threshold distinguishes scores with and without the canary.
+    """Return a lower bound of epsilon: how well a threshold distinguishes scores `[n]` with and without the canary.
 
     The first half of each sample chooses the threshold and its side, the second half bounds both error rates (Clopper
-    and Pearson, exact).
-
-    Args:
-        inside: scores of independent releases with the canary, `[n]`.
-        outside: scores without it, `[n']`.
-        significance: probability that the bound fails, in (0, 1).
-        delta: delta of the claim, in [0, 1].
-
-    **Guarantees** Holds for any (epsilon, delta)-private mechanism, whatever the scores are.
+    and Pearson, exact). Holds for any (epsilon, delta)-private mechanism, whatever the scores are.
 
     >>> threshold_epsilon(np.zeros(100), np.zeros(100), significance=0.05, delta=1e-5)
     0.0
@@ -222,13 +195,8 @@ def _threshold_bounds(
 def shift_interval(inside: np.ndarray, outside: np.ndarray, significance: float) -> tuple[float, float]:
     """Return an interval for (mean inside - mean outside) / std of normal samples with one std: a Gaussian's mu.
 
-    Args:
-        inside: projections of independent releases with the canary, `[n]`.
-        outside: projections without it, `[n']`; n + n' >= 3.
-        significance: probability that each end fails, in (0, 0.5).
-
-    **Guarantees** Exact: the t statistic has a noncentral t distribution. If that cannot be evaluated, |t| > 300, it is
-    a union bound over its numerator and denominator, which is a little wider.
+    Each end fails with probability `significance` < 0.5; at least three samples together. Exact: the t statistic has a
+    noncentral t distribution. For |t| > 300 it is a union bound over numerator and denominator, a little wider.
 
     >>> low, high = shift_interval(np.array([2.0, 3.0, 4.0]), np.array([0.0, 1.0, -1.0]), significance=0.05)
     >>> round(low, 2), round(high, 2)
@@ -271,9 +239,8 @@ def std_interval(std: float, freedom: int, significance: float) -> tuple[float, 
 
 
 def rate_interval(hits: np.ndarray | int, trials: int, significance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return an interval for a probability after `hits` in `trials`; each end fails with probability `significance`.
-
-    Reference: Clopper and Pearson (1934): exact.
+    """Return the exact interval (Clopper and Pearson 1934) for a probability; each end fails with probability
+    `significance`.
 
     >>> low, high = rate_interval(0, 100, significance=0.05)
     >>> float(low), round(float(high), 4)
@@ -289,7 +256,6 @@ def releases_to_tell(mu: float, ratio: float, significance: float, miss: float =
     """Return how many releases with the canary, and as many without, show that `ratio * mu` is above `mu`.
 
     Args:
-        mu: claimed mu, > 0.
         ratio: > 1.
         significance: significance of the lower end of `shift_interval`.
         miss: probability that they fail to show it, in (0, 1).

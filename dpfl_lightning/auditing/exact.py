@@ -1,12 +1,10 @@
 """Checks without randomness in the result: how far one record moves a release, and records drawn twice in a step."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import rate_interval
 from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import NOBODY, Harness, OneNoise
+from dpfl_lightning.auditing.harness import NOBODY, Harness, OneNoise, Scene
 from dpfl_lightning.auditing.records import made_up, most_opposed
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import ENGINES, build_engine
@@ -25,7 +23,7 @@ from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.mechanism import Laplace, Mechanism
 from dpfl_lightning.privacy.noise import Streams
 
-TOLERANCE = 1e-5  # relative, above the clip norm: in float64, so that rounding is not mistaken for a record
+TOLERANCE = 1e-5  # relative, above the clip norm: for rounding in float64
 SIZES = (0, 1, 5, 40, 130)  # numbers of other records: none, few, and more than the engines process in a pass
 _POOL = 32
 
@@ -40,12 +38,15 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
         UserError: the engine cannot run the module.
     """
     module = copy.deepcopy(module).to(torch.float64)
-    start = module.flat
-    x, y = made_up(like, _POOL, seed, start.device, torch.float64)
+    x, y = made_up(like, _POOL, seed, module.flat.device, torch.float64)
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last record is broken
-    datasets, pairs = _pairs(module, like, records, subject.planned, seed)
-    streams = OneNoise(secrets.token_bytes(32))
-    harness = Harness(build_engine(engine), module, like, records, datasets, streams)
+    choosing = Harness(build_engine("serial"), module, like, records, {}, Streams())
+    canary, other = most_opposed(choosing.gradients(torch.arange(_POOL), subject.planned))
+    draw = np.random.default_rng(seed)
+    crowds = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}
+    crowds["5 opposed records"] = torch.tensor([other] * 5)
+    datasets, pairs = with_one_more(crowds, {"a canary": canary, "a broken record": _POOL})
+    harness = Harness(build_engine(engine), module, like, records, datasets, OneNoise(secrets.token_bytes(32)))
     noisy_mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     noiseless = dataclasses.replace(noisy_mechanism, noise_multiplier=0.0)
     unit = subject.planned.expected_batch_size / subject.planned.clip_norm  # learning rate for releases in clip norms
@@ -54,18 +55,16 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
         matrices = tuple(name for name, p in module.named_trainable.items() if p.dim() >= 2)
         jobs += [ClassGradients(like.num_classes), ClassGradients(like.num_classes, parameters=matrices)]
     ratios = {
-        f"{label} noise": max(
-            moved(harness, mechanism, unit, start, pairs, job, side) for job in jobs for side in (False, True)
-        )
+        f"{label} noise": max(moved(harness, mechanism, unit, pairs, job, side) for job in jobs for side in (0, 1))
         for label, mechanism in (("without", noiseless), ("with", noisy_mechanism))
     }
-    most = max(ratios.values())
-    claimed = {"without noise": 1.0, "with noise": noisy_mechanism.sensitivity(len(start)) / noisy_mechanism.clip_norm}
+    on_grid = noisy_mechanism.sensitivity(module.num_params) / noisy_mechanism.clip_norm
+    claimed = {"without noise": 1.0, "with noise": on_grid}
     return Finding(
         check="sensitivity",
         what=f"{engine}: one record moves a release by",
-        measured=f"{most:.6f} x clip norm",
-        claimed=f"at most 1, and {claimed['with noise']:.6f} on the grid",
+        measured=f"{max(ratios.values()):.6f} x clip norm",
+        claimed=f"at most 1, and {on_grid:.6f} on the grid",
         refuted=not all(ratios[label] <= most + TOLERANCE for label, most in claimed.items()),
         figures={
             "engine": engine,
@@ -76,22 +75,15 @@ def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: P
     )
 
 
-def _pairs(
-    module: ClientModule, like: Population, records: tuple[Tensor, Tensor], mechanism: Mechanism, seed: int
+def with_one_more(
+    crowds: Mapping[str, Tensor], watched: Mapping[str, int]
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Return data sets by name, and the pairs of names that differ in one record."""
-    harness = Harness(build_engine("serial"), module, like, records, {}, Streams())
-    canary, other = most_opposed(harness.gradients(module.flat, torch.arange(_POOL), mechanism))
-    draw = np.random.default_rng(seed)
-    neighbours = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}
-    neighbours["5 opposed records"] = torch.tensor([other] * 5)
-    datasets, pairs = {}, []
-    for name, rows in neighbours.items():
-        for kind, row in (("a canary", canary), ("a broken record", _POOL)):
-            datasets[f"{name} and {kind}"] = torch.cat([rows, torch.tensor([row])])
-            pairs.append((name if len(rows) else NOBODY, f"{name} and {kind}"))
-        if len(rows):
-            datasets[name] = rows
+    """Return crowds of records, each also with one watched row more, by name, and the pairs of names."""
+    datasets, pairs = {name: rows for name, rows in crowds.items() if len(rows)}, []
+    for crowd, rows in crowds.items():
+        for name, row in watched.items():
+            datasets[f"{crowd} and {name}"] = torch.cat([rows, torch.tensor([row])])
+            pairs.append((crowd if len(rows) else NOBODY, f"{crowd} and {name}"))
     return datasets, pairs
 
 
@@ -99,10 +91,10 @@ def moved(
     harness: Harness,
     mechanism: Mechanism,
     unit: float,
-    start: Tensor,
     pairs: Sequence[tuple[str, str]],
     job: Job,
-    together: bool,
+    together: bool | int,
+    start: Tensor | None = None,
 ) -> float:
     """Return the largest distance between two releases of a pair, in clip norms."""
     blocks = job.num_classes if isinstance(job, ClassGradients) else 1
@@ -111,7 +103,7 @@ def moved(
         chosen_pairs = pairs[first : first + at_once]
         without = list(dict.fromkeys(name for name, _ in chosen_pairs))
         names = [*without, *(larger for _, larger in chosen_pairs)]
-        releases = harness.releases(names, mechanism, 1, unit, start, together=together, job=job).flatten(1)
+        releases = harness.releases(names, mechanism, 1, unit, start, together=bool(together), job=job).flatten(1)
         if isinstance(job, ClassGradients):
             releases = releases * unit
         smaller = releases[[without.index(name) for name, _ in chosen_pairs]]
@@ -121,20 +113,20 @@ def moved(
     return most
 
 
-def sampling(subject: AuditTarget, harness: Harness, start: Tensor, significance: float, steps: int = 200) -> Finding:
+def sampling(subject: AuditTarget, scene: Scene, steps: int = 200) -> Finding:
     """Check that no step holds a record twice, and that the sampling rate is at most the accountant's."""
     claimed, records = subject.planned.sample_rate, subject.settings.num_records
-    rows_of_steps = harness.draws("everybody", subject.mechanism, steps, start)
+    rows_of_steps = scene.drawing.draws("everybody", subject.mechanism, steps)
     duplicates = sum(len(rows) - len(np.unique(rows)) for rows in rows_of_steps)
     hits = sum(map(len, rows_of_steps))
-    low, high = (float(end) for end in rate_interval(hits, steps * records, significance))
+    low, high = (float(end) for end in rate_interval(hits, steps * records, scene.significance))
     return Finding(
         check="sampling",
         what=f"records twice in a step; rate in {steps} steps",
         measured=f"{duplicates}; {low:.4g} to {high:.4g}",
         claimed=f"0; at most {claimed:.4g}",
         refuted=duplicates > 0 or low > claimed,
-        confidence=1 - significance,
+        confidence=1 - scene.significance,
         figures={"twice": duplicates, "rate_low": low, "rate_high": high, "rate_claimed": claimed},
     )
 

@@ -1,7 +1,5 @@
 """Findings of an audit."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,12 +13,11 @@ class Finding:
     """The result of one check.
 
     Args:
-        check: name of the check.
         what: description of what was measured.
         measured: measured interval or bound, as text.
         claimed: value that it is compared with, as text.
         refuted: whether the build violates its claim.
-        confidence: the probability with which a sound build is not refuted; None means always.
+        confidence: probability with which a sound build is not refuted; None means always.
         figures: the numbers, ready for JSON.
     """
 

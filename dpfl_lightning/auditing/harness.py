@@ -1,10 +1,9 @@
 """Harness of an audit: a real engine over dummy data sets, in place of a run's clients."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -36,12 +35,11 @@ class Harness:
 
     Args:
         engine: engine that is not set up yet.
-        module: module whose net defines the records' meaning.
+        module: module whose parameters are the default start of releases.
         like: population that defines shape, classes and dtype of the records; its records are not read.
         records: pool of records, x `[n, *X]`, y `[n]`.
         datasets: rows `[b]` of the pool, b >= 1, by name.
-        streams: streams of noise and sampling.
-        copies: number of clients that hold the same data set, and of its releases at once (fewer for a large net).
+        copies: number of clients with the same data set, and of its releases at once (fewer for a large net).
         sampling: "poisson" or "shuffle".
     """
 
@@ -56,25 +54,26 @@ class Harness:
         copies: int = 1,
         sampling: str = "poisson",
     ) -> None:
-        self.at_once = max(1, _NUMBERS // module.num_params)
+        self.at_once, self.start = max(1, _NUMBERS // module.num_params), module.flat
         copies = min(copies, self.at_once)
         datasets = {NOBODY: torch.zeros(1, dtype=torch.long), **datasets}
         self._first = {name: number * copies for number, name in enumerate(datasets)}
-        self._clients, self._attempt, self.engine, self.copies = copies * len(datasets), 0, engine, copies
+        self._attempt, self.engine, self.copies = 0, engine, copies
         self.population = dataclasses.replace(
             like,
             x=records[0],
             y=records[1],
             train_of=[rows.to(module.device) for rows in datasets.values() for _ in range(copies)],
-            held_out_of=[torch.zeros(0, dtype=torch.long, device=module.device)] * self._clients,
+            held_out_of=[torch.zeros(0, dtype=torch.long, device=module.device)] * (copies * len(datasets)),
             test=None,
             public=None,
             caveats=(),
         )
         engine.setup(module, self.population, streams, sampling)
 
-    def gradients(self, start: Tensor, rows: Tensor, mechanism: Mechanism) -> Tensor:
+    def gradients(self, rows: Tensor, mechanism: Mechanism, start: Tensor | None = None) -> Tensor:
         """Return each record's gradient at `start` `[P]`, clipped by the mechanism: `[len(rows), P]`."""
+        start = self.start if start is None else start
         params, parts = self.engine.module.unflatten(start), []
         for some in rows.to(start.device).split(min(32, self.at_once)):
             groups, x, y = torch.arange(len(some)).to(start.device), self.population.x[some], self.population.y[some]
@@ -88,7 +87,7 @@ class Harness:
         mechanism: Mechanism,
         steps: int,
         learning_rate: float,
-        start: Tensor,
+        start: Tensor | None = None,
         *,
         together: bool = False,
         job: Job | None = None,
@@ -106,20 +105,23 @@ class Harness:
         Returns:
             `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite for a release that is not finite.
         """
-        self._attempt -= again
-        plan, models, charge_numbers = self._plan(names, mechanism, steps, learning_rate, start, together, job, round)
-        updates = self.engine.train(plan, models, charge_numbers)
+        start = self.start if start is None else start
+        self._attempt += not again
+        plan = self._plan(names, mechanism, steps, learning_rate, together, job or LocalTraining(), round)
+        count = len(names)
+        updates = self.engine.train(plan, start.expand(count, -1), [self._attempt] * count)
         shape = start.shape if updates.deltas is None else updates.deltas.shape[1:]
-        releases = start.new_full((len(names), *shape), torch.inf)
+        releases = start.new_full((count, *shape), torch.inf)
         if updates.deltas is not None:
             successful = [row for row, client in enumerate(plan.clients) if client not in updates.lost]
             releases[successful] = updates.deltas
         return releases
 
-    def draws(self, name: str, mechanism: Mechanism, steps: int, start: Tensor) -> list[np.ndarray]:
+    def draws(self, name: str, mechanism: Mechanism, steps: int) -> list[np.ndarray]:
         """Return the rows that the engine draws for each of `steps` steps of one client."""
-        plan, models, charge_numbers = self._plan([name], mechanism, steps, 1.0, start, False, None, 1)
-        return list(self.engine.local_task(plan, 0, models, charge_numbers[0])[2].draws)
+        self._attempt += 1
+        plan = self._plan([name], mechanism, steps, 1.0, False, LocalTraining(), 1)
+        return list(self.engine.local_task(plan, 0, self.start.expand(1, -1), self._attempt)[2].draws)
 
     def _plan(
         self,
@@ -127,28 +129,47 @@ class Harness:
         mechanism: Mechanism,
         steps: int,
         learning_rate: float,
-        start: Tensor,
         together: bool,
-        job: Job | None,
+        job: Job,
         round: int,
-    ) -> tuple[RoundPlan, Tensor, list[int]]:
+    ) -> RoundPlan:
         taken: Counter[str] = Counter()
-        clients = []
+        clients, count = [], len(names)
         for name in names:
             clients.append(self._first[name] + taken[name])
             taken[name] += 1
         if max(taken.values()) > self.copies:
             raise ValueError(f"at most {self.copies} releases of a data set at once")
-        self._attempt += 1
         empty = dataclasses.replace(mechanism, sample_rate=_NEVER)
-        count = len(names)
-        plan = RoundPlan(
+        return RoundPlan(
             round=round,
             clients=tuple(clients),
             model_of=(0,) * count if together else tuple(range(count)),
             mechanism_of=tuple(empty if name == NOBODY else mechanism for name in names),
             steps=(steps,) * count,
             learning_rate_of=(learning_rate,) * count,
-            job=job or LocalTraining(),
+            job=job,
         )
-        return plan, start.expand(count, -1), [self._attempt] * count
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Objects that the noisy checks of one client share.
+
+    Args:
+        harness: the run's engine with all data sets, for full and empty batches.
+        drawing: the same engine, with batches drawn as in the run.
+        gradients: clipped gradients of the canary and of the records around it, `[P]`.
+        canaries: rows of the canaries of the one-run check, `[m]`, and rows that replace excluded ones, or None.
+        included: results of the coins, `[m]` bool.
+        significance: probability that a sound build fails one check.
+        most: largest number of releases with the canary, and of those without.
+    """
+
+    harness: Harness
+    drawing: Harness
+    gradients: tuple[Tensor, Tensor]
+    canaries: tuple[Tensor, Tensor | None]
+    included: np.ndarray
+    significance: float
+    most: int

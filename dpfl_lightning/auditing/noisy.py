@@ -1,7 +1,5 @@
 """Checks of noised releases: the size of the noise, and how well it hides one added record."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std_interval, threshold_epsilon
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Harness
+from dpfl_lightning.auditing.harness import NOBODY, Harness, Scene
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -26,7 +24,7 @@ BATCHES = ("two", "eight")
 WITHOUT, WITH = "without the canary", "with the canary"
 
 
-def noise(subject: AuditTarget, harness: Harness, start: Tensor, significance: float) -> Finding:
+def noise(subject: AuditTarget, scene: Scene) -> Finding:
     """Check the standard deviation of the noise, over batches of different sizes and a round of empty ones.
 
     Two releases of one data set differ only in their noise; a round without records is the sum of its steps' noise.
@@ -34,19 +32,26 @@ def noise(subject: AuditTarget, harness: Harness, start: Tensor, significance: f
     full = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     cases = [(name, full, 1, together) for name in (NOBODY, *BATCHES) for together in (False, True)]
     cases.append((NOBODY, subject.mechanism, subject.main.steps, False))
-    repeats = max(3, 1 + math.ceil(VALUES / len(start)))
+    repeats = max(3, 1 + math.ceil(VALUES / len(scene.harness.start)))
     ratios: dict[str, tuple[float, float]] = {}
     for name, mechanism, steps, together in cases:
-        rate = subject.settings.learning_rate
-        releases = _several(harness, [name], mechanism, steps, rate, start, repeats, together)[0].double()
-        freedom = (repeats - 1) * len(start)
+        releases = _several(subject, scene.harness, [name], mechanism, steps, repeats, together)[0].double()
+        freedom = (repeats - 1) * releases.shape[1]
         std = float((releases - releases.mean(dim=0)).square().sum() / freedom) ** 0.5
-        tail_factor = 1 + 1.5 / steps if subject.laplace else 1  # squares of Laplace noise spread so much more
-        low, high = std_interval(std, int(freedom / tail_factor), significance / len(cases) / 2)
-        claimed = subject.planned.noise_std(steps, rate)
-        ratios[f"{name}, {steps} steps{', together' if together else ''}"] = (low / claimed, high / claimed)
+        spread = spread_over_planned(subject, std, freedom, steps, scene.significance / len(cases))
+        ratios[f"{name}, {steps} steps{', together' if together else ''}"] = spread
     what = f"std over batches of 0, 2 and 8, {repeats} releases each"
-    return as_planned("noise", what, "std_over_planned", ratios, significance)
+    return as_planned("noise", what, "std_over_planned", ratios, scene.significance)
+
+
+def spread_over_planned(
+    subject: AuditTarget, std: float, freedom: int, steps: int, significance: float
+) -> tuple[float, float]:
+    """Return an interval for the true std of the noise of `steps` steps / the planned one."""
+    tail_factor = 1 + 1.5 / steps if subject.laplace else 1.0  # squares of Laplace noise spread so much more
+    low, high = std_interval(std, int(freedom / tail_factor), significance / 2)
+    claimed = subject.planned.noise_std(steps, subject.settings.learning_rate)
+    return low / claimed, high / claimed
 
 
 def as_planned(
@@ -65,32 +70,22 @@ def as_planned(
     )
 
 
-def canary(
-    subject: AuditTarget,
-    harness: Harness,
-    start: Tensor,
-    gradients: tuple[Tensor, Tensor],
-    significance: float,
-    most: int,
-) -> Finding:
+def canary(subject: AuditTarget, scene: Scene) -> Finding:
     """Estimate mu of one step from full-batch releases with and without the canary, projected on its direction.
 
-    Args:
-        gradients: clipped gradients of the canary and of its neighbours, `[P]`.
-        most: largest number of releases of each kind; by default enough to distinguish `RATIO` * mu from mu.
+    Laplace noise: the likelihood ratio instead, the best test, in which a gradient that is spread over many parameters
+    shows far less than epsilon allows.
     """
     if subject.laplace:
-        return _laplace_canary(subject, harness, start, significance, most)
+        return _laplace_canary(subject, scene)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
-    gradient, other = gradients
+    gradient, other = scene.gradients
     # a batch's mean moves along the second one
     contrasts = [gradient - other] if subject.replace_one else [gradient, gradient - other]
     directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
-    significance_each = significance / len(directions)
-    count = min(most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
-    inside, outside = _scores(
-        subject, harness, mechanism, 1, start, directions, count, together=subject.main.steps == 1
-    )
+    significance_each = scene.significance / len(directions)
+    count = min(scene.most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
+    inside, outside = _scores(subject, scene.harness, mechanism, 1, directions, count, together=subject.main.steps == 1)
     ends = [shift_interval(a, b, significance_each) for a, b in zip(inside.T, outside.T, strict=True)]
     low, high = max(ends)
     delta = subject.settings.delta
@@ -101,7 +96,7 @@ def canary(
         measured=f"mu {low:.3f} to {high:.3f}; epsilon >= {at_least(bound)}",
         claimed=f"mu {subject.mu:.3f}; epsilon {at_most(claim)}",
         refuted=low > subject.mu,
-        confidence=1 - significance,
+        confidence=1 - scene.significance,
         figures={
             "releases": count,
             "tells_ratio": round(1 + (RATIO - 1) * math.sqrt(needed / count), 3),
@@ -115,56 +110,48 @@ def canary(
     )
 
 
-def _laplace_canary(subject: AuditTarget, harness: Harness, start: Tensor, significance: float, most: int) -> Finding:
-    """Check the likelihood ratio of releases with and without the canary, the best test for Laplace noise.
-
-    A gradient that is spread over many parameters shows in it far less than epsilon allows.
-    """
-    mechanism, rate = subject.mechanism, subject.settings.learning_rate
+def _laplace_canary(subject: AuditTarget, scene: Scene) -> Finding:
+    mechanism, harness = subject.mechanism, scene.harness
     silent = dataclasses.replace(mechanism, noise_multiplier=0.0)
-    without, with_it = (_several(harness, [name], silent, 1, rate, start, 1, False)[0, 0] for name in (WITHOUT, WITH))
-    scale, count = mechanism.noise_std(1, rate) / mechanism.unit_std, min(most, STEPS)
+    without, with_it = (_several(subject, harness, [name], silent, 1, 1, False)[0, 0] for name in (WITHOUT, WITH))
+    scale = mechanism.noise_std(1, subject.settings.learning_rate) / mechanism.unit_std
 
     def score(releases: Tensor) -> Tensor:
         return ((releases - without).abs() - (releases - with_it).abs()).sum(dim=1, keepdim=True) / scale
 
-    scores = _several(harness, [WITH, WITHOUT], mechanism, 1, rate, start, count, subject.main.steps == 1, score)
+    count = min(scene.most, STEPS)
+    scores = _several(subject, harness, [WITH, WITHOUT], mechanism, 1, count, subject.main.steps == 1, score)
     inside, outside = scores.double().cpu().numpy()[..., 0]
-    delta = subject.settings.delta
-    bound = threshold_epsilon(inside, outside, significance, delta)
-    claim = subject.accountant.epsilon([subject.planned.event(1)], delta)
-    return Finding(
-        check="canary",
-        what=f"one full-batch step, {count} releases with and {count} without",
-        measured=f"epsilon >= {at_least(bound)}",
-        claimed=f"epsilon {at_most(claim)}",
-        refuted=bound > claim,
-        confidence=1 - significance,
-        figures={"releases": count, "epsilon_low": bound, "epsilon_claimed": claim},
-    )
+    return _by_threshold("canary", "one full-batch step", subject, 1, inside, outside, scene.significance)
 
 
-def one_round(
-    subject: AuditTarget,
-    harness: Harness,
-    start: Tensor,
-    gradients: tuple[Tensor, Tensor],
-    significance: float,
-    most: int,
-) -> Finding:
+def one_round(subject: AuditTarget, scene: Scene) -> Finding:
     """Check a whole round with sampled records, with and without the canary, by a threshold on the releases."""
-    canary_gradient, other = gradients
+    canary_gradient, other = scene.gradients
     direction = (canary_gradient - other if subject.replace_one else canary_gradient)[None]
-    count = min(most, max(100, min(1000, STEPS // (2 * subject.main.steps))))
-    inside, outside = _scores(
-        subject, harness, subject.mechanism, subject.main.steps, start, direction, count, together=True
-    )
-    delta = subject.settings.delta
-    bound = threshold_epsilon(inside[:, 0], outside[:, 0], significance, delta)
-    claim = subject.accountant.epsilon([subject.planned.event(subject.main.steps)], delta)
+    steps = subject.main.steps
+    count = min(scene.most, max(100, min(1000, STEPS // (2 * steps))))
+    inside, outside = _scores(subject, scene.drawing, subject.mechanism, steps, direction, count, together=True)
+    what = f"{steps} sampled steps"
+    return _by_threshold("round", what, subject, steps, inside[:, 0], outside[:, 0], scene.significance)
+
+
+def _by_threshold(
+    check: str,
+    what: str,
+    subject: AuditTarget,
+    steps: int,
+    inside: np.ndarray,
+    outside: np.ndarray,
+    significance: float,
+) -> Finding:
+    """Compare the epsilon that scores `[n]` with and without the canary prove with the claim for so many steps."""
+    delta, count = subject.settings.delta, len(inside)
+    bound = threshold_epsilon(inside, outside, significance, delta)
+    claim = subject.accountant.epsilon([subject.planned.event(steps)], delta)
     return Finding(
-        check="round",
-        what=f"{subject.main.steps} sampled steps, {count} releases with and {count} without",
+        check=check,
+        what=f"{what}, {count} releases with and {count} without",
         measured=f"epsilon >= {at_least(bound)}",
         claimed=f"epsilon {at_most(claim)}",
         refuted=bound > claim,
@@ -178,35 +165,32 @@ def _scores(
     harness: Harness,
     mechanism: Mechanism,
     steps: int,
-    start: Tensor,
     directions: Tensor,
     count: int,
     together: bool,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Project releases with and without the canary on directions `[d, P]`: two arrays `[count, d]`, high for "with"."""
-    rate = subject.settings.learning_rate
     names, projection = [WITH, WITHOUT], directions.T
-    scores = _several(harness, names, mechanism, steps, rate, start, count, together, lambda d: d @ projection)
+    scores = _several(subject, harness, names, mechanism, steps, count, together, lambda d: d @ projection)
     inside, outside = (-values.double().cpu().numpy() for values in scores)
     return inside, outside
 
 
 def _several(
+    subject: AuditTarget,
     harness: Harness,
     names: Sequence[str],
     mechanism: Mechanism,
     steps: int,
-    learning_rate: float,
-    start: Tensor,
     count: int,
     together: bool,
     seen: Callable[[Tensor], Tensor] = lambda releases: releases,
 ) -> Tensor:
     """Return `count` releases of each data set, `[len(names), count, P]`, mapped by `seen`, `[n, P] -> [n, d]`."""
-    parts = []
+    parts, rate = [], subject.settings.learning_rate
     for first in range(0, count, harness.copies):
         repeats = min(harness.copies, count - first)
         repeated_names = [name for name in names for _ in range(repeats)]
-        releases = harness.releases(repeated_names, mechanism, steps, learning_rate, start, together=together)
+        releases = harness.releases(repeated_names, mechanism, steps, rate, together=together)
         parts.append(seen(releases).view(len(names), repeats, -1))
     return torch.cat(parts, dim=1)

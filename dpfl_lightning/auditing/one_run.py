@@ -1,7 +1,5 @@
 """Audit with many canaries in one training run: how much the whole schedule of a client reveals."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 
@@ -18,7 +16,7 @@ from dpfl_lightning.auditing.bounds import (
     one_run_weakness,
 )
 from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Harness
+from dpfl_lightning.auditing.harness import NOBODY, Scene
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
@@ -40,28 +38,17 @@ def number_of_canaries(num_params: int) -> int:
     return max(FEWEST, min(MOST, num_params // 4, _NUMBERS // num_params))
 
 
-def one_run(
-    subject: AuditTarget,
-    harness: Harness,
-    start: Tensor,
-    canaries: tuple[Tensor, Tensor | None],
-    included: np.ndarray,
-    significance: float,
-) -> list[Finding]:
+def one_run(subject: AuditTarget, scene: Scene) -> list[Finding]:
     """Train a client through all its rounds on the canaries that a coin included, and guess which they were.
-
-    Args:
-        canaries: rows of the canaries in the harness's pool, `[m]`, and rows that replace the excluded ones (or None).
-        included: `[m]` bool.
 
     Returns:
         The bound for the claimed (epsilon, delta), and that for the whole claimed curve, each at half the significance.
         The epsilon of the curve is the claim for the correspondingly reduced noise.
     """
-    scores = _scores(subject, harness, start, canaries, MEMBERS if included.any() else NOBODY)
+    scores, included = _scores(subject, scene), scene.included
     tallies, m = guesses(scores, included, numbers_of_guesses(len(scores))), len(scores)
     delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
-    levels = (significance / 2, USUAL)
+    levels = (scene.significance / 2, USUAL)
     epsilons = [one_run_epsilon(m, tallies, level, delta) for level in levels]
     weakness = [one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels]
     of_curve = [subject.accountant.epsilon(_weaker(events, divisor), delta) if divisor else 0.0 for divisor in weakness]
@@ -98,11 +85,10 @@ def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]
     return [dataclasses.replace(event, noise_multiplier=(event.noise_multiplier or 0.0) / weakness) for event in events]
 
 
-def _scores(
-    subject: AuditTarget, harness: Harness, start: Tensor, canaries: tuple[Tensor, Tensor | None], members: str
-) -> np.ndarray:
+def _scores(subject: AuditTarget, scene: Scene) -> np.ndarray:
     """Return how much of each canary is in the releases of all rounds, `[m]`, corrected for the other canaries."""
-    scores, round_number, now = np.zeros(len(canaries[0])), 0, start
+    harness, members = scene.drawing, MEMBERS if scene.included.any() else NOBODY
+    scores, round_number, now = np.zeros(len(scene.included)), 0, harness.start
     for release in subject.releases:
         mechanism, steps, rate = release.mechanism, release.steps, subject.settings.learning_rate
         for _ in range(release.count):
@@ -111,25 +97,19 @@ def _scores(
             if not bool(update.isfinite().all()):  # the server would not accept it either
                 continue
             summed = -update * mechanism.expected_batch_size / rate  # sum of gradients and noise over all steps
-            scores += _counts(harness, now, canaries, summed, mechanism, steps)
+            scores += _counts(scene, now, summed, mechanism, steps)
             now = now + update
     return scores
 
 
-def _counts(
-    harness: Harness,
-    now: Tensor,
-    canaries: tuple[Tensor, Tensor | None],
-    summed: Tensor,
-    mechanism: Mechanism,
-    steps: int,
-) -> np.ndarray:
+def _counts(scene: Scene, now: Tensor, summed: Tensor, mechanism: Mechanism, steps: int) -> np.ndarray:
     """Estimate how often each canary is in a sum of noised gradients `[P]`, `[m]`, by ridge regression on gradients.
 
     Given the prior of the coins and the sampling, and the planned noise, this is the best linear estimate.
     """
-    gradients = harness.gradients(now, canaries[0], mechanism)
-    others = torch.zeros_like(gradients) if canaries[1] is None else harness.gradients(now, canaries[1], mechanism)
+    (canaries, replacements), harness = scene.canaries, scene.drawing
+    gradients = harness.gradients(canaries, mechanism, now)
+    others = torch.zeros_like(gradients) if replacements is None else harness.gradients(replacements, mechanism, now)
     mean = steps * mechanism.sample_rate / 2  # expected count of each record
     contrasts, residual = gradients - others, summed - mean * (gradients + others).sum(dim=0)
     prior = mean**2 + mean * (1 - mechanism.sample_rate)

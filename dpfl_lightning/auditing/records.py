@@ -1,7 +1,5 @@
 """Dummy records. The output of an audit is shown, so it must not depend on private records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -28,12 +26,10 @@ def made_up(
 
 
 def most_opposed(gradients: Tensor) -> tuple[int, int]:
-    """Find two records: one with about the largest gradient, and the one whose gradient is most opposed to it.
+    """Find the record with about the largest gradient, and the one whose gradient is most opposed to it, of `[n, P]`, n
+    >= 2.
 
     With copies of the second around it, the first also reveals a divisor that counts the records of a batch.
-
-    Args:
-        gradients: clipped gradients, `[n, P]`, n >= 2.
 
     >>> most_opposed(torch.tensor([[1.0, 0.0], [0.1, 0.0], [-0.6, 0.8]]))
     (0, 2)

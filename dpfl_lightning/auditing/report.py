@@ -1,7 +1,5 @@
 """Text report of an audit: measured and claimed values, and their interpretation."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,7 +47,6 @@ def text(found: Mapping[str, Any]) -> str:
 
 
 def claim_words(client: Mapping[str, Any]) -> str:
-    """Return the claim of a client in one line."""
     claim, sampling = client["claim"], BATCHES[client["claim"]["sampling"]]
     return (
         f"Client {client['client']} claims epsilon {at_most(claim['epsilon'])} at delta {claim['delta']:g} "
@@ -60,7 +57,6 @@ def claim_words(client: Mapping[str, Any]) -> str:
 
 
 def row(finding: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a line of the table."""
     confidence = "certain" if finding["confidence"] is None else f"{100 * finding['confidence']:.5g} %"
     verdict = "REFUTED" if finding["refuted"] else "not refuted"
     return (finding["check"], finding["what"], finding["measured"], finding["claimed"], confidence, verdict)

@@ -1,21 +1,17 @@
 """Audit of a run before it happens: its clients' planned mechanisms, through its engine."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
 from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import Harness
+from dpfl_lightning.auditing.harness import Harness, Scene
 from dpfl_lightning.auditing.records import made_up, most_opposed
 from dpfl_lightning.auditing.target import AuditTarget, subjects
 from dpfl_lightning.build import FederatedLoop, build_engine
@@ -41,9 +37,8 @@ def audit(
         loop: loop that has not run; records and coins follow from its seed, noise is fresh.
         chosen: clients; None takes two, those with the smallest and the largest budget.
         confidence: probability that a sound build passes every check, in (0, 1); shared by all random checks.
-        most_releases: largest number of releases with a canary in a check, and of those without.
         tell: called with (done, all) checks.
-        only: names of the checks to run; None runs all.
+        only: names of the checks to run.
 
     Returns:
         A dictionary for JSON: `clients` (each with `client`, `claim`, and the fields of `Finding` in `findings`),
@@ -104,15 +99,12 @@ def _checks(
         yield "fresh noise", lambda: [attacks.fresh_noise(loop, subject, significance)]
     yield "grid", lambda: [attacks.grid(subject, loop.clients.engine.name, *context, significance)]
     yield "answers", lambda: [attacks.answers(loop, subject)]
-    start, scene = loop.module.flat, cache(lambda: _scene(loop, subject))
-    yield "sampling", lambda: [exact.sampling(subject, scene().drawing, start, significance)]
-    yield "noise", lambda: [noisy.noise(subject, scene().harness, start, significance)]
-    yield ("canary", lambda: [noisy.canary(subject, scene().harness, start, scene().gradients, significance, most)])
-    yield ("round", lambda: [noisy.one_round(subject, scene().drawing, start, scene().gradients, significance, most)])
-    yield (
-        "one run",
-        lambda: one_run.one_run(subject, scene().drawing, start, scene().canaries, scene().included, significance),
-    )
+    scene = cache(lambda: _scene(loop, subject, significance, most))
+    yield "sampling", lambda: [exact.sampling(subject, scene())]
+    yield "noise", lambda: [noisy.noise(subject, scene())]
+    yield "canary", lambda: [noisy.canary(subject, scene())]
+    yield "round", lambda: [noisy.one_round(subject, scene())]
+    yield "one run", lambda: one_run.one_run(subject, scene())
 
 
 def _unless_refused(
@@ -126,26 +118,7 @@ def _unless_refused(
         return []
 
 
-@dataclass(frozen=True)
-class Scene:
-    """Objects that the noisy checks of one client share.
-
-    Args:
-        harness: the run's engine with all their data sets, for full and empty batches.
-        drawing: the same engine, with batches drawn as in the run.
-        gradients: clipped gradients of the canary and of the records around it, `[P]`.
-        canaries: rows of the canaries of the one-run check, `[m]`, and rows that replace excluded ones, or None.
-        included: results of the coins, `[m]` bool.
-    """
-
-    harness: Harness
-    drawing: Harness
-    gradients: tuple[Tensor, Tensor]
-    canaries: tuple[Tensor, Tensor | None]
-    included: np.ndarray
-
-
-def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
+def _scene(loop: FederatedLoop, subject: AuditTarget, significance: float, most: int) -> Scene:
     module, seed = copy.deepcopy(loop.module), loop.seed + subject.client
     start, count = module.flat, one_run.number_of_canaries(module.num_params)
     parts = [
@@ -157,7 +130,7 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
     canaries, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
     mask = torch.from_numpy(included)
     choosing_harness = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
-    canary, other = most_opposed(choosing_harness.gradients(start, torch.arange(_POOL), subject.planned))
+    canary, other = most_opposed(choosing_harness.gradients(torch.arange(_POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
         "eight": torch.arange(8),
@@ -169,15 +142,16 @@ def _scene(loop: FederatedLoop, subject: AuditTarget) -> Scene:
 
     def harness(sampling: str) -> Harness:
         engine = build_engine(loop.clients.engine.name, loop.clients.engine.workers)
-        streams = Streams()
-        return Harness(engine, module, loop.population, (x, y), datasets, streams, COPIES, sampling)
+        return Harness(engine, module, loop.population, (x, y), datasets, Streams(), COPIES, sampling)
 
     poisson_harness = harness("poisson")
-    canary_gradient, other_gradient = poisson_harness.gradients(start, torch.tensor([canary, other]), subject.planned)
+    canary_gradient, other_gradient = poisson_harness.gradients(torch.tensor([canary, other]), subject.planned)
     return Scene(
         harness=poisson_harness,
         drawing=poisson_harness if subject.sampling == "poisson" else harness(subject.sampling),
         gradients=(canary_gradient, other_gradient),
         canaries=(canaries, others if subject.replace_one else None),
         included=included,
+        significance=significance,
+        most=most,
     )

@@ -1,7 +1,5 @@
 """Targets of an audit: what a client plans to release, and the claims about it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,10 +40,6 @@ class AuditTarget:
     """One client: its noised sums, and the claims about them.
 
     Args:
-        client: number of the client.
-        releases: releases in the order in which they are planned.
-        settings: settings of the client.
-        accountant: accountant of the run.
         replace_one: whether neighbours differ in a record's value instead of its presence.
         sampling: "poisson" or "shuffle".
     """
@@ -77,7 +71,6 @@ class AuditTarget:
 
     @property
     def laplace(self) -> bool:
-        """Whether the noise is Laplace noise instead of Gaussian noise."""
         return isinstance(self.planned, Laplace)
 
     @property
@@ -86,7 +79,6 @@ class AuditTarget:
         return (2.0 if self.replace_one else 1.0) / self.planned.noise_multiplier
 
     def events(self) -> list[NoisedEvent]:
-        """Return the accounting events of the whole run."""
         return [release.planned.event(release.all_steps) for release in self.releases]
 
     @cached_property
@@ -95,7 +87,6 @@ class AuditTarget:
         return self.accountant.epsilon(self.events(), self.settings.delta)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the claim as a dictionary for JSON."""
         return {
             "epsilon": self.epsilon,
             "delta": self.settings.delta,
@@ -112,10 +103,9 @@ class AuditTarget:
 
 
 def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[AuditTarget], list[str]]:
-    """Return the clients to audit, and descriptions of what is not audited.
+    """Return the clients to audit, and descriptions of what is not audited. The schedule of the loop is planned here.
 
     Args:
-        loop: its schedule is planned here.
         chosen: clients; None takes the one with the smallest budget and the one with the largest.
 
     Raises:

@@ -1,23 +1,19 @@
 """Options of a run: their types, ranges and `--help` texts. Imports neither torch nor lightning.
 
-A key that selects something by name (partition, model, strategies) keeps its options in a plain mapping, which the
-registry of those names checks. All other keys are typed. The `Args` line of each field is its text in `--help`.
-`load.py` reads and writes the options.
+A key that selects something by name (partition, model, strategies) keeps its options in a mapping, which the registry
+of those names checks. The `Args` line of each field is its text in `--help`.
 """
 
-from __future__ import annotations
-
-import ast
 import dataclasses
 import functools
 import re
 import types
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from dpfl_lightning.config.per_client import Bound, resolve
+from dpfl_lightning.config.registry import REGISTRIES, names_in
 from dpfl_lightning.errors import nearest, require
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
@@ -26,6 +22,20 @@ FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 # One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
+
+_AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
+_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
+_FRACTION_OR_COUNT = Bound(
+    "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
+)
+_NAMED_OR_NULL = Bound("have a `name` or be null", lambda value: "name" in value)
+_NAME_OR_CLASS = Bound("have a `name` or a `class_path`", lambda value: ("name" in value) != ("class_path" in value))
+
+AtLeastOne = Annotated[int, _AT_LEAST_ONE]
+AtLeastOneOrNull = Annotated[int | None, _AT_LEAST_ONE]
+AtLeastZero = Annotated[int, Bound("be >= 0", lambda value: value >= 0)]
+Named = Annotated[dict, Bound("have a `name`", lambda value: "name" in value)]
+Strategies = Annotated[dict[str, dict | None], Bound("name at least one strategy", bool)]
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class DataOptions:
         groups: simulated groups of clients with shifted data: {name, sizes: [3, 6, 6, 6]} or {name, count}; null
             simulates none. Test accuracy is then the mean over clients on their held-out or test records, which are
             shifted like their training records.
-        mislabelled: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
+        label_noise: simulated wrong labels (y + 1) of training records: {name: records, share: 0.2} affects this share
             of each client's records, {name: clients, share: 0.2} all records of this share of the clients; null
             simulates none.
     """
@@ -57,14 +67,14 @@ class DataOptions:
     name: str = "fashion_mnist"
     folder: str | None = None
     download: bool = True
-    records_per_client: int | None = None
-    held_out_per_client: float = 0.0
-    test_per_client: int | None = None
-    public_records: int = 0
+    records_per_client: AtLeastOneOrNull = None
+    held_out_per_client: Annotated[float, _FRACTION_OR_COUNT] = 0.0
+    test_per_client: AtLeastOneOrNull = None
+    public_records: AtLeastZero = 0
     use_public: bool = False
-    partition: dict = field(default_factory=lambda: {"name": "iid"})
-    groups: dict | None = None
-    mislabelled: dict | None = None
+    partition: Named = field(default_factory=lambda: {"name": "iid"})
+    groups: Annotated[dict | None, _NAMED_OR_NULL] = None
+    label_noise: Annotated[dict | None, _NAMED_OR_NULL] = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +94,7 @@ class ClientOptions:
             accepts; null reports the true budgets. Noise, ledger and guarantees always follow the true budgets.
     """
 
-    count: int = 20
+    count: AtLeastOne = 20
     batch_size: PerClientInt | None = 32
     local_epochs: PerClientInt = 1
     learning_rate: PerClientFloat = 0.1
@@ -130,8 +140,8 @@ class PrivacyOptions:
     accountant: Literal["rdp", "prv", "gdp", "paper_ma"] = "rdp"
     adjacency: Literal["add_remove", "replace_one"] = "add_remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
-    reserve_rounds: int = 0
-    noise_key: str | None = None
+    reserve_rounds: AtLeastZero = 0
+    noise_key: Annotated[str | None, _NOISE_KEY] = None
     diagnostics: bool = False
 
 
@@ -150,7 +160,7 @@ class EngineOptions:
 
     name: Literal["fast", "serial", "stacked", "trainer"] = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    workers: int | None = None
+    workers: AtLeastOneOrNull = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +186,7 @@ class EvaluationOptions:
         every: number of rounds between two evaluations, >= 1; the last round is always evaluated.
     """
 
-    every: int = 1
+    every: AtLeastOne = 1
 
 
 @dataclass(frozen=True)
@@ -220,23 +230,18 @@ class Options:
     20
     """
 
-    rounds: int = 10
-    seed: int = 0
+    rounds: AtLeastOne = 10
+    seed: AtLeastZero = 0
     data: DataOptions = field(default_factory=DataOptions)
-    model: dict = field(default_factory=lambda: {"name": "cnn_small"})
+    model: Annotated[dict, _NAME_OR_CLASS] = field(default_factory=lambda: {"name": "cnn_small"})
     clients: ClientOptions = field(default_factory=ClientOptions)
     privacy: PrivacyOptions | None = field(default_factory=PrivacyOptions)
-    strategies: dict[str, dict | None] = field(default_factory=lambda: {"size_weighted": {}})
+    strategies: Strategies = field(default_factory=lambda: {"size_weighted": {}})
     engine: EngineOptions = field(default_factory=EngineOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     tracking: TrackingOptions | None = field(default_factory=TrackingOptions)
     output_dir: str | None = None
-
-
-def to_dict(options: Options) -> dict[str, Any]:
-    """Return the resolved configuration as nested dictionaries."""
-    return dataclasses.asdict(options)
 
 
 def departures(options: Options) -> dict[str, Any]:
@@ -245,196 +250,84 @@ def departures(options: Options) -> dict[str, Any]:
     >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
     """
-    differing: dict[str, Any] = {}
-    defaults = to_dict(Options())
-    for name, value in to_dict(options).items():
-        if name in SECTIONS and value is not None:
-            value = {key: one for key, one in value.items() if one != defaults[name][key]}
-            if value:
-                differing[name] = value
-        elif value != defaults[name]:
-            differing[name] = value
+    differing, defaults = {}, dataclasses.asdict(Options())
+    for name, value in dataclasses.asdict(options).items():
+        if value != defaults[name]:
+            partly = name in SECTIONS and value is not None
+            differing[name] = {k: one for k, one in value.items() if one != defaults[name][k]} if partly else value
     return differing
 
 
-# ---- ranges
-
-
-_AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
-_AT_LEAST_ZERO = Bound("be >= 0", lambda value: value >= 0)
-_FRACTION_OR_COUNT = Bound(
-    "be a fraction below 1 or a whole number", lambda value: 0 <= value < 1 or (value >= 1 and value % 1 == 0)
-)
-_NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
-_SCALARS = {
-    "rounds": _AT_LEAST_ONE,
-    "seed": _AT_LEAST_ZERO,
-    "data.records_per_client": _AT_LEAST_ONE,
-    "data.held_out_per_client": _FRACTION_OR_COUNT,
-    "data.test_per_client": _AT_LEAST_ONE,
-    "data.public_records": _AT_LEAST_ZERO,
-    "clients.count": _AT_LEAST_ONE,
-    "privacy.reserve_rounds": _AT_LEAST_ZERO,
-    "privacy.noise_key": _NOISE_KEY,
-    "engine.workers": _AT_LEAST_ONE,
-    "evaluation.every": _AT_LEAST_ONE,
-}
-_PER_CLIENT: dict[str, type[int] | type[float]] = {
-    "clients.batch_size": int,
-    "clients.local_epochs": int,
-    "clients.learning_rate": float,
-    "clients.reported_epsilon": float,
-    "privacy.epsilon": float,
-    "privacy.delta": float,
-    "privacy.clip_norm": float,
-    "privacy.noise_multiplier": float,
-    "network.down_megabits_per_second": float,
-    "network.up_megabits_per_second": float,
-    "network.latency_seconds": float,
-}
-
-
 def check(options: Options) -> None:
-    """Check the range of every value, including each client's.
+    """Check what needs several options: the value of every client, and that noise can be computed.
 
     Raises:
         UserError: the first value that is out of range.
     """
-    for key, bound in _SCALARS.items():
-        value = _at(options, key)
-        require(value is None or bound.holds(value), key, bound.words, value)
-    for key, kind in _PER_CLIENT.items():
-        value = _at(options, key)
-        if value is not None:
-            resolve(key, value, options.clients.count, options.seed, kind)
-    partition, model = options.data.partition, options.model
-    require("name" in partition, "data.partition", "have a `name`", partition)
-    for key in ("data.groups", "data.mislabelled"):
-        value = _at(options, key)
-        require(value is None or "name" in value, key, "have a `name` or be null", value)
-    require(("name" in model) != ("class_path" in model), "model", "have a `name` or a `class_path`", model)
-    require(bool(options.strategies), "strategies", "name at least one strategy", options.strategies)
+    for key, known in all_keys().items():
+        section, _, name = key.rpartition(".")
+        value = getattr(getattr(options, section), name, None) if section else None
+        if value is not None and known.hint in _PER_CLIENT:
+            resolve(key, value, options.clients.count, options.seed, _PER_CLIENT[known.hint])
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
 
 
-def _at(options: Options, key: str) -> Any:
-    """Return the value of a dotted key, or None if its section is None."""
-    value: Any = options
-    for name in key.split("."):
-        value = None if value is None else getattr(value, name)
-    return value
+_PER_CLIENT: dict[Any, type[int] | type[float]] = {
+    PerClientInt: int,
+    PerClientInt | None: int,
+    PerClientFloat: float,
+    PerClientFloat | None: float,
+}
 
 
 # ---- keys and their types
 
 
 class Key(NamedTuple):
-    """Type, default and help text of a dotted key."""
+    """Type, range, default and help text of a dotted key."""
 
     hint: Any
+    bound: Bound | None
     default: Any
     help: str
 
 
-def hints(of: type) -> dict[str, Any]:
-    """Return the fields of an option class and their types."""
-    return get_type_hints(of, globals())
-
-
 SECTIONS: dict[str, type] = {
     name: kind
-    for name, hint in hints(Options).items()
+    for name, hint in get_type_hints(Options).items()
     for kind in (hint, *get_args(hint))
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }
-MAY_BE_NULL = {name for name, hint in hints(Options).items() if types.NoneType in get_args(hint)}
-
-
-class Registry(NamedTuple):
-    """The place where the names that a key accepts are registered.
-
-    Args:
-        module: module inside the package.
-        attribute: name of a mapping whose keys are the names.
-        given: number of leading arguments that the program passes to a registered function; the others are options.
-        functions: name of a function that returns name -> function, if the mapping does not hold functions.
-    """
-
-    module: str
-    attribute: str
-    given: int
-    functions: str = ""
-
-
-REGISTRIES = {
-    "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
-    "model": Registry("models", "MODELS", 2),
-    "data.partition": Registry("data.partition", "PARTITIONS", 3),
-    "data.groups": Registry("data.groups", "GROUPS", 3),
-    "data.mislabelled": Registry("data.groups", "UNITS", 2),
-}
-
-
-def names_in(registry: Registry) -> list[str]:
-    """Return the names in a registry. They are read from the module's source, because importing it would import torch.
-
-    >>> names_in(REGISTRIES["data.groups"])
-    ['rotation', 'label_shift']
-    """
-    place = Path(__file__).parents[1].joinpath(*registry.module.split("."))
-    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
-            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            if isinstance(target, ast.Name) and target.id == registry.attribute:
-                return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-    raise LookupError(f"{file} has no registry {registry.attribute}")
+MAY_BE_NULL = {name for name, hint in get_type_hints(Options).items() if types.NoneType in get_args(hint)}
 
 
 @functools.cache
-def all_keys() -> dict[str, Key]:
-    """Return every dotted key that holds a value. The help of a key that accepts a name lists the names."""
+def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
+    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass).
+
+    The help of a key that accepts a name lists the names.
+    """
     import docstring_parser
 
     keys = {}
-    for section, kind in [("", Options), *SECTIONS.items()]:
-        lines = docstring_parser.parse(kind.__doc__ or "").params
-        texts = {line.arg_name: " ".join((line.description or "").split()) for line in lines}
-        for name, hint in hints(kind).items():
+    for section, kind in [*([extra] if extra else []), ("", Options), *SECTIONS.items()]:
+        texts = {line.arg_name: line.description for line in docstring_parser.parse(kind.__doc__ or "").params}
+        hints = get_type_hints(kind)
+        for name, annotated in get_type_hints(kind, include_extras=True).items():
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
                 more = f" Names: {', '.join(names_in(REGISTRIES[key]))}." if key in REGISTRIES else ""
-                keys[key] = Key(hint, getattr(kind(), name), texts[name] + more)
+                bound = next(iter(getattr(annotated, "__metadata__", ())), None)
+                help_text = " ".join((texts[name] or "").split()) + more
+                keys[key] = Key(hints[name], bound, getattr(kind(), name), help_text)
     return keys
 
 
-def nearest_key(key: str, flags: Iterable[str] = ()) -> str:
+def nearest_key(key: str, more: Iterable[str] = ()) -> str:
     """Return a suggestion for an unknown key: the same last part in another section, else the most similar key."""
-    everything = [*all_keys(), *SECTIONS, "model.name", "data.partition.name", "data.groups.name", *flags]
+    everything = [*all_keys(), *SECTIONS, *(f"{one}.name" for one in REGISTRIES if one != "strategies"), *more]
     same_end = [one for one in everything if one.rpartition(".")[2] == key.rpartition(".")[2]]
     return nearest(key, same_end) or nearest(key, everything)
-
-
-_WORDS = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    bool: "true or false",
-    types.NoneType: "null",
-}
-
-
-def in_words(hint: Any) -> str:
-    """Describe a type: `int | None` is "a whole number or null"."""
-    if hint in _WORDS:
-        return _WORDS[hint]
-    if get_origin(hint) is Literal:
-        return "one of " + ", ".join(get_args(hint))
-    if get_origin(hint) is tuple:
-        return f"a list of {in_words(get_args(hint)[0]).removeprefix('a ')}s"
-    if hint is dict or get_origin(hint) is dict:
-        return "a mapping"
-    return " or ".join(in_words(one) for one in get_args(hint))

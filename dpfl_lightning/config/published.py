@@ -1,11 +1,14 @@
-"""Published settings of clients as data: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
+"""Published settings of clients: the noise-aware paper's privacy budgets Dist1-Dist9 and batch sizes.
 
-Reference: Malekmohammadi, Yu and Cao (2024), "Noise-Aware Algorithm for Heterogeneous Differentially Private
-Federated Learning", Table 7 (the distributions), and the lists in the authors' code release (index 0 first,
-not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
+`published.csv` holds the lists for 60 clients. Their first 40 and 20 entries are the lists for 40 and 20 clients,
+except for five lists of 20, which were drawn separately.
+
+Reference: Malekmohammadi, Yu and Cao (2024), Table 7 (the distributions), and the lists in the authors' code release
+(index 0 first, not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
 """
 
-from __future__ import annotations
+import csv
+from pathlib import Path
 
 # (probability, mean, standard deviation) of each normal component. Table 7 does not state that its second
 # parameter is the standard deviation, but the published values show it.
@@ -18,106 +21,20 @@ NORMAL_MIXTURES: dict[str, tuple[tuple[float, float, float], ...]] = {
 }
 
 # (low, high)
-UNIFORMS: dict[str, tuple[float, float]] = {
-    "dist3": (0.2, 5.0),
-    "dist5": (0.2, 2.0),
-    "dist7": (0.2, 1.0),
-    "dist9": (0.2, 0.5),
-}
+UNIFORMS = {"dist3": (0.2, 5.0), "dist5": (0.2, 2.0), "dist7": (0.2, 1.0), "dist9": (0.2, 0.5)}
 
-# The lists for 60 clients; their first 40 entries are the published lists for 40.
-# fmt: off
-_EPSILONS_OF_60: dict[str, tuple[float, ...]] = {
-    "dist1": (
-        2.81, 1.69, 1.74, 1.46, 2.43, 0.85, 2.87, 1.62, 2.16, 1.88, 2.73, 0.97, 1.84, 1.81, 2.57,
-        1.45, 1.91, 1.56, 2.02, 2.29, 1.12, 1.84, 2.26, 1.01, 1.66, 1.76, 1.36, 0.81, 0.58, 1.85,
-        1.73, 4.23, 0.25, 2.11, 2.37, 3.36, 2.5, 1.16, 2, 2.54, 1.69, 2.77, 0.25, 3.73, 3.47,
-        1.66, 2.61, 2.05, 1.17, 2.09, 3, 1.62, 1.62, 1.93, 2.43, 3.28, 1.37, 2.51, 2.22, 0.25,
-    ),
-    "dist2": (
-        5.45, 1, 1.15, 0.2, 4.52, 4.88, 0.98, 0.2, 1.05, 0.93, 1, 0.21, 0.21, 1.27, 0.89, 1.17,
-        0.96, 0.89, 1.04, 0.84, 6, 1, 0.83, 0.81, 1.01, 0.21, 0.97, 0.21, 1.14, 0.21, 0.78, 0.2,
-        5.2, 0.71, 1.11, 0.96, 1.06, 0.18, 0.99, 0.76, 1.04, 0.2, 0.89, 1.06, 0.9, 5.49, 1.08,
-        1.06, 1.02, 1.08, 0.98, 1.08, 1.04, 0.21, 1.3, 0.93, 1, 1, 0.19, 0.21,
-    ),
-    "dist3": (
-        2.29, 0.32, 2.84, 2.29, 2.22, 1.79, 1.18, 3.17, 1.64, 1.48, 3.18, 2.74, 0.85, 2.67, 1.09,
-        3.97, 4.3, 2.57, 4.26, 0.58, 2.63, 0.51, 2.25, 0.66, 0.81, 3.06, 1.28, 0.71, 1.26, 1.88,
-        2.45, 1.17, 3.27, 2.52, 2.63, 2.06, 4.01, 2.98, 0.98, 3.56, 4.83, 2.6, 4.47, 1.84, 2.92,
-        2.25, 2.3, 3.93, 2.77, 4.78, 2.81, 0.59, 1.96, 4.28, 2.15, 0.33, 1.39, 0.52, 4.97, 4.86,
-    ),
-    "dist4": (
-        0.5, 0.46, 0.39, 0.44, 0.57, 0.36, 0.19, 0.51, 3.21, 0.2, 0.49, 0.19, 0.19, 0.2, 0.45,
-        0.29, 0.61, 0.15, 0.38, 0.53, 3, 0.5, 0.33, 0.31, 0.51, 0.21, 0.47, 0.21, 0.64, 0.21,
-        0.28, 0.2, 2.2, 0.21, 0.61, 0.46, 0.56, 0.18, 0.49, 0.26, 0.54, 0.2, 0.39, 0.56, 0.4,
-        2.49, 0.58, 0.56, 0.52, 0.58, 0.48, 0.58, 0.54, 0.21, 0.8, 0.43, 0.5, 0.5, 0.19, 0.21,
-    ),
-    "dist5": (
-        0.98, 0.25, 1.19, 0.98, 0.96, 0.79, 0.57, 1.31, 0.74, 0.68, 1.32, 1.15, 0.44, 1.12, 0.53,
-        1.61, 1.74, 1.09, 1.72, 0.34, 1.11, 0.32, 0.97, 0.37, 0.43, 1.27, 0.61, 0.39, 0.6, 0.83,
-        1.04, 0.56, 1.35, 1.07, 1.11, 0.9, 1.63, 1.24, 0.49, 1.46, 1.94, 1.1, 1.8, 0.81, 1.22,
-        0.97, 0.99, 1.6, 1.16, 1.92, 1.18, 0.35, 0.86, 1.73, 0.93, 0.25, 0.64, 0.32, 1.99, 1.95,
-    ),
-    "dist6": (
-        0.5, 0.46, 0.39, 0.44, 0.21, 0.36, 0.19, 0.51, 1.12, 0.2, 0.49, 0.19, 0.19, 0.2, 0.2,
-        0.18, 0.61, 0.15, 0.38, 0.53, 1.1, 0.5, 0.33, 0.31, 0.51, 0.21, 0.47, 0.21, 0.21, 0.21,
-        0.18, 0.2, 1.02, 0.21, 0.21, 0.46, 0.56, 0.18, 0.49, 0.26, 0.54, 0.2, 0.39, 0.56, 0.4,
-        1.05, 0.58, 0.56, 0.2, 0.58, 0.2, 0.58, 0.54, 0.21, 0.8, 0.43, 0.2, 0.2, 0.19, 0.21,
-    ),
-    "dist7": (
-        0.55, 0.22, 0.64, 0.55, 0.54, 0.46, 0.36, 0.7, 0.44, 0.41, 0.7, 0.62, 0.31, 0.61, 0.35,
-        0.83, 0.88, 0.6, 0.88, 0.26, 0.6, 0.25, 0.54, 0.28, 0.3, 0.68, 0.38, 0.29, 0.38, 0.48,
-        0.57, 0.36, 0.71, 0.59, 0.6, 0.51, 0.83, 0.66, 0.33, 0.76, 0.97, 0.6, 0.91, 0.47, 0.65,
-        0.54, 0.55, 0.82, 0.63, 0.96, 0.64, 0.27, 0.49, 0.88, 0.53, 0.22, 0.4, 0.25, 1, 0.98,
-    ),
-    "dist8": (
-        0.2, 0.2, 0.19, 0.44, 0.21, 0.19, 0.19, 0.51, 0.62, 0.2, 0.2, 0.19, 0.19, 0.2, 0.2, 0.18,
-        0.61, 0.17, 0.38, 0.53, 0.6, 0.2, 0.18, 0.31, 0.2, 0.21, 0.2, 0.21, 0.21, 0.21, 0.18, 0.2,
-        0.52, 0.17, 0.21, 0.46, 0.21, 0.18, 0.49, 0.18, 0.2, 0.2, 0.19, 0.21, 0.4, 0.55, 0.58,
-        0.21, 0.2, 0.21, 0.2, 0.21, 0.54, 0.21, 0.23, 0.43, 0.2, 0.2, 0.19, 0.21,
-    ),
-    "dist9": (
-        0.33, 0.21, 0.36, 0.33, 0.33, 0.3, 0.26, 0.39, 0.29, 0.28, 0.39, 0.36, 0.24, 0.35, 0.26,
-        0.44, 0.46, 0.35, 0.45, 0.22, 0.35, 0.22, 0.33, 0.23, 0.24, 0.38, 0.27, 0.23, 0.27, 0.3,
-        0.34, 0.26, 0.39, 0.34, 0.35, 0.32, 0.44, 0.37, 0.25, 0.41, 0.49, 0.35, 0.47, 0.3, 0.37,
-        0.33, 0.33, 0.43, 0.36, 0.49, 0.36, 0.22, 0.31, 0.46, 0.32, 0.21, 0.27, 0.22, 0.5, 0.49,
-    ),
-}
+_ROWS = list(csv.DictReader(Path(__file__).with_suffix(".csv").read_text(encoding="utf-8").splitlines()))
 
-# For 20 clients, these five lists were drawn separately. The other four are the first 20 of the 60 entries.
-_EPSILONS_OF_20: dict[str, tuple[float, ...]] = {
-    "dist3": (
-        2.2, 3.66, 0.2, 1.65, 0.9, 0.64, 1.09, 1.86, 2.1, 2.79, 2.21, 3.49, 1.18, 4.41, 0.33,
-        3.42, 2.2, 2.88, 0.87, 1.15,
-    ),
-    "dist4": (
-        0.57, 0.66, 0.42, 3.97, 3.27, 0.45, 0.55, 2.58, 1.82, 0.64, 0.19, 2.38, 0.34, 0.44, 0.47,
-        0.5, 0.56, 0.51, 0.68, 0.19,
-    ),
-    "dist5": (
-        0.95, 1.5, 0.2, 0.74, 0.46, 0.37, 0.54, 0.82, 0.91, 1.17, 0.95, 1.43, 0.57, 1.78, 0.25,
-        1.41, 0.95, 1.21, 0.45, 0.56,
-    ),
-    "dist7": (
-        0.26, 0.82, 0.55, 0.78, 0.98, 0.63, 0.6, 0.26, 0.41, 0.6, 0.74, 0.84, 0.5, 0.25, 0.43,
-        0.93, 0.37, 0.56, 0.94, 0.22,
-    ),
-    "dist9": (
-        0.45, 0.25, 0.22, 0.31, 0.28, 0.36, 0.29, 0.29, 0.23, 0.27, 0.48, 0.28, 0.42, 0.46, 0.44,
-        0.26, 0.25, 0.21, 0.21, 0.26,
-    ),
-}
 
-_BATCH_SIZES_OF_60: tuple[int, ...] = (
-    32, 64, 16, 32, 16, 16, 16, 32, 32, 64, 32, 64, 16, 128, 16, 64, 32, 64, 16, 16, 128, 128, 32, 64,
-    128, 128, 16, 16, 16, 128, 16, 32, 128, 64, 64, 32, 64, 128, 16, 128, 128, 64, 32, 128, 16, 32,
-    128, 32, 32, 16, 16, 64, 16, 32, 32, 16, 64, 16, 64, 64,
-)
-# fmt: on
+def _column(name: str, count: int) -> tuple[float, ...]:
+    """Return the list for `count` clients."""
+    separate = f"{name}_of_{count}"
+    return tuple(float(row[separate if separate in row else name]) for row in _ROWS[:count])
+
 
 EPSILONS: dict[str, dict[int, tuple[float, ...]]] = {
-    name: {20: _EPSILONS_OF_20.get(name, of_60[:20]), 40: of_60[:40], 60: of_60}
-    for name, of_60 in _EPSILONS_OF_60.items()
+    name: {count: _column(name, count) for count in (20, 40, 60)} for name in sorted({*NORMAL_MIXTURES, *UNIFORMS})
 }
-
-BATCH_SIZES: dict[int, tuple[int, ...]] = {count: _BATCH_SIZES_OF_60[:count] for count in (20, 40, 60)}
+BATCH_SIZES: dict[int, tuple[int, ...]] = {
+    count: tuple(map(int, _column("batch_size", count))) for count in (20, 40, 60)
+}

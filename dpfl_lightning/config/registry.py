@@ -1,52 +1,65 @@
-"""Calls the function that a configuration names, after checking the name and every option against its signature."""
+"""Names that configurations use: their help, and calls of the functions that they stand for."""
 
-from __future__ import annotations
-
+import ast
+import importlib
 import inspect
-import types
-import typing
-from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
-from typing import Any, TypeVar
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.config.typed import converted, in_words
+from dpfl_lightning.errors import UserError, nearest, require
 
 T = TypeVar("T")
 
-_KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
-    int: ("a whole number", lambda value: isinstance(value, Integral) and not isinstance(value, bool)),
-    float: ("a number", lambda value: isinstance(value, Real) and not isinstance(value, bool)),
-    bool: ("true or false", lambda value: isinstance(value, bool)),
-    str: ("a word", lambda value: isinstance(value, str)),
-    float | None: ("a number or null", lambda value: value is None or _KINDS[float][1](value)),
-    int | None: ("a whole number or null", lambda value: value is None or _KINDS[int][1](value)),
-    Sequence[int]: (
-        "a list of whole numbers",
-        lambda value: isinstance(value, Sequence) and all(map(_KINDS[int][1], value)),
-    ),
-    Sequence[int] | None: (
-        "a list of whole numbers or null",
-        lambda value: value is None or _KINDS[Sequence[int]][1](value),
-    ),
+
+class Registry(NamedTuple):
+    """The mapping `attribute` in a module of the package, whose keys are the names that a key accepts.
+
+    `given` is the number of leading arguments that the program passes to a registered function; the others are options.
+    `functions` names a function that returns name -> function, if the mapping does not hold functions.
+    """
+
+    module: str
+    attribute: str
+    given: int
+    functions: str = ""
+
+
+REGISTRIES = {
+    "strategies": Registry("strategies", "STRATEGIES", 0, "classes"),
+    "model": Registry("models", "MODELS", 2),
+    "data.partition": Registry("data.partition", "PARTITIONS", 3),
+    "data.groups": Registry("data.groups", "GROUPS", 3),
+    "data.label_noise": Registry("data.groups", "UNITS", 2),
 }
+
+
+def names_in(registry: Registry) -> list[str]:
+    """Return the names in a registry. They are read from the module's source, because importing it would import torch.
+
+    >>> names_in(REGISTRIES["data.groups"])
+    ['rotation', 'label_shift']
+    """
+    place = Path(__file__).parents[1].joinpath(*registry.module.split("."))
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            if isinstance(target, ast.Name) and target.id == registry.attribute:
+                return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise LookupError(f"{file} has no registry {registry.attribute}")
 
 
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
     """Return `known[name](*args, **options)`, for a name and options that a user wrote.
 
-    Args:
-        key: dotted name of the option that holds the name, such as `model`; used in messages.
-        known: registered name -> function; the parameters after `args` are the options.
-        name: the name that the user chose.
-        args: arguments that the program passes.
-        options: options that the user passes; int, float, str and Sequence[int] are checked against the annotations.
-
-    Returns:
-        The result of the function.
+    The function's parameters after `args` are the options; their annotations give the types. `key` is the dotted name
+    of the option that holds the name, such as `model`.
 
     Raises:
-        UserError: an unknown name or option (with the nearest known one), a missing option, or a value of the wrong
-            type.
+        UserError: an unknown name or option, a missing option, or a value of the wrong type.
 
     >>> call("model", {"scale": lambda x, by=2: x * by}, "scale", 3, bye=4)
     Traceback (most recent call last):
@@ -54,60 +67,55 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     dpfl_lightning.errors.UserError: `model.bye` must be an option of scale (by), got 4. Did you mean `by`?
     """
     require(name in known, f"{key}.name", f"be one of {', '.join(known)}", name, nearest(name, known))
-    allowed = dict(list(inspect.signature(known[name]).parameters.items())[len(args) :])
-    kinds = _kinds_of(known[name])
+    allowed = {one.name: (hint, one) for hint, one in _parameters(known[name], len(args))}
     takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
         must, advice = f"be an option of {name} ({takes})", nearest(option, allowed)
         require(option in allowed, f"{key}.{option}", must, value, advice)
-        words, holds = _KINDS.get(kinds.get(option), ("", lambda value: True))
-        require(holds(value), f"{key}.{option}", f"be {words}", value)
-    for option, parameter in allowed.items():
+        hint = allowed[option][0]
+        try:
+            converted(hint, value)
+        except TypeError:
+            raise UserError(f"`{key}.{option}` must be {in_words(hint)}, got {value!r}.") from None
+    for option, (_, parameter) in allowed.items():
         given = option in options or parameter.default is not parameter.empty
         require(given, f"{key}.{option}", f"be given for {name}", None)
     return known[name](*args, **options)
 
 
-def _kinds_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return parameter -> annotation; for a class, those of its constructor."""
-    return typing.get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:
+    """Return annotation and parameter of each option, which follow `given` arguments."""
+    hints = get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
+    parameters = list(inspect.signature(function).parameters.values())[given:]
+    return [(hints.get(one.name, Any), one) for one in parameters]
 
 
 # ---- help texts
 
 
-def listed(known: Mapping[str, Callable[..., Any]]) -> str:
-    """Return every name with the first line of its docstring.
+def help_text(key: str, name: str | None, about: str) -> str:
+    """Return the text that `--KEY.help [NAME]` prints: all names and the help of the key, or the options of one name.
 
-    >>> print(listed({"len": len, "maximum": max}))
-    len      Return the number of items in a container.
-    maximum  max(iterable, *[, default=obj, key=func]) -> value
+    The registry is imported only here, because many registries import torch.
+
+    Raises:
+        UserError: `name` is not registered for the key.
     """
-    width = max(map(len, known))
-    return "\n".join(f"{name.ljust(width)}  {_text(one).splitlines()[0]}" for name, one in known.items())
-
-
-def options_of(function: Callable[..., Any], given: int, prefix: str) -> str:
-    """Return the docstring of a registered function, and how to set each option, with its type and default.
-
-    Args:
-        function: a function from a registry.
-        given: number of leading arguments that the program passes.
-        prefix: text before the name of an option, such as `--model`.
-
-    >>> def scale(x: float, by: int, unit: str | None = None):
-    ...     "Scaled."
-    >>> print(options_of(scale, 1, "--thing"))
-    Scaled.
-    <BLANKLINE>
-    --thing.by    a whole number, must be given
-    --thing.unit  a word or null (null)
-    """
-    parameters = list(inspect.signature(function).parameters.values())[given:]
-    kinds = _kinds_of(function)
-    width = max((len(one.name) for one in parameters), default=0)
-    lines = [f"{prefix}.{one.name.ljust(width)}  {_in_words(kinds.get(one.name))}{_default(one)}" for one in parameters]
-    return "\n".join([_text(function), "", *(lines or ["It has no options."])])
+    registry = REGISTRIES[key]
+    module = importlib.import_module(f"dpfl_lightning.{registry.module}")
+    known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
+    if name is None:
+        width = max(map(len, known))
+        lines = [f"{name.ljust(width)}  {_text(one).splitlines()[0]}" for name, one in known.items()]
+        return "\n".join(
+            [*lines, "", textwrap.fill(f"--{key}.help NAME shows the options of NAME. {key}: {about}", 120)]
+        )
+    require(name in known, f"--{key}.help", f"be followed by one of {', '.join(known)}", name, nearest(name, known))
+    prefix = f"--{key}.{name}" if key == "strategies" else f"--{key}"
+    parameters = _parameters(known[name], registry.given)
+    width = max((len(one.name) for _, one in parameters), default=0)
+    lines = [f"{prefix}.{one.name.ljust(width)}  {in_words(hint)}{_default(one)}" for hint, one in parameters]
+    return "\n".join([f"{key} {name}", "", _text(known[name]), "", *(lines or ["It has no options."])])
 
 
 def _text(function: Callable[..., Any]) -> str:
@@ -120,15 +128,3 @@ def _default(option: inspect.Parameter) -> str:
     words = {None: "null", True: "true", False: "false"}
     value = option.default
     return f" ({words[value] if value is None or isinstance(value, bool) else value})"
-
-
-def _in_words(kind: Any) -> str:
-    if kind in _KINDS:
-        return _KINDS[kind][0]
-    if kind is types.NoneType:
-        return "null"
-    if typing.get_origin(kind) is typing.Literal:
-        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return " or ".join(map(_in_words, typing.get_args(kind)))
-    return getattr(kind, "__name__", "anything")

@@ -1,11 +1,9 @@
 """Reading and writing the YAML of configurations."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
@@ -19,15 +17,16 @@ class _Loader(yaml.SafeLoader):
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen:
-                self._refuse(key, f"the key {key.value} a second time")
+                raise _error(key, f"the key {key.value} a second time")
             if key.value == "privacy" and value.value == "":
-                self._refuse(key, "privacy without keys (write `privacy: null` for a run without privacy)")
+                raise _error(key, "privacy without keys (write `privacy: null` for a run without privacy)")
             if isinstance(key, yaml.ScalarNode):
                 seen.add(key.value)
         return super().construct_mapping(node, deep)
 
-    def _refuse(self, node: yaml.Node, problem: str) -> NoReturn:
-        raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+
+def _error(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 class _Dumper(yaml.SafeDumper):

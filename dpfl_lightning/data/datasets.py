@@ -1,7 +1,5 @@
 """Public data sets as normalised tensors, by name."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

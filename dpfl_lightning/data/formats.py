@@ -1,7 +1,5 @@
 """File formats of public data sets: each file is checked by its structure and never unpickled."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import math

@@ -1,7 +1,5 @@
 """Users' records: pairs of arrays or torch Datasets, as tensors that fit together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

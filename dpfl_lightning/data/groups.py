@@ -1,7 +1,5 @@
 """Simulated differences between clients: groups with rotated images or renamed classes, and wrong labels."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -129,7 +127,7 @@ def _in_order(num_clients: int, sizes: Sequence[int] | None, count: int | None, 
 # ---- wrong labels
 
 
-def mislabelled(
+def with_wrong_labels(
     name: str, y: Tensor, rows_of: Sequence[Tensor], num_classes: int, rng: np.random.Generator, /, **options: Any
 ) -> Tensor:
     """Return labels [n], of which a `share` in [0, 1] of those in `rows_of` are wrong, in units of `name`.
@@ -140,14 +138,14 @@ def mislabelled(
     Reference: Wang and Wang (2024), who do not state whether a portion is one of records or of clients.
 
     >>> y, clients = torch.tensor([0, 1, 2, 0]), [torch.tensor([0, 1]), torch.tensor([2])]
-    >>> mislabelled("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()
+    >>> with_wrong_labels("records", y, clients, 3, np.random.default_rng(0), share=1.0).tolist()
     [1, 2, 0, 0]
     """
     must, rows = "be null if there are no classes", torch.cat(list(rows_of))
-    require(num_classes > 1 and not y.is_floating_point(), "data.mislabelled", must, name)
+    require(num_classes > 1 and not y.is_floating_point(), "data.label_noise", must, name)
     must = "be null if clients share records, because a record has one label"
-    require(len(rows.unique()) == len(rows), "data.mislabelled", must, name)
-    wrong = call("data.mislabelled", UNITS, name, rows_of, rng, **options)
+    require(len(rows.unique()) == len(rows), "data.label_noise", must, name)
+    wrong = call("data.label_noise", UNITS, name, rows_of, rng, **options)
     changed = y.clone()
     changed[wrong] = renamed(y[wrong], 1, num_classes)
     return changed
@@ -169,5 +167,5 @@ UNITS: dict[str, Callable[..., Tensor]] = {"records": of_records, "clients": of_
 
 def _some(total: int, rng: np.random.Generator, share: float) -> Tensor:
     """Draw a share of `total` at random; a half is rounded up."""
-    require(0 <= share <= 1, "data.mislabelled.share", "be in [0, 1]", share)
+    require(0 <= share <= 1, "data.label_noise.share", "be in [0, 1]", share)
     return torch.from_numpy(rng.permutation(total)[: math.floor(share * total + 0.5)])

@@ -1,7 +1,5 @@
 """Partitions: functions `(labels [n], num_clients, rng, **options) -> one array of indices into labels per client`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from dpfl_lightning.data.datasets import Dataset
 from dpfl_lightning.data.given import check_alike, pair
-from dpfl_lightning.data.groups import Groups, grouped, stored
-from dpfl_lightning.data.groups import mislabelled as with_wrong_labels
+from dpfl_lightning.data.groups import Groups, grouped, stored, with_wrong_labels
 from dpfl_lightning.data.partition import Parts, as_classes, matched_shares
 from dpfl_lightning.data.partition import partition as divide
 from dpfl_lightning.errors import require
@@ -111,12 +110,12 @@ class Population:
         public_records: int = 0,
         use_public: bool = False,
         groups: tuple[str, Mapping[str, Any]] | None = None,
-        mislabelled: tuple[str, Mapping[str, Any]] | None = None,
+        label_noise: tuple[str, Mapping[str, Any]] | None = None,
         seed: int = 0,
     ) -> Population:
         """Divide a public data set among simulated clients; the result is on the CPU.
 
-        The arguments are the keys `data.*` of the configuration (`DataOptions`); partition, groups and mislabelled are
+        The arguments are the keys `data.*` of the configuration (`DataOptions`); partition, groups and label_noise are
         a name and its options. `records_per_client` is a mean if the partition makes unequal parts. Shares of the test
         set and draws from it match the classes of a client's training records. With groups there is no common test set,
         and public records are not shifted. Partitions and test shares use the labels before any shift or mistake.
@@ -164,9 +163,9 @@ class Population:
             caveats=(_SHARED,) if name == "overlapping" else (),
         )
         population = population if client_groups is None else population._shifted(client_groups)
-        if mislabelled is None:
+        if label_noise is None:
             return population
-        unit, unit_options = mislabelled
+        unit, unit_options = label_noise
         y = with_wrong_labels(unit, population.y, population.train_of, population.num_classes, rng, **unit_options)
         return dataclasses.replace(population, y=y)
 

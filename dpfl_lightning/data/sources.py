@@ -6,8 +6,6 @@ Debian-like machine, from Debian's package without root. Downloads are checked a
 checked by their structure and never changed.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

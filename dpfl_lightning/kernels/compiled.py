@@ -1,7 +1,5 @@
 """Compilation of loops by numba, cached on disk for later processes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from contextlib import suppress

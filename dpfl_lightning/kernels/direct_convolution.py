@@ -4,8 +4,6 @@ Torch computes the slope of a kernel's gradient along the input as a convolution
 which is the slowest part of a matching step.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

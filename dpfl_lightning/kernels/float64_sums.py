@@ -3,8 +3,6 @@
 A square or a product of float32 numbers is exact in float64, and neither under- nor overflows there.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

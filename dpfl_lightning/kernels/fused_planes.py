@@ -4,8 +4,6 @@ Gradient matching moves images along a second derivative, for which torch needs 
 and their slopes. Here a plane is read once and stays in the L1 cache: see `plane_loops.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -10,8 +10,6 @@ and the slope of u . dy + p dscale + q dshift, whose terms `second_order` names.
 is normalised but not pooled.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

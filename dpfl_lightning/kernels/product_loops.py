@@ -1,7 +1,5 @@
 """The loops of `float64_sums.Products`, compiled by numba."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -10,8 +10,6 @@ A window is `kernel height` runs of `kernel width * channels` contiguous numbers
 in `windows.py` are compiled when a kernel shape first occurs, which takes a second, and are then checked against torch.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The innermost loop, a weighted sum of windows, is written in LLVM instructions, so that its sums stay in registers.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The papers' models by name, and a check that record-level privacy is possible for a model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

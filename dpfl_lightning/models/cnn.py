@@ -1,7 +1,5 @@
 """The papers' plain convolutional nets, the ConvNet family and two linear models, each an `nn.Sequential`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

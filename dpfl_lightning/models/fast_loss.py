@@ -1,7 +1,5 @@
 """A module's loss with layers that are faster on a CPU, for nets that the server trains or matches."""
 
-from __future__ import annotations
-
 import copy
 import threading
 

@@ -1,7 +1,5 @@
 """A trainable model: a net, the loss of each record, and its parameters as one flat vector."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call

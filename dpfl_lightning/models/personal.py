@@ -1,7 +1,5 @@
 """A personal input transformation before a shared net, as in PRIVATEFL."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

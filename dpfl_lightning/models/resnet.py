@@ -1,7 +1,5 @@
 """Residual nets of basic blocks whose norm layers do not mix records."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import Tensor, nn

@@ -1,6 +1,4 @@
-"""The mechanism of one client's step: the bound on a record's contribution, the noise, and the divisor."""
-
-from __future__ import annotations
+"""The mechanisms of one client: noise on a clipped sum, with its bound and divisor, and a private choice."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.errors import require
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, NoisedEvent, SelectionEvent
 from dpfl_lightning.privacy.clipping.reference import SUM_ROUNDING
 from dpfl_lightning.privacy.noise import RandomGenerator, device_noise, integer_noise
 
@@ -48,14 +46,10 @@ class Mechanism:
     4. The integers are added without rounding, as int64.
 
     Reference: Haney et al. (2022), Precision-based attacks and interval refining, https://arxiv.org/abs/2207.13793.
-
-    Attributes:
-        clip_order: order of the norm that bounds a record, 1 or 2.
-        unit_std: standard deviation of noise of scale 1.
     """
 
-    clip_order: ClassVar[int]
-    unit_std: ClassVar[float]
+    clip_order: ClassVar[int]  # order of the norm that bounds a record, 1 or 2
+    unit_std: ClassVar[float]  # standard deviation of noise of scale 1
 
     clip_norm: float
     noise_multiplier: float
@@ -64,19 +58,18 @@ class Mechanism:
 
     def __post_init__(self) -> None:
         require(self.clip_norm > 0, "clip_norm", "be above 0", self.clip_norm)
-        require(0 <= self.noise_multiplier < float("inf"), "noise_multiplier", "be >= 0", self.noise_multiplier)
+        require(0 <= self.noise_multiplier < math.inf, "noise_multiplier", "be >= 0", self.noise_multiplier)
         advice = "Divide a batch size by the number of records."
         require(0 < self.sample_rate <= 1, "sample_rate", "be in (0, 1]", self.sample_rate, advice)
         require(self.expected_batch_size > 0, "expected_batch_size", "be above 0", self.expected_batch_size)
-        bounded = self.noise_multiplier == 0 or self.clip_norm < float("inf")
+        bounded = self.noise_multiplier == 0 or self.clip_norm < math.inf
         require(bounded, "clip_norm", "be finite when noise is added", self.clip_norm)
 
     def grid(self, numbers: int) -> float:
         """Return the grid step g for a sum of P numbers: a power of two, at most 2^-18 of the noise's scale.
 
         It adds at most 1/400 to the sensitivity, unless `noise_multiplier` times the norm of P ones is above
-        2.7 * 10^9. Then the grid is coarser, so that 64 bits hold the noise, and the noise covers the added
-        sensitivity.
+        2.7 * 10^9: then the grid is coarser, so that 64 bits hold the noise, which covers the added sensitivity.
         """
         scale = self.noise_multiplier * self.clip_norm
         finest = min(scale * _FINEST, self.clip_norm / (400 * self._spread(numbers)))
@@ -93,11 +86,7 @@ class Mechanism:
         return self.noise_multiplier * max(self.clip_norm * ENLARGED, self.sensitivity(numbers))
 
     def noised_integers(self, clipped_sum: Tensor, generator: RandomGenerator) -> Tensor:
-        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum.
-
-        Args:
-            clipped_sum: any shape, float64 (float32 on devices without float64).
-        """
+        """Return the release: `round(clipped_sum / g) + round(noise / g)`, int64 in the shape of the sum."""
         numbers = clipped_sum.numel()
         step = self.grid(numbers)
         integers = on_grid(clipped_sum, step)
@@ -135,14 +124,11 @@ def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Gaussian(Mechanism):
-    """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2.
+    """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2; the noise's scale is its std.
 
-    Args: those of `Mechanism`; `noise_multiplier` is the noise's standard deviation / sensitivity.
-
-    **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has
-    standard deviation `noise_scale` in every coordinate and is added once per logical batch.
-
-    **Privacy** One call of `privatise` is one step of `event(steps)`.
+    Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has standard deviation
+    `noise_scale` in every coordinate and is added once per logical batch. One call of `privatise` is one step of
+    `event`.
     """
 
     clip_order: ClassVar[int] = 2
@@ -157,17 +143,9 @@ class Laplace(Mechanism):
     """The Laplace mechanism on a sum of gradients clipped in L1: pure differential privacy, delta 0.
 
     Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
-    with the square of the number of releases that share a budget.
-
-    Args: those of `Mechanism`; `noise_multiplier` is the scale b / sensitivity of noise with the
-        density exp(-|x| / b) / (2 b); `sample_rate` is usually 1, because the event ignores sampling.
-
-    **Guarantees** Adding or removing one record moves the clipped sum by at most `clip_norm` in L1.
-
-    **Privacy** One call of `privatise` is (1 / noise_multiplier)-private, one step of `event(steps)`.
-
-    >>> Laplace(clip_norm=1.0, noise_multiplier=2.0, sample_rate=1.0, expected_batch_size=10.0).event(steps=3)
-    LaplaceEvent(noise_multiplier=2.0, steps=3)
+    with the square of the number of releases that share a budget. The scale is b of the density exp(-|x| / b) / (2 b).
+    Adding or removing one record moves the clipped sum by at most `clip_norm` in L1. One call of `privatise` is
+    (1 / noise_multiplier)-private; the event ignores sampling, so `sample_rate` is usually 1.
     """
 
     clip_order: ClassVar[int] = 1
@@ -178,11 +156,7 @@ class Laplace(Mechanism):
 
 
 def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mechanism:
-    """Return the mechanism of a planned event with solved noise, for a client with this number of records.
-
-    >>> mechanism_of(GaussianEvent(0.5, 2.0, steps=4), clip_norm=1.0, num_records=10)
-    Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=5.0)
-    """
+    """Return the mechanism of a planned event with solved noise, for a client with this number of records."""
     if event.noise_multiplier is None:
         raise KeyError("its noise is not solved yet")
     kind = Laplace if isinstance(event, LaplaceEvent) else Gaussian
@@ -190,21 +164,11 @@ def mechanism_of(event: NoisedEvent, clip_norm: float, num_records: int) -> Mech
 
 
 class MechanismRows:
-    """`Mechanism.privatise` of many clients in a few operations, row by row.
+    """`Mechanism.privatise` of S >= 1 clients of one class in a few operations, row by row.
 
-    Args:
-        mechanisms: length S >= 1, one for each client, all of one class.
-        generators: length S, one for each client; on a GPU the first one seeds the device's generator for all rows.
-        like: any tensor with the dtype and device of the releases.
-        numbers: number of values in the sum of one client.
-
-    **Privacy** One call of `privatise` is one step of each client whose row it is given.
-
-    >>> row = Gaussian(clip_norm=1.0, noise_multiplier=2.0, sample_rate=0.5, expected_batch_size=4.0)
-    >>> alone = row.privatise(torch.ones(1, 3).double(), RandomGenerator(bytes(32)))
-    >>> rows = MechanismRows([row], [RandomGenerator(bytes(32))], like=torch.empty(0), numbers=3)
-    >>> bool((rows.privatise(torch.ones(1, 1, 3).double())[0] == alone).all())
-    True
+    One call of `privatise` is one step of each client whose row it is given. `generators` has one for each client; on a
+    GPU the first one seeds the device's generator for all rows. `like` has the dtype and the device of the releases,
+    and `numbers` is the number of values in the sum of one client.
     """
 
     def __init__(
@@ -239,3 +203,27 @@ class MechanismRows:
         else:
             integers.add_(device_noise(self._on_device, self._laplace, self._scale[:active], integers))
         return integers.to(self._like.device).to(self._step.dtype).mul_(self._unit[:active]).to(self._like.dtype)
+
+
+@dataclass(frozen=True)
+class ExponentialMechanism:
+    """A private choice of one of M candidates by the sums of the scores that the records give them.
+
+    `epsilon`, > 0 and finite, is the bounded range of one choice: a record gives each candidate a score in [0, 1], so
+    adding a record moves all sums in the same direction by at most 1. Replacing a record moves the sums in both
+    directions, and the accountant charges twice the range. One call of `choose` is `event(1)`.
+    """
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        require(0 < self.epsilon < math.inf, "epsilon", "be above 0 and finite for a selection", self.epsilon)
+
+    def choose(self, scores: Tensor, generator: RandomGenerator) -> int:
+        """Return the index of the largest score of `[M]` (sums over records) plus Gumbel noise of scale 1 / epsilon."""
+        noise = generator.gumbel(0.0, 1.0 / self.epsilon, len(scores))
+        return int((scores.cpu().double() + torch.from_numpy(noise)).argmax())
+
+    def event(self, count: int) -> SelectionEvent:
+        """Return the accounting event of `count` calls of `choose`."""
+        return SelectionEvent(self.epsilon, count)

@@ -17,25 +17,16 @@ _ZEROS = bytes(1 << 16)  # plain text of the cipher: its encryption is the key s
 
 
 class RandomGenerator:
-    """Cryptographic random numbers of one stream.
+    """Cryptographic random numbers of one stream; no other stream may use its `key` of 32 bytes.
 
     The numbers are the key stream of AES-256 in counter mode (`cryptography`, OpenSSL). Normal numbers come from the
-    ziggurat method with 256 layers, in float64. Each takes 64 fresh bits, so that the tail ends beyond 12 standard
-    deviations, where 32 bits would reach only a few.
-
-    Args:
-        key: 32 bytes that no other stream uses.
+    ziggurat method with 256 layers, in float64 (Marsaglia and Tsang, 2000). Each takes 64 fresh bits, so that the tail
+    ends beyond 12 standard deviations, where 32 bits would reach only a few.
 
     **Accuracy** `integer_normals` with scale s gives each integer within 3.6 s a probability that is within a factor
     1 +- 2^-50 s of that of a rounded normal number, and within a factor 1 +- 2^-43 s up to 8 s, beyond which 10^-15 of
     all numbers lie. The scales of ordinary runs are 2^18 to 2^22. It is an estimate, not a proof, that errors of 2^-30
     have no common sign and therefore move a privacy loss by about 3e-5 in 10^9 numbers.
-
-    Reference: Marsaglia and Tsang (2000), The ziggurat method for generating random variables.
-
-    >>> first, again = RandomGenerator(bytes(32)), RandomGenerator(bytes(32))
-    >>> bool((first.integer_normals(5, 1e6) == again.integer_normals(5, 1e6)).all())
-    True
     """
 
     def __init__(self, key: bytes) -> None:
@@ -73,8 +64,8 @@ class RandomGenerator:
     def exponential(self, count: int) -> np.ndarray:
         """Return exponential numbers of mean 1, `[count]` float64, as fine in their unbounded tail as near 0.
 
-        The number of leading zero bits of a uniform number counts its halvings, each worth log 2. Fresh bits determine
-        the position within the last halving.
+        The leading zero bits of a uniform number count its halvings, each worth log 2; fresh bits say where in the last
+        it is.
         """
         halvings, unfinished = np.zeros(count), np.arange(count)
         while len(unfinished):
@@ -106,15 +97,9 @@ class RandomGenerator:
 class Streams:
     """Creates the random generators of a run.
 
-    Args:
-        simulation: None draws a fresh key from the operating system for every generator, so no noise is ever drawn
-            twice: not after a crash, from a copied or restored folder, with edited code, in another run or by another
-            process. A secret of 32 bytes makes a reproducible simulation, which protects nobody.
-
-    >>> protected, simulated = Streams(), Streams(bytes(32))
-    >>> [len({int(one.generator("noise", round=1, client=0).words(1)[0]) for _ in range(2)})
-    ...  for one in (protected, simulated)]
-    [2, 1]
+    Without `simulation`, every generator has a fresh key from the operating system, so no noise is ever drawn twice:
+    not after a crash, from a copied or restored folder, with edited code, in another run or by another process. A
+    secret of 32 bytes makes a reproducible simulation, which protects nobody.
     """
 
     def __init__(self, simulation: bytes | None = None) -> None:
@@ -126,11 +111,7 @@ class Streams:
         return cls(_digest(b"dpfl simulation", noise_key, seed, run))
 
     def generator(self, purpose: str, round: int, client: int, number: int = 0) -> RandomGenerator:
-        """Return the generator of one purpose of a client's release.
-
-        Args:
-            number: number of the charge among those of the client in this round; each charge has separate noise.
-        """
+        """Return the generator of one charge: `number` counts those of the client in this round."""
         if self.simulation is None:
             return RandomGenerator(os.urandom(32))
         return RandomGenerator(_digest(self.simulation, purpose, round, client, number))
@@ -174,18 +155,11 @@ def device_noise(generator: torch.Generator, laplace: bool, scale: float | Tenso
     return noise.mul_(scale).round_().long()
 
 
-# ---- the ziggurat
-
-
 def _layers() -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-    """Return 256 layers of equal area under exp(-x^2 / 2).
+    """Return 256 layers of equal area under exp(-x^2 / 2): right ends `[257]`, heights there `[257]`, inside, begin.
 
-    Returns:
-        ends: right ends of the layers, widest first, `[257]`, from the base (whose area includes the tail) to 0.
-        heights: heights at the ends, `[257]`.
-        inside: how many of 2^53 steps of each layer lie under the next layer, where the curve is not evaluated,
-            `[256]`.
-        begin: begin of the tail.
+    The ends are widest first, from the base (whose area includes the tail, which begins at `begin`) to 0. `inside`
+    `[256]` is how many of 2^53 steps of a layer lie under the next layer, where the curve need not be evaluated.
     """
     from scipy.special import erfc
 

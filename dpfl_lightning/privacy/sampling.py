@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -18,12 +19,7 @@ SAMPLINGS = {
 
 
 def poisson_rows(num_records: int, sample_rate: float, generator: RandomGenerator) -> np.ndarray:
-    """Draw every record independently with probability `sample_rate`: row numbers `[B]`, ascending, B may be 0.
-
-    >>> from dpfl_lightning.privacy.noise import RandomGenerator
-    >>> poisson_rows(3, 1.0, RandomGenerator(bytes(32)))
-    array([0, 1, 2])
-    """
+    """Draw every record independently with probability `sample_rate`: row numbers `[B]`, ascending, B may be 0."""
     if sample_rate >= 1.0:
         return np.arange(num_records)
     return np.flatnonzero(generator.coins(num_records, sample_rate))
@@ -34,10 +30,6 @@ def rows_of_each_class(labels: np.ndarray, most: int, generator: RandomGenerator
 
     An added record can push another one out, so it moves a sum over the draw by up to two records. This sampling
     therefore never amplifies privacy.
-
-    >>> from dpfl_lightning.privacy.noise import RandomGenerator
-    >>> rows_of_each_class(np.array([0, 1, 1, 1]), 2, RandomGenerator(bytes(32)))
-    array([0, 1, 3])
     """
     order = generator.permutation(len(labels))
     chosen_rows = [class_rows[:most] for label in np.unique(labels) if len(class_rows := order[labels[order] == label])]
@@ -55,16 +47,13 @@ def shuffled_rows(num_records: int, batch_size: int, generator: RandomGenerator)
 def draw_steps(
     sampling: str, num_records: int, sample_rate: float, steps: int, generator: RandomGenerator
 ) -> Iterator[np.ndarray]:
-    """Yield the rows `[B]` of each of `steps` steps.
+    """Yield the rows `[B]` of each of `steps` steps of "poisson" or "shuffle" sampling.
 
-    Args:
-        sampling: "poisson" or "shuffle".
-        sample_rate: in (0, 1]; "shuffle" uses batches of `round(sample_rate * num_records)`.
+    `sample_rate` is in (0, 1]; "shuffle" uses batches of `round(sample_rate * num_records)`.
     """
     if sampling == "poisson":
         for _ in range(steps):
             yield poisson_rows(num_records, sample_rate, generator)
     else:
         batches = shuffled_rows(num_records, max(1, round(sample_rate * num_records)), generator)
-        for _ in range(steps):
-            yield next(batches)
+        yield from itertools.islice(batches, steps)

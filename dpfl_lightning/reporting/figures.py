@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
 
 MOST_CLIENTS = 100  # more clients than this are shown as min, mean and max
 _MARKERS = "osD^vP*X<>hp"
+History = Callable[[str], Mapping[int, float]]
 
 
 def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | None]:
-    """Return `name/07` for each client, or `name/min`, `name/mean` and `name/max` if there are many.
+    """Name one value of each client `name/07`; more than 100 clients become `name/min`, `name/mean` and `name/max`.
 
     >>> per_client("per_client_epsilon", [1.0, 2.0])
     {'per_client_epsilon/00': 1.0, 'per_client_epsilon/01': 2.0}
@@ -34,17 +36,18 @@ def per_client(name: str, values: Sequence[float | None]) -> dict[str, float | N
     if len(values) <= MOST_CLIENTS:
         return {f"{name}/{client:02}": value for client, value in enumerate(values)}
     known = [value for value in values if value is not None]
-    return {f"{name}/{how.__name__.removeprefix('f')}": how(known) if known else None for how in (min, fmean, max)}
+    summaries = {"min": min(known), "mean": fmean(known), "max": max(known)} if known else {}
+    return {f"{name}/{key}": summaries.get(key) for key in ("min", "mean", "max")}
 
 
-def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]:
-    """Return the curves of the strategies' metrics: `strategy/name` for a number, `per_client` for a value per client.
+def of_strategies(metrics: Mapping[str, float | Tensor]) -> dict[str, float | None]:
+    """Name the strategies' metrics: `strategy/name` for a number, `per_client` for a tensor of one value per client.
 
     >>> of_strategies({"converged": 1.0, "weight": Tensor([0.25, math.nan])})
     {'strategy/converged': 1.0, 'per_client_weight/00': 0.25, 'per_client_weight/01': None}
     """
     curves: dict[str, float | None] = {}
-    for name, value in told.items():
+    for name, value in metrics.items():
         if isinstance(value, Tensor):
             curves |= per_client(f"per_client_{name}", [None if math.isnan(one) else one for one in value.tolist()])
         else:
@@ -52,17 +55,9 @@ def of_strategies(told: Mapping[str, float | Tensor]) -> dict[str, float | None]
     return curves
 
 
-def figures(
-    history: Callable[[str], Mapping[int, float]], result: RunResult, distilled: DistilledSet | None = None
-) -> dict[str, Figure]:
-    """Return name -> figure, for the figures that have data.
-
-    Args:
-        history: metric name -> {round: value}, as logged.
-        result: result with budgets, final accuracies and the strategies' metrics of the last round.
-        distilled: the distilled set of the run, if there is one.
-    """
-    drawn = {
+def figures(history: History, result: RunResult, distilled: DistilledSet | None = None) -> dict[str, Figure]:
+    """Return name -> figure, for the figures that have data; `history` maps a metric's name to {round: value}."""
+    drawn: dict[str, Any] = {
         "accuracy_over_rounds": _accuracy_figure(history, len(result.clients)),
         "accuracy_of_groups": _groups_figure(history, result),
         "epsilon_over_rounds": _epsilon_figure(history, len(result.clients)),
@@ -73,10 +68,11 @@ def figures(
         "clients": None if result.client_embedding is None else _clients_figure(result.client_embedding, result),
         "distilled_images": None if distilled is None else _images_figure(distilled),
     }
-    for name in ("epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"):
-        if (figure := drawn[name]) is not None:  # figures are shared without context, so they carry the guarantee
-            figure.supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
-    return {name: figure for name, figure in drawn.items() if figure is not None}
+    drawn = {name: figure for name, figure in drawn.items() if figure is not None}
+    for name in {"epsilon_over_rounds", "accuracy_over_budget", "participation", "distilled_images"} & drawn.keys():
+        # figures are shared without context, so they carry the guarantee
+        drawn[name].supxlabel(textwrap.fill(result.guarantee, 150), fontsize=6, color="gray")
+    return drawn
 
 
 def memory_figure(peak_mib: Mapping[str, float]) -> Figure:
@@ -100,7 +96,7 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     for place, panel in enumerate(panels, start=1):
         axes = figure.add_subplot(down, across, place, title=panel.title, xlabel=panel.x, ylabel=panel.y)
         _quiet(axes)
-        {"bars": _bars, "points": _points}.get(panel.kind, _lines)(axes, panel)
+        _draw(axes, panel)
         for which in panel.log:
             _log_scale(axes, which)
         if len(panel.series) > 1:
@@ -108,18 +104,19 @@ def panels_figure(title: str, panels: Sequence[Panel]) -> Figure:
     return figure
 
 
-def _lines(axes: Any, panel: Panel) -> None:
+def _draw(axes: Any, panel: Panel) -> None:
+    if panel.kind == "bars":
+        _bars(axes, panel)
+        return
     for name, points in panel.series.items():
         x, y, *band = zip(*points, strict=True)
+        if panel.kind == "points":
+            axes.scatter(x, y, s=30, alpha=0.7, linewidth=0, label=name)
+            continue
         axes.plot(x, y, label=name, linewidth=1.2, marker="o" if len(x) <= 30 else None, markersize=3)
         if band:
-            low, high = ([value + sign * half for value, half in zip(y, band[0], strict=True)] for sign in (-1, 1))
+            low, high = np.subtract(y, band[0]), np.add(y, band[0])
             axes.fill_between(x, low, high, alpha=0.2, linewidth=0)
-
-
-def _points(axes: Any, panel: Panel) -> None:
-    for name, points in panel.series.items():
-        axes.scatter(*zip(*points, strict=True), s=30, alpha=0.7, linewidth=0, label=name)
 
 
 def _bars(axes: Any, panel: Panel) -> None:
@@ -137,33 +134,31 @@ def save_svg(figure: Figure, path: Path) -> None:
         figure.savefig(path, metadata={"Date": None})
 
 
-def _accuracy_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
+def _client_curves(history: History, metric: str, num_clients: int) -> dict[str, Mapping[int, float]]:
+    """Return the curves of a metric of `per_client` that have points, by the last part of their names."""
+    names = per_client(metric, [0.0] * num_clients)
+    return {name.partition("/")[2]: curve for name in names if (curve := history(name))}
+
+
+def _accuracy_figure(history: History, num_clients: int) -> Figure | None:
     test = history("overall/test_accuracy")
     if not test:
         return None
     figure, axes = _axes("Accuracy over rounds", "round", "accuracy")
-    curves = [history(f"per_client_accuracy/{name}") for name in _names(num_clients)]
-    rounds = [step for step in test if any(step in curve for curve in curves)]
-    if rounds:
-        spread = [[curve[step] for curve in curves if step in curve] for step in rounds]
-        low, high = [min(values) for values in spread], [max(values) for values in spread]
-        axes.fill_between(rounds, low, high, alpha=0.2, linewidth=0, label="clients, on their held-out records")
-    axes.plot(
-        list(test),
-        list(test.values()),
-        marker="o" if len(test) <= 30 else None,
-        markersize=3,
-        label="test set",
-    )
+    curves = _client_curves(history, "per_client_accuracy", num_clients).values()
+    spread = {step: [curve[step] for curve in curves if step in curve] for step in test}
+    spread = {step: values for step, values in spread.items() if values}
+    if spread:
+        low, high = list(map(min, spread.values())), list(map(max, spread.values()))
+        axes.fill_between(list(spread), low, high, alpha=0.2, linewidth=0, label="clients, on their held-out records")
+    marker = "o" if len(test) <= 30 else None
+    axes.plot(list(test), list(test.values()), marker=marker, markersize=3, label="test set")
     axes.legend()
     return figure
 
 
-def _groups_figure(history: Callable[[str], Mapping[int, float]], result: RunResult) -> Figure | None:
-    """Draw the accuracy of each true group over rounds.
-
-    Minorities are dashed. The gray line is the fraction of clients in the right cluster.
-    """
+def _groups_figure(history: History, result: RunResult) -> Figure | None:
+    """Draw the accuracy of each true group over rounds; minorities are dashed."""
     true = _true_groups(result)
     curves = {group: history(f"accuracy_of_group/{group}") for group in sorted(set(true.values()))}
     if not any(curves.values()):
@@ -180,9 +175,8 @@ def _groups_figure(history: Callable[[str], Mapping[int, float]], result: RunRes
     return figure
 
 
-def _epsilon_figure(history: Callable[[str], Mapping[int, float]], num_clients: int) -> Figure | None:
-    curves = {name: history(f"per_client_epsilon/{name}") for name in _names(num_clients)}
-    curves = {name: curve for name, curve in curves.items() if curve}
+def _epsilon_figure(history: History, num_clients: int) -> Figure | None:
+    curves = _client_curves(history, "per_client_epsilon", num_clients)
     if not curves:
         return None
     figure, axes = _axes("Epsilon spent, by client", "round", "epsilon")
@@ -205,8 +199,8 @@ def _budget_figure(result: RunResult) -> Figure | None:
     if not points:
         return None
     figure, axes = _axes("Accuracy of each client on its held-out records", "epsilon budget", "accuracy")
-    axes.scatter([budget for budget, _, _ in points], [accuracy for _, accuracy, _ in points], s=18)
-    budgets = [budget for budget, _, _ in points]
+    budgets, accuracies, _ = zip(*points, strict=True)
+    axes.scatter(budgets, accuracies, s=18)
     if max(budgets) > 10 * min(budgets):
         _log_scale(axes, "x")
     for budget, accuracy, client in points if len(points) <= MOST_CLIENTS else []:
@@ -216,19 +210,19 @@ def _budget_figure(result: RunResult) -> Figure | None:
 
 def _weights_figure(result: RunResult) -> Figure | None:
     """Draw the weights of the last round, least noise first; None if all weights are equal."""
-    known = _told_of_clients(result, "weight")
-    if not known or max(known.values()) <= 1.001 * min(known.values()):
+    weights = _client_metric(result, "weight")
+    if not weights or max(weights.values()) <= 1.001 * min(weights.values()):
         return None
-    order = sorted(known, key=lambda client: (result.clients[client]["noise_std"] or 0.0, client))
+    order = sorted(weights, key=lambda client: (result.clients[client]["noise_std"] or 0.0, client))
     figure, axes = _axes(f"Weight of each client in round {result.rounds}", "client, least noise first", "weight")
     axes.grid(visible=False, axis="x")
     if len(order) > MOST_CLIENTS:
-        axes.stairs([known[client] for client in order], fill=True)
+        axes.stairs([weights[client] for client in order], fill=True)
         return figure
     models = sorted({result.clients[client]["model"] for client in order})
     for model in models:
         places = [place for place, client in enumerate(order) if result.clients[client]["model"] == model]
-        axes.bar(places, [known[order[place]] for place in places], label=f"model {model}")
+        axes.bar(places, [weights[order[place]] for place in places], label=f"model {model}")
     axes.set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8 if len(order) <= 40 else 4)
     if len(models) > 1:
         axes.legend()
@@ -240,24 +234,24 @@ def _weights_figure(result: RunResult) -> Figure | None:
 
 def _noise_figure(result: RunResult) -> Figure | None:
     """Draw the noise that a strategy estimated for each client against the noise of the client's mechanism."""
-    estimated = _told_of_clients(result, "estimated_noise_std")
+    estimated = _client_metric(result, "estimated_noise_std")
     true = {client: result.clients[client]["noise_std"] for client in estimated}
-    clients = sorted((one for one in true if estimated[one] > 0 and true[one] > 0), key=true.__getitem__)
+    clients = sorted((i for i in true if estimated[i] > 0 and true[i] > 0), key=true.__getitem__)
     if not clients:
         return None
     figure, axes = _axes("Noise in each client's update: estimated against true", "true", "estimated")
     figure.set_size_inches(6.5, 6.5)
     x, y = [true[client] for client in clients], [estimated[client] for client in clients]
-    weights = _told_of_clients(result, "weight")
+    weights = _client_metric(result, "weight")
     sizes = [20 + 1500 * weights.get(client, 0.0) for client in clients]  # square points
     axes.scatter(x, y, s=sizes, alpha=0.4, linewidth=0.8, edgecolor="black", zorder=3)
     ends = [0.75 * min(x + y), 1.35 * max(x + y)]
     axes.plot(ends, ends, color="gray", linewidth=1, linestyle="--", zorder=1)
     for row, client in enumerate(clients if len(clients) <= MOST_CLIENTS else ()):  # labels alternate between sides
         away = (0.7 * math.sqrt(sizes[row] / math.pi) + 6) * (1 if row % 2 else -1)
-        how = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
-        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **how)
-    ratios = [one / other for one, other in zip(y, x, strict=True)]
+        style = {"textcoords": "offset points", "fontsize": 8, "ha": "center", "va": "center"}
+        axes.annotate(f"{client:02}", (x[row], y[row]), (away, -away), **style)
+    ratios = [estimate / truth for estimate, truth in zip(y, x, strict=True)]
     words = (
         "standard deviation of one parameter\narea: weight in the last round\nestimated / true: "
         f"median {median(ratios):.3g}, from {min(ratios):.3g} to {max(ratios):.3g}"
@@ -270,11 +264,8 @@ def _noise_figure(result: RunResult) -> Figure | None:
 
 
 def _participation_figure(result: RunResult) -> Figure | None:
-    """Draw quota, participations, budget and spent epsilon of each client; largest quotas and budgets first.
-
-    Returns None if all clients took part equally often.
-    """
-    quota, taken = _told_of_clients(result, "quota"), _told_of_clients(result, "participations")
+    """Draw participations and spent epsilon beside quota and budget; None if all clients took part equally often."""
+    quota, taken = _client_metric(result, "quota"), _client_metric(result, "participations")
     if len({*quota.values(), *taken.values()}) < 2:
         return None
     budget = {client: result.clients[client]["epsilon_budget"] for client in quota}
@@ -283,28 +274,28 @@ def _participation_figure(result: RunResult) -> Figure | None:
     order = sorted(quota, key=lambda client: (-quota[client], -(budget[client] or 0.0), client))
     figure = Figure(figsize=(7.5, 6.0 if private else 3.5), dpi=120, layout="constrained")
     axes = figure.subplots(2 if private else 1, 1, sharex=True, squeeze=False)[:, 0]
-    axes[0].set_ylabel("rounds")
+    axes[0].set(ylabel="rounds")
     axes[0].yaxis.set_major_locator(MaxNLocator(integer=True))
-    _filled(axes[0], [quota[one] for one in order], [taken[one] for one in order], ("quota", "took part"))
+    _filled(axes[0], [quota[i] for i in order], [taken[i] for i in order], ("quota", "took part"))
     equal = fmean(quota.values())
     axes[0].axhline(equal, color="gray", linewidth=1, linestyle="--", label=f"equal quotas, {equal:.3g}")
     if private:
-        axes[1].set_ylabel("epsilon")
-        _filled(axes[1], [budget[one] for one in order], [spent[one] for one in order], ("budget", "spent"))
-    axes[-1].set_xlabel("client, largest quota first")
+        axes[1].set(ylabel="epsilon")
+        _filled(axes[1], [budget[i] for i in order], [spent[i] for i in order], ("budget", "spent"))
+    axes[-1].set(xlabel="client, largest quota first")
     if len(order) <= 40:
         axes[-1].set_xticks(range(len(order)), [f"{client:02}" for client in order], fontsize=8)
-    for one, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
-        one.set_title(title, loc="left")
-        one.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
-        _quiet(one)
-        one.grid(visible=False, axis="x")
-        one.set_axisbelow(True)
+    for panel, title in zip(axes, ("Participations of each client", "Budget of each client"), strict=False):
+        panel.set_title(title, loc="left")
+        panel.legend(fontsize=8, ncols=3, frameon=False, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderpad=0.1)
+        _quiet(panel)
+        panel.grid(visible=False, axis="x")
+        panel.set_axisbelow(True)
     return figure
 
 
 def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tuple[str, str]) -> None:
-    """Draw a pale bar for each value of `whole`, filled up to `part`; many clients become one area."""
+    """Draw pale bars of `whole`, filled up to `part`; many clients become one area."""
     edges = [place - 0.5 for place in range(len(whole) + 1)]
     for values, alpha, label in ((whole, 0.3, labels[0]), (part, 1.0, labels[1])):
         if len(whole) <= MOST_CLIENTS:
@@ -314,46 +305,34 @@ def _filled(axes: Any, whole: Sequence[float], part: Sequence[float], labels: tu
     axes.set_xlim(edges[0], edges[-1])
 
 
-def _clients_figure(client_embedding: ClientEmbedding, result: RunResult) -> Figure:
-    """Draw the clients as the server saw them.
-
-    The colour is the true group if it is known, else the cluster. The marker is the cluster. The size is the confidence
-    of the assignment.
-    """
-    count = f"{client_embedding.num_clusters} cluster{'s' * (client_embedding.num_clusters != 1)}"
-    apart = "" if client_embedding.separation is None else f", separation {client_embedding.separation:.3g}"
-    sure = "confident" if client_embedding.confident else "not distinguishable from noise"
-    figure, axes = _axes(f"{client_embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
+def _clients_figure(embedding: ClientEmbedding, result: RunResult) -> Figure:
+    """Draw the clients as the server saw them; the colour is the true group if it is known, else the cluster."""
+    count = f"{embedding.num_clusters} cluster{'s' * (embedding.num_clusters != 1)}"
+    apart = "" if embedding.separation is None else f", separation {embedding.separation:.3g}"
+    sure = "confident" if embedding.confident else "not distinguishable from noise"
+    figure, axes = _axes(f"{embedding.title}\n{count}{apart}: {sure}", "first direction", "second direction")
     figure.set_size_inches(8.0, 6.0)
     true = _true_groups(result)
-    colour_of = [
-        true.get(client, cluster)
-        for client, cluster in zip(client_embedding.clients, client_embedding.cluster, strict=True)
-    ]
-    for cluster in sorted(set(client_embedding.cluster)):
-        rows = [row for row, own_cluster in enumerate(client_embedding.cluster) if own_cluster == cluster]
-        x, y = zip(*(client_embedding.points[row] for row in rows), strict=True)
-        look = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
-        sizes = [20 + 100 * client_embedding.membership[row] for row in rows]
-        axes.scatter(x, y, sizes, [f"C{colour_of[row] % 10}" for row in rows], zorder=3, **look)
+    rows = list(zip(embedding.clients, embedding.points, embedding.cluster, embedding.membership, strict=True))
+    for cluster in sorted(set(embedding.cluster)):
+        members = [row for row in rows if row[2] == cluster]
+        x, y = zip(*(point for _, point, _, _ in members), strict=True)
+        style = {"marker": _MARKERS[cluster % len(_MARKERS)], "edgecolor": "black", "linewidth": 0.6, "alpha": 0.65}
+        sizes = [20 + 100 * membership for *_, membership in members]
+        axes.scatter(x, y, sizes, [f"C{true.get(client, cluster) % 10}" for client, *_ in members], zorder=3, **style)
         axes.scatter(fmean(x), fmean(y), 90, "black", "+", linewidth=1.2, zorder=4)
-        axes.scatter([], [], 70, "white" if true else f"C{cluster % 10}", label=f"cluster {cluster}", **look)
+        axes.scatter([], [], 70, "white" if true else f"C{cluster % 10}", label=f"cluster {cluster}", **style)
     for group in sorted(set(true.values())):
         axes.scatter([], [], 70, f"C{group % 10}", "o", linewidth=0, alpha=0.65, label=f"true group {group}")
-    for client, point in (
-        zip(client_embedding.clients, client_embedding.points, strict=True)
-        if len(client_embedding.clients) <= 40
-        else ()
-    ):
+    for client, point, _, _ in rows if len(rows) <= 40 else ():
         axes.annotate(f"{client:02}", point, (6, 5), textcoords="offset points", fontsize=6, color="dimgray")
-    figure.legend(
-        fontsize=7, loc="outside right upper", title="size: confidence\n+: mean of a cluster", title_fontsize=7
-    )
+    words = "size: confidence\n+: mean of a cluster"
+    figure.legend(fontsize=7, loc="outside right upper", title=words, title_fontsize=7)
     return figure
 
 
 def _true_groups(result: RunResult) -> dict[int, int]:
-    """Return client -> true group; empty if the groups are not known."""
+    """Return client -> true group, for clients whose group is known."""
     return {row["client"]: row["true_group"] for row in result.clients if row.get("true_group") is not None}
 
 
@@ -363,23 +342,18 @@ def _images_figure(distilled: DistilledSet) -> Figure | None:
     if grid is None:
         return None
     height, width = grid.shape[:2]
-    inches = 6.5
-    figure = Figure(figsize=(inches, max(1.5, inches * height / width) + 0.8), dpi=150, layout="constrained")
+    figure = Figure(figsize=(6.5, max(1.5, 6.5 * height / width) + 0.8), dpi=150, layout="constrained")
     axes = figure.add_subplot(title="Synthetic images, one row per class")
     axes.imshow(grid.squeeze(2).numpy(), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
     axes.set_axis_off()
     return figure
 
 
-def _told_of_clients(result: RunResult, name: str) -> dict[int, float]:
+def _client_metric(result: RunResult, name: str) -> dict[int, float]:
     """Return client -> value of a strategy's metric in the last round."""
     values = result.metrics.get(name)
-    return {client: one for client, one in enumerate(values) if one is not None} if isinstance(values, list) else {}
-
-
-def _names(num_clients: int) -> list[str]:
-    """Return the last part of the names of `per_client`."""
-    return [name.partition("/")[2] for name in per_client("", [0.0] * num_clients)]
+    known = enumerate(values if isinstance(values, list) else ())
+    return {client: value for client, value in known if value is not None}
 
 
 def _axes(title: str, x: str, y: str) -> tuple[Figure, Any]:

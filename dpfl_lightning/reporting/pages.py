@@ -1,28 +1,18 @@
 """Pages of the docs whose figures are written by a command, between two marks with the name of the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from dpfl_lightning.errors import require
 
 
 def fill_page(path: Path, name: str, text: str) -> None:
-    """Put `text` between the marks `name` of the page.
-
-    Raises:
-        UserError: the page does not exist, or has no marks.
-    """
+    """Put `text` between the marks `name` of the page."""
     before, after = split_page(path, name)
     path.write_text(f"{before}\n{text}\n{after}")
 
 
 def split_page(path: Path, name: str) -> tuple[str, str]:
-    """Return the page up to the first mark `name`, and from the second mark on.
-
-    Raises:
-        UserError: the page does not exist, or has no marks.
-    """
+    """Return the page up to the first mark `name`, and from the second mark on; UserError if there are none."""
     opening, closing = f"<!-- {name}: written by the command -->", f"<!-- /{name} -->"
     require(path.is_file(), "--page", "be a Markdown file", str(path))
     before, begin, rest = path.read_text().partition(opening)

@@ -1,14 +1,12 @@
 """Progress of a run in the terminal: first the plan, then a live line, finally results and where to find them."""
 
-from __future__ import annotations
-
 import atexit
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import rich.progress
 from rich.box import SIMPLE_HEAD
@@ -18,14 +16,16 @@ from rich.table import Column, Table
 from dpfl_lightning.federated.messages.evaluation import Diagnostics
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
+from dpfl_lightning.federated.server.summary import noise_multiplier
 from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.guarantee import shown_epsilon
-from dpfl_lightning.runtime.text import data_size, duration
+from dpfl_lightning.runtime.text import counted, data_size, duration, span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS
 
 _MOST_ROWS = 30  # more clients than this are summarised by smallest, median and largest
 _SILENCE_SECONDS = 60.0  # a log gets a line at least this often, even if no round is evaluated
+_Columns = dict[str, tuple[Sequence[float | None], str]]  # title -> values (None: not known), and their format
 _NO_PRIVACY = "no privacy: clients send updates without noise, and no epsilon bounds what they reveal"
 
 
@@ -33,7 +33,6 @@ class Progress(Callback):
     """Prints the plan, one live line (plain lines if the output is not a terminal), and a summary.
 
     Args:
-        console: console to print to; None is standard output.
         next_steps: lines at the end of the summary, such as how to open the tracking page.
 
     **Privacy** Shows public facts, the schedule, and accuracies on held-out records, which no guarantee covers.
@@ -44,26 +43,26 @@ class Progress(Callback):
         self.next_steps = tuple(next_steps)
         self._bar: rich.progress.Progress | None = None
         self._score = ""
-        self._told_at = -math.inf  # when the last plain line was written
+        self._printed_at = -math.inf  # when the last plain line was written
 
     def on_fit_start(self, view: View) -> None:
         run = view.run
-        self._say(
-            f"{_counted(view.facts.num_clients, 'client')}, {_counted(run.rounds, 'round')}, "
-            f"{_counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
+        self._print(
+            f"{counted(view.facts.num_clients, 'client')}, {counted(run.rounds, 'round')}, "
+            f"{counted(run.num_params, 'model parameter')}, engine {run.engine}, device {run.device}, "
             f"estimated time: {duration(run.estimated_seconds)}",
             style="bold",
         )
-        self._say(_frame(view))
-        self._say(f"Output folder: {run.output_dir}")
+        self._print(_frame(view))
+        self._print(f"Output folder: {run.output_dir}")
         if run.first_round > 1:
-            on = f"Resuming at round {run.first_round} of {run.rounds}."
-            self._say(on if run.first_round <= run.rounds else "All rounds are complete.")
+            left = f"Resuming at round {run.first_round} of {run.rounds}."
+            self._print(left if run.first_round <= run.rounds else "All rounds are complete.")
         self._table(_plan_columns(view))
         for words in run.strategy_notes:
-            self._say(words)
+            self._print(words)
         self._begun, self._first = time.monotonic(), run.first_round
-        if self._live:
+        if self.console.is_terminal and not self.console.is_dumb_terminal:
             self._start_bar(view)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
@@ -77,94 +76,70 @@ class Progress(Callback):
             self._score = score or self._score  # in a round without evaluation, the last score stays
             words = " ".join(filter(None, [self._score, epsilon, gradients, speed.replace("records", "rec")]))
             self._bar.update(self._task, completed=report.round, words=words, ends=time.monotonic() + seconds_left)
-        elif self._worth_a_line(report):
-            self._told_at = time.monotonic()
-            width = len(str(report.rounds))
+            return
+        evaluated = report.client_accuracy is not None or report.test_loss is not None
+        if evaluated or time.monotonic() - self._printed_at >= _SILENCE_SECONDS:
+            self._printed_at = time.monotonic()
+            progress = f"round {report.round:{len(str(report.rounds))}}/{report.rounds}"
             clients = f"{len(report.clients)} of {view.facts.num_clients} clients"
-            some = len(report.clients) < view.facts.num_clients
-            parts = [
-                f"round {report.round:{width}}/{report.rounds}",
-                score,
-                epsilon,
-                gradients,
-                speed,
-                clients if some else "",
-            ]
-            self._say(" | ".join(filter(None, [*parts, f"{duration(seconds_left)} left"])))
+            clients = "" if len(report.clients) == view.facts.num_clients else clients
+            parts = [progress, score, epsilon, gradients, speed, clients, f"{duration(seconds_left)} left"]
+            self._print(" | ".join(filter(None, parts)))
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
         self._stop_bar()
         if not result.finished:
-            self._say(
-                f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}",
-                style="bold yellow",
-            )
-            if "go on with" not in result.reason:
-                self._say(f"Resume it with: python -m dpfl_lightning.fit --resume {result.output_dir}")
+            words = f"Stopped after round {result.rounds} of {view.run.rounds}: {result.reason}"
+            self._print(words, style="bold yellow")
             return
         self._table(_result_columns(result))
         score = _score(result.test_accuracy, result.test_loss)
-        self._say(
-            f"{f'Test {score}' if score else 'Not evaluated'} after {_counted(result.rounds, 'round')} in "
+        self._print(
+            f"{f'Test {score}' if score else 'Not evaluated'} after {counted(result.rounds, 'round')} in "
             f"{duration(result.wall_seconds)}, {duration(result.training_seconds)} of it in rounds "
             f"({result.records_per_second:,.0f} records/s); {result.reason}.",
             style="bold",
         )
-        if words := _sent(result):
-            self._say(f"Sent: {words}.")
-        if words := _groups(result):
-            self._say(f"Groups: {words}.")
-        self._say(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
-        self._say("Where to look next:")
+        for line in filter(None, (_sent(result), _groups(result))):
+            self._print(line)
+        self._print(f"Guarantee: {result.guarantee if _private(result) or _noised(view) else _NO_PRIVACY}")
+        self._print("Where to look next:")
         for line in (*_files(Path(result.output_dir)), *self.next_steps):
-            self._say(f"  {line}")
+            self._print(f"  {line}")
 
-    # -- printing
-
-    def _worth_a_line(self, report: RoundReport) -> bool:
-        """Return whether a log gets a line: for an evaluated round, the first round, and after a minute of silence."""
-        evaluated = report.client_accuracy is not None or report.test_loss is not None
-        return evaluated or time.monotonic() - self._told_at >= _SILENCE_SECONDS
-
-    @property
-    def _live(self) -> bool:
-        return self.console.is_terminal and not self.console.is_dumb_terminal
-
-    def _say(self, text: str, style: str | None = None) -> None:
+    def _print(self, text: str, style: str | None = None) -> None:
         """Print one line. A log file gets it without line breaks and at once."""
         soft_wrap = not self.console.is_terminal
         self.console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=soft_wrap)
         self.console.file.flush()
 
-    def _table(self, columns: Sequence[ClientColumn]) -> None:
-        count = len(columns[0].values)
-        table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold")
-        for column in columns:
-            table.add_column(column.title, justify="right")
-        if count <= _MOST_ROWS:
-            for row in zip(*(column.texts() for column in columns), strict=True):
-                table.add_row(*row)
-        else:
-            for name, pick in (("smallest", min), ("median", statistics.median_low), ("largest", max)):
-                table.add_row(name, *(column.summed_up(pick) for column in columns[1:]))
+    def _table(self, columns: _Columns) -> None:
+        """Print one row for each client, or smallest, median and largest value of many."""
+        heads = [Column(title, justify="right") for title in columns]
+        table = Table(
+            *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False, header_style="bold"
+        )
+        texts = [[_text(value, form) for value in values] for values, form in columns.values()]
+        count = len(texts[0])
+        if count > _MOST_ROWS:
+            summaries = [_summarised(values, form) for values, form in columns.values()]
+            texts = [["smallest", "median", "largest"], *summaries[1:]]
+        for row in zip(*texts, strict=True):
+            table.add_row(*row)
         self.console.print()
         self.console.print(table)
         if count > _MOST_ROWS:
-            self._say(f"Each column is summarised separately, over {count} clients.")
+            self._print(f"Each column is summarised separately, over {count} clients.")
         self.console.print()
 
     def _start_bar(self, view: View) -> None:
-        one_line = Column(no_wrap=True)
-        self._bar = _Line(
-            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=one_line),
+        columns = (
+            rich.progress.TextColumn("round {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
             rich.progress.BarColumn(bar_width=None),
-            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=one_line.copy()),
-            _TimeLeft(table_column=one_line.copy()),
-            console=self.console,
-            refresh_per_second=2,
-            expand=True,
-            transient=True,
+            rich.progress.TextColumn("{task.fields[words]}", markup=False, table_column=Column(no_wrap=True)),
+            _TimeLeft(table_column=Column(no_wrap=True)),
         )
+        self._bar = _Line(*columns, console=self.console, refresh_per_second=2, expand=True, transient=True)
         run, ends = view.run, self._begun + view.run.estimated_seconds
         self._task = self._bar.add_task("", total=run.rounds, completed=run.first_round - 1, words="", ends=ends)
         atexit.register(self._stop_bar)  # shows the cursor again after a second Ctrl-C while the run is ending
@@ -184,12 +159,11 @@ class _Line(rich.progress.Progress):
         return _Shortened(super().get_renderable())
 
 
-@dataclass(frozen=True)
-class _Shortened:
-    whole: RenderableType
+class _Shortened(NamedTuple):
+    line: RenderableType
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        return console.render(self.whole, options.update_width(options.max_width - len("^C^C")))
+        return console.render(self.line, options.update_width(options.max_width - len("^C^C")))
 
 
 class _TimeLeft(rich.progress.ProgressColumn):
@@ -202,61 +176,48 @@ class _TimeLeft(rich.progress.ProgressColumn):
         return f"{duration(max(seconds, 0.0))} left" if math.isfinite(seconds) else ""
 
 
-@dataclass(frozen=True)
-class ClientColumn:
-    """One column of a table of clients: numbers (None if not known), and how to format one of them."""
-
-    title: str
-    values: Sequence[float | None]
-    text: Callable[[float], str] = "{:,}".format
-
-    def texts(self) -> list[str]:
-        return ["-" if value is None else self.text(value) for value in self.values]
-
-    def summed_up(self, pick: Callable[[list[float]], float]) -> str:
-        known = [value for value in self.values if value is not None]
-        return self.text(pick(known)) if known else "-"
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
-def _plan_columns(view: View) -> list[ClientColumn]:
+def _summarised(values: Sequence[float | None], form: str) -> list[str]:
+    known = [value for value in values if value is not None]
+    return [_text(pick(known) if known else None, form) for pick in (min, statistics.median_low, max)]
+
+
+def _plan_columns(view: View) -> _Columns:
     schedules, records = view.schedule.clients, view.facts.num_records
-    columns = [
-        ClientColumn("client", range(len(records))),
-        ClientColumn("records", records),
-        ClientColumn("batch", [schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)]),
-        ClientColumn("steps a round", [schedule.main.steps for schedule in schedules]),
-    ]
-    if not _noised(view):
-        return columns
-    planned = [schedule.target_epsilon for schedule in schedules]
-    noises = [schedule.main.noise_multiplier or 0.0 if any(schedule.releases) else None for schedule in schedules]
-    columns.append(ClientColumn("epsilon budget", view.run.budgets, "{:.6g}".format))
-    if planned != list(view.run.budgets):
-        columns.append(ClientColumn("epsilon planned", planned, "{:.6g}".format))
-    return [
-        *columns,
-        ClientColumn("delta", [schedule.delta for schedule in schedules], "{:.3g}".format),
-        ClientColumn("noise multiplier", noises, "{:.4g}".format),
-    ]
+    columns: _Columns = {
+        "client": (range(len(records)), ","),
+        "records": (records, ","),
+        "batch": ([schedule.batch_size(n) for schedule, n in zip(schedules, records, strict=True)], ","),
+        "steps a round": ([schedule.main.steps for schedule in schedules], ","),
+    }
+    if _noised(view):
+        planned = [schedule.target_epsilon for schedule in schedules]
+        columns["epsilon budget"] = view.run.budgets, ".6g"
+        if planned != list(view.run.budgets):
+            columns["epsilon planned"] = planned, ".6g"
+        columns["delta"] = [schedule.delta for schedule in schedules], ".3g"
+        columns["noise multiplier"] = [noise_multiplier(schedule) for schedule in schedules], ".4g"
+    return columns
 
 
-def _result_columns(result: RunResult) -> list[ClientColumn]:
-    def column(key: str) -> list:
-        return [client[key] for client in result.clients]
+def _result_columns(result: RunResult) -> _Columns:
+    def values(key: str, missing: float | None = None) -> list:
+        return [missing if client[key] is None else client[key] for client in result.clients]
 
-    columns = [ClientColumn("client", column("client"))]
+    columns: _Columns = {"client": (values("client"), ",")}
     if _private(result):
-        budgets = [_or_inf(value) for value in column("epsilon_budget")]
-        spent = [shown_epsilon(_or_inf(e), b) for e, b in zip(column("epsilon_spent"), budgets, strict=True)]
-        columns.append(
-            ClientColumn("simulated epsilon" if result.simulated else "epsilon spent", spent, "{:.6g}".format)
-        )
-        columns.append(ClientColumn("of budget", budgets, "{:.6g}".format))
-    columns.append(ClientColumn("batch", column("batch_size")))
+        budgets = values("epsilon_budget", math.inf)
+        spent = list(map(shown_epsilon, values("epsilon_spent", math.inf), budgets))
+        columns["simulated epsilon" if result.simulated else "epsilon spent"] = spent, ".6g"
+        columns["of budget"] = budgets, ".6g"
+    columns["batch"] = values("batch_size"), ","
     if _private(result):
-        columns.append(ClientColumn("noise multiplier", column("noise_multiplier"), "{:.4g}".format))
-    if any(value is not None for value in column("accuracy")):
-        columns.append(ClientColumn("accuracy", column("accuracy"), "{:.1%}".format))
+        columns["noise multiplier"] = values("noise_multiplier"), ".4g"
+    if any(value is not None for value in values("accuracy")):
+        columns["accuracy"] = values("accuracy"), ".1%"
     return columns
 
 
@@ -264,14 +225,14 @@ def _frame(view: View) -> str:
     """Return, in one line, the assumptions behind every epsilon of the run."""
     if not _noised(view):
         return f"Guarantee: {_NO_PRIVACY}"
-    one = view.expected_guarantee()
-    if one.unprotected:
-        return f"Guarantee: {one.words()}"
-    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
-    delta = f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}"
-    unit = f"Guarantee: {one.unit} level, {one.adjacency}"
-    source = f"noise {view.run.noise}"
-    return "; ".join([unit, one.sampling, one.accountant, f"delta {delta}", source, *one.caveats])
+    guarantee = view.expected_guarantee()
+    if guarantee.unprotected:
+        return f"Guarantee: {guarantee.words()}"
+    unit = f"Guarantee: {guarantee.unit} level, {guarantee.adjacency}"
+    delta = f"delta {span(schedule.delta for schedule in view.schedule.clients)}"
+    return "; ".join(
+        [unit, guarantee.sampling, guarantee.accountant, delta, f"noise {view.run.noise}", *guarantee.caveats]
+    )
 
 
 def _noised(view: View) -> bool:
@@ -280,10 +241,6 @@ def _noised(view: View) -> bool:
 
 def _private(result: RunResult) -> bool:
     return any(client["noise_multiplier"] for client in result.clients)
-
-
-def _or_inf(epsilon: float | None) -> float:
-    return math.inf if epsilon is None else epsilon
 
 
 def _score(accuracy: float | None, loss: float | None) -> str:
@@ -298,25 +255,26 @@ def _largest_epsilon(spent: Sequence[float], budgets: Sequence[float]) -> str:
     return f"max epsilon {shown_epsilon(max(spent), max(budgets)):.6g}"
 
 
-def _gradients(shown: Diagnostics | None) -> str:
-    """Describe the range of the clients' clip fractions, and the number of gradients that were not finite."""
-    known = [] if shown is None else [fraction for fraction in shown.clip_fraction if fraction is not None]
-    if shown is None or not known:
+def _gradients(diagnostics: Diagnostics | None) -> str:
+    known = [] if diagnostics is None else [fraction for fraction in diagnostics.clip_fraction if fraction is not None]
+    if diagnostics is None or not known:
         return ""
-    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(shown.not_finite)} not finite"
+    return f"{min(known):.0%} to {max(known):.0%} clipped, {sum(diagnostics.not_finite)} not finite"
 
 
 def _groups(result: RunResult) -> str:
     """Describe the accuracy of true groups and how well clusters match them; empty if the groups are not known."""
-    served, matched = result.accuracy_of_groups, result.metrics.get("clustering_accuracy")
-    if not served:
+    accuracy, matched = result.accuracy_of_groups, result.metrics.get("clustering_accuracy")
+    if not accuracy:
         return ""
-    named = [f"{name} {served[name]:.1%}" for name in ("majority", "minority") if name in served]
+    named = [f"{name} {accuracy[name]:.1%}" for name in ("majority", "minority") if name in accuracy]
     parts = [
-        f"accuracy {', '.join(named) or f'{min(served.values()):.1%} to {max(served.values()):.1%}'}",
+        f"accuracy {', '.join(named) or f'{min(accuracy.values()):.1%} to {max(accuracy.values()):.1%}'}",
         f"worst client {result.accuracy_worst:.1%}, best - worst {result.accuracy_gap:.1%}",
     ]
-    return "; ".join(parts + ([f"{matched:.0%} of clients in the right cluster"] if isinstance(matched, float) else []))
+    if isinstance(matched, float):
+        parts.append(f"{matched:.0%} of clients in the right cluster")
+    return f"Groups: {'; '.join(parts)}."
 
 
 def _sent(result: RunResult) -> str:
@@ -325,30 +283,21 @@ def _sent(result: RunResult) -> str:
     if not (isinstance(down, float) and isinstance(up, float)):
         return ""
     took = f"; {duration(seconds)} on the simulated network" if isinstance(seconds, float) else ""
-    return f"{data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}"
+    return f"Sent: {data_size(BYTES * down)} to clients, {data_size(BYTES * up)} to the server{took}."
 
 
 def _files(folder: Path) -> list[str]:
     models = sorted(path.name for path in folder.glob("model*.pt"))
     model = f"{models[0]} to {models[-1]}" if len(models) > 1 else "".join(models)
+    distilled = [
+        f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
+        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
+    ]
     return [
         f"{folder}/guarantee.html: the guarantee of every client, and what it does not cover",
         f"{folder}/result.json: results of every client",
         *([f"{folder}/{model}: the trained parameters"] if model else []),
-        *_distilled_set(folder),
+        *(distilled if (folder / CARD).exists() else []),
         f"{folder}/private.json: number of gradients that were not finite, only for the client itself",
         f"python -m dpfl_lightning.evaluate {folder}",
     ]
-
-
-def _distilled_set(folder: Path) -> list[str]:
-    if not (folder / CARD).exists():
-        return []
-    return [
-        f"{folder}/{TENSORS} and {CARD}: the distilled set, and how it was made",
-        f"python -m dpfl_lightning.sweep --config SWEEP.yaml --sweep.distilled {folder}: search on the set",
-    ]
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

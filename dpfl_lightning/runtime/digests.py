@@ -1,14 +1,12 @@
 """Digests of objects and of the source code that defines them."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import inspect
 import json
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,7 +19,7 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 
 
 def object_digest(value: object) -> str:
-    """Return the digest of a strategy before its first round: its class, its settings and the source code of both."""
+    """Return the digest of an object's settings, and of the source code of its class and of all that this uses."""
     return digest_with_sources([described(vars(value))], type(value).__mro__)
 
 
@@ -36,12 +34,11 @@ def hex_digest(content: bytes) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def digest_with_sources(words: list[Any], classes: Iterable[type]) -> str:
-    classes = list(classes)
+def digest_with_sources(words: list[Any], classes: Sequence[type]) -> str:
     # of a script only the classes are compared, because it may change elsewhere
-    scripts = [_code_of(one) for one in classes if one.__module__ == "__main__"]
+    scripts = [_code_of(kind) for kind in classes if kind.__module__ == "__main__"]
     digest = hashlib.blake2b(json.dumps([words, scripts]).encode(), digest_size=16)
-    for name, source in _sources({one.__module__ for one in classes} - {"__main__"}):
+    for name, source in sorted(_sources({kind.__module__ for kind in classes} - {"__main__"}).items()):
         digest.update(json.dumps([name, len(source)]).encode())
         digest.update(source)
     return digest.hexdigest()
@@ -57,10 +54,7 @@ def _code_of(kind: type) -> str | None:
 def described(value: object, seen: dict[int, int] | None = None) -> Any:
     """Return a description of a setting that is serialisable as JSON and contains no memory addresses.
 
-    Args:
-        value: the setting.
-        seen: id -> number of the objects that were described already; each object is described once. Tuples are
-            excluded, because Python may or may not share equal tuples.
+    `seen` maps the id of each described object to its number; tuples are excluded, because Python may share equal ones.
     """
     seen = {} if seen is None else seen
     if isinstance(value, Tensor | np.ndarray | np.generic):
@@ -91,37 +85,24 @@ def described(value: object, seen: dict[int, int] | None = None) -> Any:
     return [name, None if " at 0x" in text else text]
 
 
-def _sources(names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
-    """Return the sorted source files of Python modules and of the modules that they refer to, as (name, bytes).
-
-    Installed packages are excluded. A module without a file (an interactive interpreter) is excluded, too: its code
-    cannot be compared.
-    """
+def _sources(names: Iterable[str]) -> dict[str, bytes]:
+    """Return the source files of modules and of the modules that they refer to, except installed ones and consoles."""
     source_of: dict[str, bytes] = {}
     waiting = set(names)
     while waiting:
         name = waiting.pop()
-        python = sys.modules.get(name)
-        file = getattr(python, "__file__", None)
-        if name in source_of or python is None or not file or _installed(name, file):
+        module = sys.modules.get(name)
+        file = getattr(module, "__file__", None)
+        if name in source_of or not file or _installed(name, file):
             continue
         source_of[name] = Path(file).read_bytes()
-        waiting |= set(_neighbours(python))
-    return ((name, source_of[name]) for name in sorted(source_of))
+        for value in vars(module).values():
+            origin = inspect.getmodule(value) if inspect.isclass(value) or inspect.isfunction(value) else value
+            if isinstance(origin, ModuleType):
+                waiting.add(origin.__name__)
+    return source_of
 
 
 def _installed(name: str, file: str) -> bool:
     packages = {"site-packages", "dist-packages"} & set(Path(file).parts)
     return name.split(".")[0] in ("dpfl_lightning", "__main__") or file.startswith(_INSTALLED) or bool(packages)
-
-
-def _neighbours(python: ModuleType) -> Iterator[str]:
-    """Yield the names of the modules whose names, classes and functions this module has imported."""
-    for value in vars(python).values():
-        other = value if isinstance(value, ModuleType) else _home(value)
-        if other is not None:
-            yield other.__name__
-
-
-def _home(value: object) -> ModuleType | None:
-    return inspect.getmodule(value) if inspect.isclass(value) or inspect.isfunction(value) else None

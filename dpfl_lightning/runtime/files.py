@@ -1,22 +1,14 @@
 """Files that a crash cannot leave half written."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
 
 def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
-    """Write a file atomically: `write(partial_path)`, sync, rename. A crash leaves the old file or the new one.
+    """Write a file by `write(partial_path)`, sync and rename, and return `path`.
 
-    Args:
-        path: path of the file.
-        write: writes the content to the path that it is given.
-        private: whether only the owner may read the file (mode 0600), from its first byte on.
-
-    Returns:
-        `path`.
+    A crash leaves the old file or the new one. A `private` file has mode 0600 from its first byte on.
     """
     partial = path.with_name(path.name + ".partial")
     partial.unlink(missing_ok=True)
@@ -30,7 +22,7 @@ def write_atomically(path: Path, write: Any, private: bool = False) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the folder, so that the names of new files in it are on disk."""
+    """Bring the names of new files in the folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,7 +1,5 @@
 """Folders for data that the program can download or compute again."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

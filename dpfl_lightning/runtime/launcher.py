@@ -1,22 +1,12 @@
 """The rank of a process, read from the environment of a launcher (torchrun or srun), without torch or lightning."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import NamedTuple
 
 
 class Launch(NamedTuple):
-    """Position of this process among the processes that were started together.
-
-    Args:
-        command: command that started it, to be shown to a user who has to start it again.
-        rank: in [0, size); rank 0 leads.
-        size: number of processes.
-        local_rank: in [0, local_size), among the processes of this host.
-        local_size: number of processes of this host.
-    """
+    """Position of this process among those that `command` started together, and (local) among those of this host."""
 
     command: str = "python"
     rank: int = 0
@@ -26,10 +16,7 @@ class Launch(NamedTuple):
 
 
 def launched(environment: Mapping[str, str] = os.environ) -> Launch:
-    """Return the position of this process according to the environment; a single process without a launcher.
-
-    A shell within a SLURM allocation is a single process, too: only in a step with several tasks have other processes
-    been started.
+    """Return the position of this process; without a launcher, or in a shell of a SLURM allocation, it is single.
 
     >>> launched({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8"})
     Launch(command='python', rank=0, size=1, local_rank=0, local_size=1)

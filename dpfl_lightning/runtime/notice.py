@@ -1,27 +1,18 @@
 """Progress messages of slow computations."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Callable
 
 
 def slow_notice(what: str, patience_seconds: float = 2.0) -> Callable[[int, int], None]:
-    """Return a callback `(done, total)` that prints the progress to stderr, at most once in `patience_seconds`.
-
-    Nothing is printed if the computation takes less time than that.
-
-    Args:
-        what: name of the computation.
-        patience_seconds: seconds before the first message and between two messages.
-    """
+    """Return a callback `(done, total)` that prints the progress to stderr, at most once in `patience_seconds`."""
     last = time.monotonic()
 
-    def tell(done: int, total: int) -> None:
+    def notify(done: int, total: int) -> None:
         nonlocal last
         if time.monotonic() - last > patience_seconds:
             last = time.monotonic()
             print(f"{what}: {done} of {total}", file=sys.stderr, flush=True)
 
-    return tell
+    return notify

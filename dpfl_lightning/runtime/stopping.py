@@ -1,7 +1,5 @@
 """SIGTERM (docker stop, SLURM, systemd) ends a command as Ctrl-C does: by an exception, so that work can be saved."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -15,7 +13,7 @@ from dpfl_lightning.runtime.launcher import launched
 
 
 class Terminated(KeyboardInterrupt):
-    """Raised by SIGTERM. It is a KeyboardInterrupt, so code that saves its work on Ctrl-C also saves it on SIGTERM."""
+    """Raised by SIGTERM. Code that saves its work on Ctrl-C also saves it on SIGTERM."""
 
 
 def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
@@ -31,15 +29,18 @@ def words_and_status(error: KeyboardInterrupt) -> tuple[str, int]:
 def terminable() -> Iterator[None]:
     """Raise `Terminated` in the main thread at the first SIGTERM; later ones do not interrupt the saving of a run.
 
-    Nothing is changed if SIGTERM is already handled or ignored. Nothing is changed among ranks either, to which a
-    launcher sends SIGTERM when one of them dies: rank 0 handles it during a run (`federated.transport.ranks`), and the
-    other ranks end immediately.
+    Nothing is changed if SIGTERM is already handled or ignored, or among ranks: a launcher sends it to all of them when
+    one dies, rank 0 handles it during a run (`federated.transport.ranks`), and the others end immediately.
     """
-    main = threading.current_thread() is threading.main_thread()
-    if not main or launched().size > 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+
+    def terminate(number: int, frame: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Terminated
+
+    if not _in_main_thread() or launched().size > 1 or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
-    signal.signal(signal.SIGTERM, _raise)
+    signal.signal(signal.SIGTERM, terminate)
     try:
         yield
     finally:
@@ -50,14 +51,11 @@ def terminable() -> Iterator[None]:
 def between_rounds() -> Iterator[Callable[[], None]]:
     """Let the first Ctrl-C or SIGTERM wait for the end of the round; the second one ends the round immediately.
 
-    An interrupted round has been charged, and is lost.
-
-    Yields:
-        A function to call between rounds; it raises the exception of the signal, if one has arrived.
+    Yields a function to call between rounds; it raises the exception of the signal, if one has arrived.
     """
-    main = threading.current_thread() is threading.main_thread()
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    before = {number: handler for number, handler in before.items() if main and handler not in (None, signal.SIG_IGN)}
+    signals = (signal.SIGINT, signal.SIGTERM) if _in_main_thread() else ()
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in signals}
+    before = {number: handler for number, handler in before.items() if handler not in (None, signal.SIG_IGN)}
     came: list[int] = []
 
     def obey(number: int, frame: FrameType | None = None) -> None:
@@ -86,17 +84,13 @@ def between_rounds() -> Iterator[Callable[[], None]]:
                 signal.signal(number, handler)
 
 
-def _raise(number: int, frame: object) -> NoReturn:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Terminated
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 @contextmanager
 def passed_on(helpers: Sequence[subprocess.Popen]) -> Iterator[None]:
-    """Pass SIGTERM on to helper processes.
-
-    Ctrl-C reaches all processes of a terminal, but SIGTERM reaches only this process.
-    """
+    """Pass SIGTERM on to helper processes; Ctrl-C reaches all processes of a terminal anyway."""
     try:
         yield
     except Terminated:

@@ -1,9 +1,7 @@
-"""Formatting of tables, durations and data sizes."""
-
-from __future__ import annotations
+"""Formatting of tables, counts, durations and data sizes."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
@@ -19,7 +17,7 @@ def columns(rows: Sequence[Sequence[object]]) -> str:
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table with padded columns, so that its source is readable, too.
+    """Format a Markdown table with padded columns.
 
     >>> print(markdown(["a", "b"], [["1", "long"]]))
     | a | b    |
@@ -28,9 +26,26 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = [head, ["-" * width for width in widths], *rows]
-    return "\n".join(
-        f"| {' | '.join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))} |" for line in lines
-    )
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
+
+
+def counted(count: int, noun: str) -> str:
+    """Format a number of things.
+
+    >>> counted(1, "client"), counted(2_000, "client")
+    ('1 client', '2,000 clients')
+    """
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def span(values: Iterable[float]) -> str:
+    """Format the range of some numbers.
+
+    >>> span([1e-3, 1e-3]), span([2, 0.5])
+    ('0.001', '0.5 to 2')
+    """
+    distinct = sorted(set(values))
+    return f"{distinct[0]:g}" if len(distinct) == 1 else f"{distinct[0]:g} to {distinct[-1]:g}"
 
 
 def duration(seconds: float) -> str:

@@ -1,7 +1,5 @@
 """Thread pools on the cores of a CPU, with a defined number of threads within each torch operator."""
 
-from __future__ import annotations
-
 import functools
 import os
 import threading
@@ -13,7 +11,7 @@ from typing import TypeVar
 import torch
 
 Item = TypeVar("Item")
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 
 
 def cores() -> int:
@@ -24,10 +22,8 @@ def cores() -> int:
 def thread_pool(count: int, name: str, threads_within: int) -> ThreadPoolExecutor:
     """Return a pool of `count` threads, each of which uses `threads_within` threads within an operator.
 
-    The number must be set in each thread before its first operator. Otherwise a new thread adopts the number set
-    elsewhere only when an operator asks for it. Until then a convolution uses every core, and the gradient of a kernel
-    has different last bits, so the result would depend on which thread gets which work. All threads are started here
-    and not later, because the same call also sets the number with which other new threads start.
+    The number is set in each thread before its first operator, because last bits depend on it. All threads are started
+    here, because the same call also sets the number with which other new threads start.
     """
     pool = ThreadPoolExecutor(count, name, initializer=torch.set_num_threads, initargs=(threads_within,))
     barrier = threading.Barrier(count)
@@ -37,11 +33,7 @@ def thread_pool(count: int, name: str, threads_within: int) -> ThreadPoolExecuto
 
 @contextmanager
 def one_thread_an_operator() -> Iterator[None]:
-    """Use one thread within an operator.
-
-    Small operators gain more from concurrent threads than from threads within, and the number of threads within an
-    operator affects bits.
-    """
+    """Use one thread within an operator, because the number of threads affects bits."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -50,13 +42,8 @@ def one_thread_an_operator() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(work: Callable[[Item], Found], items: Sequence[Item], workers: int | None = None) -> list[Found]:
-    """Return `work` of every item, in their order, computed by concurrent threads.
-
-    Args:
-        work: function of one item.
-        items: the items.
-        workers: number of threads; None is the number of cores.
+def side_by_side(work: Callable[[Item], Result], items: Sequence[Item], workers: int | None = None) -> list[Result]:
+    """Return `work` of every item, computed by `workers` threads (None: one per core).
 
     **Guarantees** The result has the same bits for any number of workers.
     """

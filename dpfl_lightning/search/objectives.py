@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NonPrivateEvent
-from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
+from dpfl_lightning.privacy.accounting.guarantee import guarantee
 from dpfl_lightning.privacy.sampling import SAMPLINGS
 from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.search.options import SweepOptions
+from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.search.train_and_score import train_and_score
-from dpfl_lightning.search.trial import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
 
 #: receives a step and the accuracy in [0, 1] after it; returns whether the trial should end there
@@ -45,13 +45,7 @@ _FEWEST_FOLDS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a trial.
-
-    Args:
-        accuracy: in [0, 1], on records on which no net was trained.
-        num_params: number of parameters of one net.
-        seconds: time for training and scoring.
-    """
+    """Accuracy of a trial in [0, 1] on records that trained no net, parameters of one net, and seconds of the trial."""
 
     accuracy: float
     num_params: int
@@ -60,45 +54,14 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Cost:
-    """Upper bound on the privacy cost of a trial for each client.
+    """Upper bound on the privacy cost of a trial for each client: epsilon `[N]` (None means no bound) and delta `[N]`.
 
-    Args:
-        epsilon: `[N]`; None means no bound.
-        delta: `[N]`.
-        caveats: statements about what these epsilons do not cover; they are always shown with the epsilons.
+    `caveats` state what these epsilons do not cover; they are always shown with the epsilons.
     """
 
     epsilon: tuple[float | None, ...]
     delta: tuple[float, ...]
     caveats: tuple[str, ...] = ()
-
-
-class Objective(Protocol):
-    """Scores the options of one trial.
-
-    Args:
-        words: description for people.
-        digest: digest of the records, if the options do not determine them.
-        card: card of the distilled set, or empty.
-    """
-
-    words: str
-    digest: str
-    card: Mapping[str, Any]
-
-    def check(self, options: Options) -> None:
-        """Raise UserError if nothing can be built from these options."""
-        ...
-
-    def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        """Run a trial and return its outcome.
-
-        Before a private trial starts, `charge` receives the most that it can cost.
-
-        Raises:
-            Pruned: `report` ended the trial.
-        """
-        ...
 
 
 def objective(sweep: SweepOptions, options: Options) -> Objective:
@@ -118,21 +81,31 @@ def objective(sweep: SweepOptions, options: Options) -> Objective:
 class ProxyObjective:
     """Trains fresh nets on a distilled set or on public records, and scores them on public records or held-out parts.
 
+    `words` describes the objective, `digest` identifies the set, which the options do not determine, and `card` is the
+    card of the set, or empty.
+
     **Privacy** Post-processing of the set. Public records belong to no client.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options) -> None:
-        distilled = None if sweep.distilled is None else load_distilled(sweep.distilled, _uri(options))
-        self.card: Mapping[str, Any] = {} if distilled is None else distilled.card
-        self.digest = "" if distilled is None else _digest(distilled)
+        uri = None if options.tracking is None else options.tracking.uri
+        distilled = None if sweep.distilled is None else load_distilled(sweep.distilled, uri)
         public = _public_of(options, distilled)
-        records, scored = (public, None) if distilled is None else (distilled.records, public)
-        assert records is not None  # for mypy: without a set there are public records
+        self.card: Mapping[str, Any] = {}
+        if distilled is None:
+            assert public is not None  # for mypy: without a set there are public records
+            records, scored, self.digest = public, None, ""
+        else:
+            records, scored, self.card = distilled.records, public, distilled.card
+            content = distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes()
+            self.digest = hashlib.blake2b(content, digest_size=8).hexdigest()
         device = torch.device("cuda" if torch.cuda.is_available() and options.engine.device != "cpu" else "cpu")
-        self._facts = Facts((len(records[1]),), _num_classes(distilled, records), tuple(records[0].shape[1:]))
-        parts = _parts(records, scored, self._facts.num_classes, sweep.networks, options.seed)
+        num_classes = self.card.get("num_classes")
+        num_classes = int(records[1].max()) + 1 if num_classes is None else int(num_classes)
+        self._facts = Facts((len(records[1]),), num_classes, tuple(records[0].shape[1:]))
+        parts = _parts(records, scored, num_classes, sweep.networks, options.seed)
         self._parts = [(people.to(device), (x.to(device), y.to(device))) for people, (x, y) in parts]
-        self._training = _training(sweep.training)
+        self._training = call("sweep.training", {"training": _training}, "training", **sweep.training)
         self._given = set(sweep.training)
         on = "public records" if distilled is None else "a distilled set"
         where = "held-out records" if scored is None else f"{len(scored[1]):,} public records"
@@ -140,25 +113,26 @@ class ProxyObjective:
         self.words = f"each trial trains {nets} on {on} ({len(records[1]):,} records) and scores on {where}"
 
     def check(self, options: Options) -> None:
+        """Raise UserError if nothing can be built from these options."""
         build_net(options, self._facts)
-        self._how(options)
+        self._training_of(options)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
-        begun, accuracies, how = time.perf_counter(), [], self._how(options)
+        """Run a trial and return its outcome; raises `Pruned` if `report` ends it."""
+        begun, accuracies, training = time.perf_counter(), [], self._training_of(options)
 
         def new_net(seed: int) -> torch.nn.Module:
             return build_net(dataclasses.replace(options, seed=seed), self._facts)
 
         for number, (population, records) in enumerate(self._parts):
-            accuracies.append(
-                train_and_score(new_net, population, records, how, networks=1, seed=options.seed + number).mean
-            )
+            scored = train_and_score(new_net, population, records, training, networks=1, seed=options.seed + number)
+            accuracies.append(scored.mean)
             if report(number, fmean(accuracies)) and number + 1 < len(self._parts):
                 raise Pruned(f"after {number + 1} of {len(self._parts)} nets")
         num_params = ClientModule(new_net(options.seed)).num_params
         return Outcome(fmean(accuracies), num_params, time.perf_counter() - begun)
 
-    def _how(self, options: Options) -> Training:
+    def _training_of(self, options: Options) -> Training:
         """Return the training of the sweep. The clients' learning rate and batch size are its defaults."""
         clients: dict[str, Any] = {
             name: getattr(options.clients, name) for name in ("learning_rate", "batch_size") if name not in self._given
@@ -172,23 +146,20 @@ class ProxyObjective:
         return dataclasses.replace(self._training, **clients)
 
 
-def _training(given: Mapping[str, Any]) -> Training:
-    def training(
-        epochs: int = 60,
-        learning_rate: float = 0.01,
-        momentum: float = 0.0,
-        weight_decay: float = 0.0,
-        decayed: bool = False,
-        batch_size: int = 256,
-    ) -> Training:
-        for name, value in (("epochs", epochs), ("batch_size", batch_size)):
-            require(value >= 1, f"sweep.training.{name}", "be >= 1", value)
-        require(learning_rate > 0, "sweep.training.learning_rate", "be above 0", learning_rate)
-        require(0 <= momentum < 1, "sweep.training.momentum", "be in [0, 1)", momentum)
-        require(weight_decay >= 0, "sweep.training.weight_decay", "be >= 0", weight_decay)
-        return Training(epochs, learning_rate, momentum, weight_decay, decayed, batch_size)
-
-    return call("sweep.training", {"training": training}, "training", **given)
+def _training(
+    epochs: int = 60,
+    learning_rate: float = 0.01,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    decayed: bool = False,
+    batch_size: int = 256,
+) -> Training:
+    for name, value in (("epochs", epochs), ("batch_size", batch_size)):
+        require(value >= 1, f"sweep.training.{name}", "be >= 1", value)
+    require(learning_rate > 0, "sweep.training.learning_rate", "be above 0", learning_rate)
+    require(0 <= momentum < 1, "sweep.training.momentum", "be in [0, 1)", momentum)
+    require(weight_decay >= 0, "sweep.training.weight_decay", "be >= 0", weight_decay)
+    return Training(epochs, learning_rate, momentum, weight_decay, decayed, batch_size)
 
 
 def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
@@ -202,16 +173,13 @@ def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor
     if distilled is None:
         advice = "Or search on a distilled set: --sweep.distilled runs/NAME."
         require(count > 0, "data.public_records", "be above 0 to search on public records", count, advice)
-    else:
-        _check_set(options, distilled)
+        return build_population(options).public_records()
+    _check_set(options, distilled)
     if not count:
         return None
     records = build_population(options).public_records()
-    shape = tuple(records[0].shape[1:])
-    fits = distilled is None or tuple(distilled.x.shape[1:]) == shape
-    require(
-        fits, "sweep.distilled", f"hold records of shape {shape}", None if distilled is None else distilled.x.shape[1:]
-    )
+    shape, got = tuple(records[0].shape[1:]), tuple(distilled.x.shape[1:])
+    require(got == shape, "sweep.distilled", f"hold records of shape {shape}", got)
     return records
 
 
@@ -231,31 +199,18 @@ def _check_set(options: Options, distilled: DistilledSet) -> None:
     require(count <= most, "data.public_records", f"be at most {most}, {others}", count, advice)
 
 
-def _digest(distilled: DistilledSet) -> str:
-    return hashlib.blake2b(distilled.x.numpy().tobytes() + distilled.y.numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _num_classes(distilled: DistilledSet | None, records: tuple[Tensor, Tensor]) -> int:
-    from_card = None if distilled is None else distilled.card.get("num_classes")
-    return int(records[1].max()) + 1 if from_card is None else int(from_card)
-
-
 def _parts(
     records: tuple[Tensor, Tensor], scored: tuple[Tensor, Tensor] | None, num_classes: int, networks: int, seed: int
 ) -> list[tuple[Population, tuple[Tensor, Tensor]]]:
     """Return, for each net, a population whose test set scores it, and the records on which it is trained."""
+
+    def tested(train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> tuple[Population, tuple[Tensor, Tensor]]:
+        return Population.from_datasets([train], test=test, held_out=0, num_classes=num_classes), train
+
     if scored is not None:
-        return [(_tested(records, scored, num_classes), records)] * networks
+        return [tested(records, scored)] * networks
     x, y = records
-    parts = []
-    for held in _folds(y, networks, seed):
-        train = x[~held], y[~held]
-        parts.append((_tested(train, (x[held], y[held]), num_classes), train))
-    return parts
-
-
-def _tested(records: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor], num_classes: int) -> Population:
-    return Population.from_datasets([records], test=test, held_out=0, num_classes=num_classes)
+    return [tested((x[~held], y[~held]), (x[held], y[held])) for held in _folds(y, networks, seed)]
 
 
 def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
@@ -271,48 +226,48 @@ def _folds(y: Tensor, networks: int, seed: int) -> Iterator[Tensor]:
     for label in y.unique():
         rows = order[y[order] == label]
         fold_of[rows] = torch.arange(len(rows)) % min(folds, len(rows))
-    return ((fold_of == number % folds) for number in range(networks))
+    return (fold_of == number % folds for number in range(networks))
 
 
 # ---- federated runs
 
 
 class FederatedObjective:
-    """Trains the federated run of each trial's options, with the same loop as `fit`.
-
-    Args:
-        options: options of the run.
-        private: train on the clients' records; otherwise on public records, which are distributed to the clients.
+    """Trains the federated run of a trial's options on the clients' records, or on public ones, with the loop of `fit`.
 
     **Privacy** A private trial is planned, charged and noised like any run. It is scored on public records, so neither
     the official test set nor a client's held-out records influence the choice.
     """
 
     def __init__(self, options: Options, private: bool) -> None:
-        self.private, self.digest = private, ""
+        self._private, self.digest = private, ""
         self.card: Mapping[str, Any] = {}
         count = options.data.public_records
         must = "be above 0, because trials are scored on public records" if private else "be at least 6"
         require(count >= (1 if private else 6), "data.public_records", must, count)
+        self.words = f"each trial is a run on {count - count // 6:,} public records, scored on {count // 6:,} others"
         if private:
             _check_private(options)
-        self.words = (
-            "each trial is a run on the clients' PRIVATE records, charged to them in full, and scored on "
-            f"{count:,} public records"
-            if private
-            else f"each trial is a run on {count - count // 6:,} public records, scored on {count // 6:,} others"
-        )
+            self.words = (
+                "each trial is a run on the clients' PRIVATE records, charged to them in full, and scored on "
+                f"{count:,} public records"
+            )
         self._population: Population | None = None
 
     def check(self, options: Options) -> None:
+        """Raise UserError if nothing can be built from these options."""
         build_net(options, facts_of(self._people(options)))
         strategies.build(options.strategies)
 
     def __call__(self, options: Options, folder: Path, report: Report, charge: Callable[[Cost], None]) -> Outcome:
+        """Run a trial and return its outcome; raises `Pruned` if `report` ends it.
+
+        `charge` receives the most that a private trial can cost, before it starts.
+        """
         watcher, begun = _Reporting(report), time.perf_counter()
         trial_options = dataclasses.replace(options, output_dir=str(folder))
         loop = build_loop(trial_options, [watcher], self._people(trial_options))
-        if self.private:
+        if self._private:
             charge(_planned(loop))
         result = loop.run()
         if watcher.ended:
@@ -324,13 +279,17 @@ class FederatedObjective:
     def _people(self, options: Options) -> Population:
         """Return the population that trains and scores. It is the same in all trials, which have the same data."""
         if self._population is None:
-            data = dataclasses.replace(options.data, use_public=not self.private)
-            made = build_population(dataclasses.replace(options, data=data))
-            if self.private:
-                nothing = [rows[:0] for rows in made.train_of]
-                made = dataclasses.replace(made, test=made.public, held_out_of=nothing)
-            self._population = made
+            data = dataclasses.replace(options.data, use_public=not self._private)
+            self._population = build_population(dataclasses.replace(options, data=data))
+            if self._private:
+                nothing = [rows[:0] for rows in self._population.train_of]
+                self._population = dataclasses.replace(
+                    self._population, test=self._population.public, held_out_of=nothing
+                )
         return self._population
+
+
+Objective = ProxyObjective | FederatedObjective
 
 
 def _check_private(options: Options) -> None:
@@ -356,14 +315,11 @@ def _planned(loop: FederatedLoop) -> Cost:
         guarantee([*schedule.events(), *besides], schedule.delta, loop.accountant, sampling) for schedule in clients
     ]
     most = [max(one.epsilon, schedule.target_epsilon) for one, schedule in zip(promises, clients, strict=True)]
-    caveats = dict.fromkeys(words for one in promises for words in _caveats(one))
+    caveats: dict[str, None] = {}
+    for one in promises:
+        unproven = [one.sampling] if one.sampling == SAMPLINGS["shuffle"] else []
+        caveats |= dict.fromkeys([*unproven, *one.unprotected, *one.caveats])
     return Cost(tuple(map(finite_or_none, most)), tuple(schedule.delta for schedule in clients), tuple(caveats))
-
-
-def _caveats(promise: Guarantee) -> tuple[str, ...]:
-    """Return the statements that accompany an epsilon: unproven sampling, values without noise, and caveats."""
-    unproven = (promise.sampling,) if promise.sampling == SAMPLINGS["shuffle"] else ()
-    return (*unproven, *promise.unprotected, *promise.caveats)
 
 
 class _Reporting(Strategy, Callback):
@@ -379,7 +335,3 @@ class _Reporting(Strategy, Callback):
 
     def stop(self, view: View) -> str | None:
         return "other trials do better" if self.ended else None
-
-
-def _uri(options: Options) -> str | None:
-    return None if options.tracking is None else options.tracking.uri

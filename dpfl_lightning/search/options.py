@@ -1,17 +1,18 @@
 """The section `sweep` of a search: types, ranges and `--help` texts. Imports neither torch nor optuna."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
+from dpfl_lightning.config.options import AtLeastOne, Named
+from dpfl_lightning.config.per_client import Bound
 from dpfl_lightning.errors import nearest, require
 
 #: score of a trial -> whether larger is better
 SCORES = {"accuracy": True, "num_params": False, "seconds": False}
 #: sections of a run that apply to nets trained on a set
 _ON_A_SET = ("model", "clients", "data", "engine")
+#: options that apply to nets trained on a set only
+_ONLY_SET = ("distilled", "networks", "training")
 
 
 @dataclass(frozen=True)
@@ -48,53 +49,40 @@ class SweepOptions:
     space: dict = field(default_factory=dict)
     objective: Literal["set", "public", "private"] = "set"
     distilled: str | None = None
-    networks: int = 1
+    networks: AtLeastOne = 1
     training: dict = field(default_factory=dict)
     trials_with: dict = field(default_factory=dict)
-    scores: tuple[str, ...] = ("accuracy",)
-    trials: int = 30
-    sampler: dict = field(default_factory=lambda: {"name": "tpe"})
-    pruner: dict = field(default_factory=lambda: {"name": "none"})
+    scores: Annotated[tuple[str, ...], Bound("name at least one score", bool)] = ("accuracy",)
+    trials: AtLeastOne = 30
+    sampler: Named = field(default_factory=lambda: {"name": "tpe"})
+    pruner: Named = field(default_factory=lambda: {"name": "none"})
     storage: str | None = None
-    heartbeat_seconds: int = 20
+    heartbeat_seconds: AtLeastOne = 20
 
 
 def check(sweep: SweepOptions) -> None:
-    """Check everything that needs neither the run's options nor its data.
+    """Check what needs several options of the search.
 
     Raises:
-        UserError: the first value that is out of range, or contradicts another one.
+        UserError: no key to search, or an option that contradicts another one.
     """
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
-    for key in ("networks", "trials", "heartbeat_seconds"):
-        require(getattr(sweep, key) >= 1, f"sweep.{key}", "be >= 1", getattr(sweep, key))
-    require(bool(sweep.scores), "sweep.scores", "name at least one score", sweep.scores)
     for score in sweep.scores:
         require(score in SCORES, "sweep.scores", f"be of {', '.join(SCORES)}", score, nearest(score, SCORES))
     fits = len(set(sweep.scores)) == len(sweep.scores)
     require(fits, "sweep.scores", "be different scores", sweep.scores)
-    for key in ("sampler", "pruner"):
-        require("name" in getattr(sweep, key), f"sweep.{key}", "have a `name`", getattr(sweep, key))
-    single = len(sweep.scores) == 1 or sweep.pruner["name"] == "none"
+    pruner = sweep.pruner["name"]
     must = "be none if trials have several scores, because unfinished trials cannot be ranked by several scores"
-    require(single, "sweep.pruner.name", must, sweep.pruner["name"], "Use one score, or no pruner.")
-    first = sweep.scores[0] == "accuracy" or sweep.pruner["name"] == "none"
+    single = len(sweep.scores) == 1 or pruner == "none"
+    require(single, "sweep.pruner.name", must, pruner, "Use one score, or no pruner.")
     must = "be none unless accuracy is the score, because no other score is known during a trial"
-    require(first, "sweep.pruner.name", must, sweep.pruner["name"])
-    if sweep.objective == "set":
-        _check_training(sweep)
-    else:
-        default = SweepOptions()
-        for key in ("distilled", "networks", "training"):
-            given, must = (
-                getattr(sweep, key),
-                f"be left out with objective {sweep.objective}, because it is only for objective set",
-            )
-            require(given == getattr(default, key), f"sweep.{key}", must, given)
-
-
-def _check_training(sweep: SweepOptions) -> None:
-    """Raise UserError for options that nets trained on a set would ignore."""
+    require(sweep.scores[0] == "accuracy" or pruner == "none", "sweep.pruner.name", must, pruner)
+    if sweep.objective != "set":
+        for key in _ONLY_SET:
+            value = getattr(sweep, key)
+            must = f"be left out with objective {sweep.objective}, because it is only for objective set"
+            require(value == getattr(SweepOptions(), key), f"sweep.{key}", must, value)
+        return
     for name in ("learning_rate", "batch_size"):
         searched = f"clients.{name}" in sweep.space or f"clients.{name}" in sweep.trials_with
         must = f"be left out if clients.{name} is given for trials, because it would replace that value"
@@ -102,12 +90,3 @@ def _check_training(sweep: SweepOptions) -> None:
     for key, value in sweep.trials_with.items():
         must = f"be a key of {', '.join(_ON_A_SET)} with objective set, whose nets ignore all other keys"
         require(key.split(".")[0] in _ON_A_SET, f"sweep.trials_with.{key}", must, value)
-
-
-def study_name(sweep: SweepOptions, config: str | None) -> str:
-    """Return the name of the study; the default is the name of the configuration file.
-
-    >>> study_name(SweepOptions(), "sweeps/nas_digits.yaml")
-    'nas_digits'
-    """
-    return sweep.name or (Path(config).stem if config else "sweep")

@@ -1,7 +1,5 @@
 """Reports of a search: a line for each trial, a table, and the privacy cost for the clients."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections import Counter
@@ -13,11 +11,10 @@ from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.privacy.accounting.accountant import delta_text, rounded_up
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
 from dpfl_lightning.runtime.text import columns, duration
-from dpfl_lightning.search.trial import Trial
+from dpfl_lightning.search.study import Trial
 
 _MOST_ROWS = 10
 _MOST_CLIENTS = 30
-_SPENT = {"epsilon": "epsilon_spent", "delta": "delta"}
 
 
 def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left: float) -> str:
@@ -41,10 +38,7 @@ def line(trial: Trial, done: int, wanted: int, best: Trial | None, seconds_left:
 def table(trials: Sequence[Trial], best: Sequence[Trial], better: Mapping[str, bool]) -> str:
     """Return a table of the best complete trials, or of the whole Pareto front, ordered by the first score.
 
-    Args:
-        trials: finished trials.
-        best: best trial, or Pareto front.
-        better: score -> whether larger is better.
+    `better` maps each score to whether larger is better.
     """
     name = next(iter(better))
     complete = [one for one in trials if one.state == "complete"]
@@ -54,12 +48,13 @@ def table(trials: Sequence[Trial], best: Sequence[Trial], better: Mapping[str, b
         chosen = sorted(complete, key=lambda one: one.scores[name], reverse=better[name])[:_MOST_ROWS]
         title = f"The best {len(chosen)} of {len(complete)} complete trials"
     keys = list(dict.fromkeys(key for one in chosen for key in one.found))
-    head = ["trial", "accuracy", "parameters", "seconds", *keys]
-    rows = [
-        [one.number, *_measured(one), *(value_text(one.found[key]) if key in one.found else "-" for key in keys)]
-        for one in chosen
-    ]
-    return f"{title}:\n{columns([head, *rows])}"
+    rows: list[list[object]] = [["trial", "accuracy", "parameters", "seconds", *keys]]
+    for one in chosen:
+        known = {**one.facts, **one.scores}
+        accuracy = f"{known['accuracy']:.2%}" if "accuracy" in known else "-"
+        drawn = [value_text(one.found[key]) if key in one.found else "-" for key in keys]
+        rows.append([one.number, accuracy, f"{known['num_params']:,.0f}", f"{known['seconds']:.1f}", *drawn])
+    return f"{title}:\n{columns(rows)}"
 
 
 def counted(trials: Sequence[Trial]) -> str:
@@ -75,32 +70,33 @@ def reasons(trials: Sequence[Trial]) -> list[str]:
 
 
 def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
-    """Return each client's epsilon and delta, added up over all trials that began, with every caveat once.
+    """Return each client's epsilon and delta, added up over the notes of all trials that began.
 
     A trial counts with its whole budget even if it was pruned, failed or died, because its length depends on the
     trials' results.
 
-    Args:
-        begun: notes of every trial that began.
-
     Returns:
-        `epsilon` (None: no bound), `delta` and `caveats`; None if no trial has a cost.
+        `epsilon` (None: no bound), `delta` and `caveats` (each once); None if no trial has a cost.
     """
     costs = [noted["cost"] for noted in begun if "cost" in noted]
     if not costs:
         return None
-    epsilons = [[math.inf if one is None else one for one in cost["epsilon"]] for cost in costs]
-    totals = [rounded_up(math.fsum(column), 6) for column in zip(*epsilons, strict=True)]
+    columns_of = {name: list(zip(*(cost[name] for cost in costs), strict=True)) for name in ("epsilon", "delta")}
+    totals = [rounded_up(math.fsum(map(_bound, column)), 6) for column in columns_of["epsilon"]]
     return {
         "epsilon": [one if math.isfinite(one) else None for one in totals],
-        "delta": [math.fsum(column) for column in zip(*(cost["delta"] for cost in costs), strict=True)],
+        "delta": list(map(math.fsum, columns_of["delta"])),
         "caveats": list(dict.fromkeys(words for cost in costs for words in cost.get("caveats", ()))),
     }
 
 
+def _bound(spent: float | None) -> float:
+    return math.inf if spent is None else spent
+
+
 def cost_text(cost: Mapping[str, Sequence[Any]], trials: int) -> str:
     """Describe the cost of the search for its clients in text and a table. The caveats follow the first epsilon."""
-    numbers = [math.inf if one is None else one for one in cost["epsilon"]]
+    numbers = list(map(_bound, cost["epsilon"]))
     most = numbers.index(max(numbers))
     delta = delta_text(max(cost["delta"]))
     words = (
@@ -130,23 +126,14 @@ def set_text(card: Mapping[str, Any]) -> str:
 
 
 def with_trials_text(cost: Mapping[str, Sequence[Any]], clients: Sequence[Mapping[str, Any]]) -> str:
-    """Describe what private trials and the run chosen by them cost together, by addition.
-
-    Args:
-        cost: `total_cost` of the trials.
-        clients: the same clients, from the result of the run.
-    """
-    added = total_cost(
-        [
-            {"cost": {key: cost[key] for key in ("epsilon", "delta")}},
-            {"cost": {key: [one[name] for one in clients] for key, name in _SPENT.items()}},
-        ]
-    )
+    """Describe what private trials (their `total_cost`) and the run chosen by them cost the same clients together."""
+    run = {"epsilon": [one["epsilon_spent"] for one in clients], "delta": [one["delta"] for one in clients]}
+    added = total_cost([{"cost": {**cost, "caveats": []}}, {"cost": run}])
     assert added is not None  # for mypy: both have a cost
-    most = max(math.inf if one is None else one for one in added["epsilon"])
     return (
         "Together with the trials that chose it, a record of a client costs at most epsilon "
-        f"{epsilon(most)} at delta {delta_text(max(added['delta']))} (added up for each client; the largest sums)."
+        f"{epsilon(max(map(_bound, added['epsilon'])))} at delta {delta_text(max(added['delta']))} (added up for each "
+        "client; the largest sums)."
     )
 
 
@@ -183,9 +170,3 @@ def _shown(name: str, value: float) -> str:
     if name == "accuracy":
         return f"accuracy {value:.2%}"
     return f"{value:,.0f} parameters" if name == "num_params" else duration(value)
-
-
-def _measured(trial: Trial) -> list[str]:
-    known = {**trial.facts, **trial.scores}
-    accuracy = f"{known['accuracy']:.2%}" if "accuracy" in known else "-"
-    return [accuracy, f"{known['num_params']:,.0f}", f"{known['seconds']:.1f}"]

@@ -1,8 +1,7 @@
-"""Samplers, which choose the next trial, and pruners, which end a trial early. Both are those of Optuna, by name."""
+"""Optuna's samplers, which choose the next trial, and pruners, which end a trial early, by name."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 from optuna.pruners import (
     BasePruner,
@@ -12,38 +11,25 @@ from optuna.pruners import (
     PercentilePruner,
     SuccessiveHalvingPruner,
 )
-from optuna.samplers import (
-    BaseSampler,
-    GPSampler,
-    GridSampler,
-    NSGAIISampler,
-    QMCSampler,
-    RandomSampler,
-    TPESampler,
-)
+from optuna.samplers import BaseSampler, GPSampler, GridSampler, NSGAIISampler, QMCSampler, RandomSampler, TPESampler
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import Dimension
-from dpfl_lightning.search.storage import quietly
 
 
 def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int | None, shared: int) -> BaseSampler:
     """Return the sampler that draws the values of the next trial.
 
-    Args:
-        sweep: options with the sampler's name and options.
-        dimensions: search space.
-        seed: seed of this worker's draws; None draws it at random.
-        shared: seed of the order in which all workers process a grid or a sequence. It must be the same for all
-            workers; otherwise they would omit some points and repeat others.
+    `seed` seeds this worker's draws; None draws it at random. `shared` seeds the order in which workers process a grid
+    or a sequence: with different orders, they would omit some points and repeat others.
 
     Raises:
         UserError: an unknown sampler, an option out of range, or a space that the sampler cannot search.
     """
-    options = {name: value for name, value in sweep.sampler.items() if name not in ("name", "seed")}
-    given = sweep.sampler.get("seed")
+    options = dict(sweep.sampler)
+    name, given = str(options.pop("name")), options.pop("seed", None)
     whole = given is None or (isinstance(given, int) and not isinstance(given, bool) and 0 <= given < 2**32)
     require(whole, "sweep.sampler.seed", "be a whole number in [0, 2^32)", given)
 
@@ -69,44 +55,46 @@ def sampler(sweep: SweepOptions, dimensions: Mapping[str, Dimension], seed: int 
         return NSGAIISampler(population_size=population_size, seed=seed)
 
     known = {"tpe": tpe, "random": random, "grid": grid, "qmc": qmc, "gp": gp, "nsga2": nsga2}
-    return quietly(call, "sweep.sampler", known, str(sweep.sampler["name"]), **options)
-
-
-def pruner(sweep: SweepOptions) -> BasePruner:
-    """Return the pruner, which ends trials that are worse than others.
-
-    Raises:
-        UserError: an unknown pruner, or an option out of range.
-    """
-    options = {name: value for name, value in sweep.pruner.items() if name != "name"}
-
-    def median(startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-        return MedianPruner(startup_trials, warmup_steps)
-
-    def percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
-        """Keep the trials in the top `percentile` per cent."""
-        require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
-        return PercentilePruner(percentile, startup_trials, warmup_steps)
-
-    def halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
-        return SuccessiveHalvingPruner(min_resource, reduction_factor)
-
-    def hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
-        require(reduction_factor >= 2, "sweep.pruner.reduction_factor", "be >= 2", reduction_factor)
-        return HyperbandPruner(min_resource, reduction_factor=reduction_factor)
-
-    known = {"none": NopPruner, "median": median, "percentile": percentile, "halving": halving, "hyperband": hyperband}
-    try:
-        return quietly(call, "sweep.pruner", known, str(sweep.pruner["name"]), **options)
-    except ValueError as error:
-        if isinstance(error, UserError):
-            raise
-        raise UserError(f"`sweep.pruner` must have options in range, got {sweep.pruner}: {error}") from None
+    return call("sweep.sampler", known, name, **options)
 
 
 def size_of_grid(dimensions: Mapping[str, Dimension]) -> int:
     """Return the number of different trials."""
-    size = 1
-    for dimension in dimensions.values():
-        size *= len(dimension.grid())
-    return size
+    return math.prod(len(dimension.grid()) for dimension in dimensions.values())
+
+
+def pruner(sweep: SweepOptions) -> BasePruner:
+    """Return the pruner, which ends trials that are worse than others."""
+    options = dict(sweep.pruner)
+    name = str(options.pop("name"))
+    known: dict[str, Callable[..., BasePruner]] = {
+        "none": NopPruner,
+        "median": _median,
+        "percentile": _percentile,
+        "halving": _halving,
+        "hyperband": _hyperband,
+    }
+    try:
+        return call("sweep.pruner", known, name, **options)
+    except UserError:
+        raise
+    except ValueError as error:
+        raise UserError(f"`sweep.pruner` must have options in range, got {sweep.pruner}: {error}") from None
+
+
+def _median(startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
+    return MedianPruner(startup_trials, warmup_steps)
+
+
+def _percentile(percentile: float, startup_trials: int = 5, warmup_steps: int = 0) -> BasePruner:
+    require(0 < percentile < 100, "sweep.pruner.percentile", "be in (0, 100)", percentile)
+    return PercentilePruner(percentile, startup_trials, warmup_steps)
+
+
+def _halving(min_resource: int = 1, reduction_factor: int = 4) -> BasePruner:
+    return SuccessiveHalvingPruner(min_resource, reduction_factor)
+
+
+def _hyperband(min_resource: int = 1, reduction_factor: int = 3) -> BasePruner:
+    require(reduction_factor >= 2, "sweep.pruner.reduction_factor", "be >= 2", reduction_factor)
+    return HyperbandPruner(min_resource, reduction_factor=reduction_factor)

@@ -1,13 +1,13 @@
 """Search spaces: dotted keys of a configuration, and the values that each may take."""
 
-from __future__ import annotations
-
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from dpfl_lightning.config.load import with_values
 from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, nearest, require
 
 _SIMPLE = (bool, int, float, str, type(None))
@@ -30,14 +30,13 @@ _PUBLIC = ("name", "folder", "public_records", "use_public")
 
 @dataclass(frozen=True)
 class Dimension:
-    """The values of one key.
+    """The values of one key: choices, or a range whose ends are included.
 
     Args:
         key: dotted key of a configuration.
         choices: label -> value, or None for a range.
-        low: lower end of the range, included. The range has whole numbers if both ends are whole numbers.
-        high: upper end of the range, included.
-        step: step of the range, or None.
+        low: lower end of the range. The range has whole numbers if both ends are whole numbers.
+        high: upper end of the range; with a step, the last value that a step reaches.
         log: whether the logarithm is drawn uniformly.
         when: other key -> value (label, for choices) that it must have for this key to be drawn.
     """
@@ -59,10 +58,6 @@ class Dimension:
         """Return every choice, or both ends of the range, as a trial draws them."""
         return list(self.choices) if self.choices is not None else [self.low, self.high]
 
-    def value(self, drawn: Any) -> Any:
-        """Return the value of the configuration for a drawn value."""
-        return drawn if self.choices is None else self.choices[drawn]
-
     def grid(self) -> list[Any]:
         """Return all values.
 
@@ -74,27 +69,21 @@ class Dimension:
         step = self.step or (1 if self.whole else None)
         must = "be choices or a range with a step for sampler grid"
         require(step is not None and not self.log, f"sweep.space.{self.key}", must, [self.low, self.high])
-        assert step is not None  # for mypy
-        return [_stepped(self.low, step, number) for number in range(_steps(self.low, self.high, step) + 1)]
+        return _stepped(self.low, self.high, step or 1)
 
 
-def _steps(low: float, high: float, step: float) -> int:
-    """Return how many steps fit between `low` and `high`."""
-    return int((high - low) / step + 1e-9)
+def _stepped(low: float, high: float, step: float) -> list[Any]:
+    """Return the values from `low` to `high` without rounding noise: 0.3, not 0.30000000000000004.
 
-
-def _stepped(low: float, step: float, number: int) -> float:
-    """Return `low + number * step` without rounding noise: 0.3, not 0.30000000000000004.
-
-    >>> _stepped(0.1, 0.1, 2), _stepped(8, 4, 2)
-    (0.3, 16)
+    >>> _stepped(0.1, 0.3, 0.1), _stepped(8, 18, 4)
+    ([0.1, 0.2, 0.3], [8, 12, 16])
     """
-    value = low + number * step
-    return value if isinstance(value, int) else round(value, 12)
+    values = [low + number * step for number in range(int((high - low) / step + 1e-9) + 1)]
+    return [value if isinstance(value, int) else round(value, 12) for value in values]
 
 
 def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
-    """Return the dimensions of `sweep.space` by key, after checking each of them.
+    """Return the dimensions of `sweep.space` by key.
 
     Raises:
         UserError: a key that the objective cannot search, or an invalid option or range.
@@ -108,24 +97,14 @@ def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
         where = f"sweep.space.{key}"
         advice = "For example {choices: [16, 32]} or {low: 0.001, high: 0.1, log: true}."
         require(isinstance(raw, Mapping), where, "be a mapping", raw, advice)
-        kinds = {"choices": ("choices", "when"), "low": ("low", "high", "step", "log", "when")}
-        chosen = [kind for kind in kinds if kind in raw]
-        require(len(chosen) == 1, where, "have either choices, or low and high", dict(raw), advice)
-        for option, value in raw.items():
-            known = kinds[chosen[0]]
-            require(
-                option in known, f"{where}.{option}", f"be one of {', '.join(known)}", value, nearest(option, known)
-            )
-        dimension = dict(raw, choices=_labelled(where, raw["choices"])) if "choices" in raw else dict(raw)
-        if "choices" not in raw:
-            _check_range(where, raw)
-            if (step := raw.get("step")) is not None:  # lower the end to the last value that a step reaches
-                dimension["high"] = _stepped(raw["low"], step, _steps(raw["low"], raw["high"], step))
-        else:
-            _check_inside(key, where, dimension["choices"].values())
-        _check_when(where, raw.get("when", {}), dimensions)
-        _check_order(key, dimension, dimensions)
-        dimensions[key] = Dimension(key, **dimension)
+        one_kind = ("choices" in raw) != ("low" in raw)
+        require(one_kind, where, "have either choices, or low and high", dict(raw), advice)
+        kind = "choices" if "choices" in raw else "range"
+        kinds: dict[str, Callable[..., Dimension]] = {"choices": _choices, "range": _range}
+        dimension = call(where, kinds, kind, key, **raw)
+        _check_when(where, dimension.when, dimensions)
+        _check_order(dimension, dict(raw), dimensions)
+        dimensions[key] = dimension
     return dimensions
 
 
@@ -144,12 +123,8 @@ def options_of(
     found: Mapping[str, Any],
     more: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Return the run's options with `more` and then the drawn values set.
-
-    Raises:
-        UserError: the result is not valid for a run.
-    """
-    values = {key: dimensions[key].value(one) for key, one in found.items()}
+    """Return the run's options with `more` and then the drawn values set."""
+    values = {key: one if (labels := dimensions[key].choices) is None else labels[one] for key, one in found.items()}
     return with_values(options, {**(more or {}), **values}, "by the sweep")
 
 
@@ -168,11 +143,7 @@ def _needed(dimension: Dimension, dimensions: Mapping[str, Dimension]) -> dict[s
 
 
 def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Mapping[str, Any]) -> None:
-    """Check that every value is valid for a run, apart from its combinations.
-
-    Raises:
-        UserError: an unknown key, a wrong type, or a value out of range.
-    """
+    """Raise UserError unless every value is valid for a run, apart from its combinations."""
     for dimension, candidates in probes(dimensions):
         for one in candidates:
             try:
@@ -182,24 +153,18 @@ def check_values(options: Options, dimensions: Mapping[str, Dimension], more: Ma
 
 
 def check_trials_with(options: Options, more: Mapping[str, Any]) -> None:
-    """Check that trials and run have the same public records.
-
-    Otherwise, clients of the run would hold records that were public in the trials.
-
-    Args:
-        options: options of the run.
-        more: values that apply to trials only, accepted by `check_values`.
+    """Raise UserError unless trials, which have the values `more`, have the same public records as the run.
 
     **Privacy** Searching on public records is free only because no client of the later run holds them.
-
-    Raises:
-        UserError: an option that determines which records are public differs.
     """
     run_data, trial_data = options.data, options_of(options, {}, {}, more).data
     for name in _PUBLIC:
         expected, got = getattr(run_data, name), getattr(trial_data, name)
         advice = f"Clients of the run hold records that would be public only in trials: set data.{name} for both."
         require(got == expected, f"sweep.trials_with.data.{name}", f"be that of the run, {expected!r}", got, advice)
+
+
+# ---- one key
 
 
 def _check_key(key: Any, objective: str) -> None:
@@ -209,49 +174,48 @@ def _check_key(key: Any, objective: str) -> None:
         return any(key == name or key.startswith(f"{name}.") for name in names)
 
     known = SEARCHED[objective]
-    near = nearest(key, known)
-    allowed = below(known) and not below(_NEVER)
     must = f"be {', '.join(known)} or a key below, with objective {objective}"
-    require(allowed, f"sweep.space.{key}", must, key, f"{near} {_WHY[objective]}".strip())
+    advice = f"{nearest(key, known)} {_WHY[objective]}".strip()
+    require(below(known) and not below(_NEVER), f"sweep.space.{key}", must, key, advice)
 
 
-def _labelled(where: str, choices: Any) -> dict[Any, Any]:
-    """Return label -> value: a mapping is returned as it is, each value of a list is its own label."""
-    if isinstance(choices, Mapping) and choices:
-        return dict(choices)
-    require(isinstance(choices, list) and bool(choices), f"{where}.choices", "be a list or mapping of values", choices)
-    for value in choices:
-        advice = "Name other values, for example {choices: {first: [1, 2], second: [3, 4]}}."
-        require(isinstance(value, _SIMPLE), f"{where}.choices", "be numbers, words, true, false or null", value, advice)
-    require(len({(type(v), v) for v in choices}) == len(choices), f"{where}.choices", "be different", choices)
-    return {value: value for value in choices}
+def _choices(key: str, choices: Any, when: dict | None = None) -> Dimension:
+    where = f"sweep.space.{key}.choices"
+    if not isinstance(choices, Mapping):
+        require(isinstance(choices, list), where, "be a list or mapping of values", choices)
+        for value in choices:
+            advice = "Name other values, for example {choices: {first: [1, 2], second: [3, 4]}}."
+            require(isinstance(value, _SIMPLE), where, "be numbers, words, true, false or null", value, advice)
+        require(len({(type(v), v) for v in choices}) == len(choices), where, "be different", choices)
+        choices = {value: value for value in choices}
+    require(bool(choices), where, "be a list or mapping of values", choices)
+    _check_inside(key, where, choices.values())
+    return Dimension(key, dict(choices), when=when or {})
 
 
-def _check_range(where: str, raw: Mapping[str, Any]) -> None:
-    for option in ("low", "high", "step"):
-        value = raw.get(option)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        require(number or (option == "step" and value is None), f"{where}.{option}", "be a number", value)
-    low, high, step, log = raw["low"], raw["high"], raw.get("step"), raw.get("log", False)
-    require(isinstance(log, bool), f"{where}.log", "be true or false", log)
+def _range(
+    key: str, low: float, high: float, step: float | None = None, log: bool = False, when: dict | None = None
+) -> Dimension:
+    where = f"sweep.space.{key}"
     require(low < high, f"{where}.low", f"be below high, {high}", low)
     require(not log or low > 0, f"{where}.low", "be above 0 with log: true", low)
     require(step is None or step > 0, f"{where}.step", "be above 0", step)
     require(step is None or not log, f"{where}.step", "be left out with log: true", step)
     doubtful = isinstance(low, int) != isinstance(high, int) and float(low).is_integer() and float(high).is_integer()
-    advice = f"Write {int(high)} for whole numbers, or {float(low)} and {float(high)} for real numbers."
+    advice = f"Write {math.floor(high)} for whole numbers, or {float(low)} and {float(high)} for real numbers."
     require(not doubtful, f"{where}.high", f"have the same type as low, {low}", high, advice)
     whole = isinstance(low, int) and isinstance(high, int)
     require(step is None or not whole or isinstance(step, int), f"{where}.step", "be whole in a whole range", step)
+    return Dimension(key, None, low, high if step is None else _stepped(low, high, step)[-1], step, log, when or {})
 
 
-def _check_when(where: str, when: Any, above: Mapping[str, Dimension]) -> None:
-    require(isinstance(when, Mapping), f"{where}.when", "be a mapping of keys to values", when)
+def _check_when(where: str, when: Mapping[str, Any], above: Mapping[str, Dimension]) -> None:
     for other, value in when.items():
         require(other in above, f"{where}.when", f"name a key above it ({', '.join(above) or 'there is none'})", other)
-        ends = above[other].choices
-        must = f"be a choice of {other}" + ("" if ends is None else f" ({', '.join(map(str, ends))})")
-        require(ends is not None and value in list(ends), f"{where}.when.{other}", must, value)  # it may be a list
+        choices = above[other].choices
+        must = f"be a choice of {other}" + ("" if choices is None else f" ({', '.join(map(str, choices))})")
+        fits = choices is not None and value in list(choices)  # the value may be a list, which has no hash
+        require(fits, f"{where}.when.{other}", must, value)
 
 
 def _check_inside(key: str, where: str, choices: Iterable[Any]) -> None:
@@ -260,18 +224,17 @@ def _check_inside(key: str, where: str, choices: Iterable[Any]) -> None:
         for name, inner in value.items() if isinstance(value, Mapping) else ():
             below = f"{key}.{name}"
             advice = "It must be the same in all trials; set it for the run."
-            require(below not in _NEVER, f"{where}.choices", f"leave {below} out", value, advice)
+            require(below not in _NEVER, where, f"leave {below} out", value, advice)
             _check_inside(below, where, [inner])
 
 
-def _check_order(key: str, own: Mapping[str, Any], above: Mapping[str, Dimension]) -> None:
+def _check_order(dimension: Dimension, raw: Mapping[str, Any], above: Mapping[str, Dimension]) -> None:
     """Raise UserError if the value of one key would overwrite the value drawn for another."""
+    key, where = dimension.key, f"sweep.space.{dimension.key}"
     later = [other for other in above if other.startswith(f"{key}.")]
-    where = f"sweep.space.{key}"
-    require(not later, where, "precede the keys below it, which it would replace", own, f"Put it before {later}.")
+    require(not later, where, "precede the keys below it, which it would replace", raw, f"Put it before {later}.")
     for other, parent in above.items():
         values = parent.choices or {}
         if key.startswith(f"{other}.") and None in values.values():
-            asked = own.get("when", {}).get(other)
             must = f"have a `when` of {other} with a value that is not null, because a key below it would undo null"
-            require(values.get(asked) is not None, where, must, own.get("when"))
+            require(values.get(dimension.when.get(other)) is not None, where, must, raw.get("when"))

@@ -1,6 +1,4 @@
-"""The database that workers share: how it is opened, and a check that all workers search the same."""
-
-from __future__ import annotations
+"""The database that workers share, and a check that all workers search the same."""
 
 import json
 import random
@@ -18,38 +16,23 @@ from optuna.trial import FrozenTrial
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.search.options import SCORES, SweepOptions
 
+warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)  # of heartbeats and samplers
+
 _IDENTITY = "searched"
 _LOOKS = 20  # attempts to open a database whose tables another process is creating
-_FAILS = (
-    sqlalchemy.exc.SQLAlchemyError,
-    optuna.exceptions.OptunaError,
-    ImportError,
-    RuntimeError,
-    ValueError,
-)
+_FAILS = (sqlalchemy.exc.SQLAlchemyError, optuna.exceptions.OptunaError, ImportError, RuntimeError, ValueError)
+
+GivenUp = Callable[[optuna.Study, FrozenTrial], None]
 
 
-def opened(
-    sweep: SweepOptions, url: str, given_up: Callable[[optuna.Study, FrozenTrial], None]
-) -> tuple[optuna.Study, RDBStorage]:
+def opened(sweep: SweepOptions, url: str, given_up: GivenUp) -> tuple[optuna.Study, RDBStorage]:
     """Open the study of that name in the database; creates it if missing.
 
-    Args:
-        sweep: options of the search.
-        url: URL of the database.
-        given_up: called with a trial whose worker has sent no heartbeat for three intervals.
-
-    Raises:
-        UserError: the database does not answer.
+    `given_up` is called with a trial whose worker has sent no heartbeat for three intervals.
     """
+    options = {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None
     try:
-        storage = _with_tables(
-            url,
-            {"connect_args": {"timeout": 60}} if url.startswith("sqlite") else None,
-            heartbeat_interval=sweep.heartbeat_seconds,
-            grace_period=3 * sweep.heartbeat_seconds,
-            heartbeat_stale_trial_callback=given_up,
-        )
+        storage = _with_tables(url, options, sweep.heartbeat_seconds, given_up)
         _one_at_a_time(storage.engine)
         directions = [StudyDirection.MAXIMIZE if SCORES[score] else StudyDirection.MINIMIZE for score in sweep.scores]
         study = optuna.create_study(storage=storage, study_name=sweep.name, directions=directions, load_if_exists=True)
@@ -62,16 +45,23 @@ def opened(
         ) from None
 
 
-def _with_tables(*args: Any, **options: Any) -> RDBStorage:
+def _with_tables(url: str, options: dict[str, Any] | None, heartbeat: int, given_up: GivenUp) -> RDBStorage:
     """Return the storage. If another process creates the tables of a new database at the same time, try again."""
-    for _ in range(_LOOKS - 1):
+    for look in range(_LOOKS):
         try:
-            return quietly(RDBStorage, *args, **options)
+            return RDBStorage(
+                url,
+                options,
+                heartbeat_interval=heartbeat,
+                grace_period=3 * heartbeat,
+                heartbeat_stale_trial_callback=given_up,
+            )
         except sqlalchemy.exc.SQLAlchemyError as error:
-            if not isinstance(error, sqlalchemy.exc.IntegrityError) and "already exists" not in str(error):
+            at_once = isinstance(error, sqlalchemy.exc.IntegrityError) or "already exists" in str(error)
+            if not at_once or look == _LOOKS - 1:
                 raise
         time.sleep(random.uniform(0.1, 0.5))
-    return quietly(RDBStorage, *args, **options)
+    raise AssertionError  # for mypy
 
 
 def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
@@ -88,12 +78,8 @@ def _one_at_a_time(engine: sqlalchemy.Engine) -> None:
 
 
 def agreed(study: optuna.Study, identity: Mapping[str, Any]) -> bool:
-    """Return whether the study is new. An existing study must have the same identity.
-
-    Raises:
-        UserError: the study has another identity, or was not created by this command.
-    """
-    wanted = json.loads(json.dumps(identity))
+    """Return whether the study is new. Raise UserError if it has another identity, or another program created it."""
+    wanted = json.loads(json.dumps(identity))  # as it is stored
     stored = study.user_attrs.get(_IDENTITY)
     if stored is None:
         foreign = bool(study.get_trials(deepcopy=False))
@@ -125,10 +111,3 @@ def in_one_line(error: BaseException) -> str:
     """Return the first line of an error; errors other than UserError start with their type."""
     line = (str(error).strip().splitlines() or [""])[0][:300]
     return line if isinstance(error, UserError) else f"{type(error).__name__}: {line}"
-
-
-def quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Call `function` without Optuna's warnings about experimental features."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        return function(*args, **options)

@@ -1,11 +1,11 @@
 """The study: trials that several workers share, without losing any."""
 
-from __future__ import annotations
-
 import math
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import optuna
@@ -17,8 +17,7 @@ from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import SCORES, SweepOptions
 from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
 from dpfl_lightning.search.space import Dimension, drawn
-from dpfl_lightning.search.storage import agreed, in_one_line, opened, quietly
-from dpfl_lightning.search.trial import Pruned, Trial
+from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)  # the command reports each trial itself
 
@@ -26,58 +25,76 @@ _MLFLOW = "mlflow_run"
 _SEED = "seed"  # attribute with the sampler's seed when the study began
 _MOST_RETRIES = 3  # retries of a trial whose worker died, because the trial itself may kill its worker
 _POLL_SECONDS = 1.0
-_DIED = "its worker died"
 _SURPLUS = "surplus"
+
+
+class Pruned(Exception):
+    """Raised by a trial that ends early because others did better. The message states after how much."""
 
 
 class _Surplus(Exception):
     """Raised by a trial that is not needed, because the study has all its trials without it."""
 
 
-class Running:
-    """A running trial: its drawn values and its reports.
+@dataclass(frozen=True)
+class Trial:
+    """A finished trial.
 
     Args:
-        trial: Optuna's trial.
-        dimensions: search space.
-        single: whether the study has one score.
+        state: complete, pruned or failed.
+        found: dotted key -> drawn value (label, for choices).
+        scores: name -> value; a pruned trial has its last value.
+        reason: why it failed or was pruned.
+        steps: step -> accuracy at that step.
+        facts: notes about the trial: num_params, seconds, host, cost, error.
+        again: whether another trial repeats it.
     """
 
+    number: int
+    state: str
+    found: Mapping[str, Any]
+    scores: Mapping[str, float]
+    reason: str = ""
+    begun: datetime | None = None
+    ended: datetime | None = None
+    steps: Mapping[int, float] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    again: bool = False
+
+
+class Running:
+    """A running trial: its number, its drawn values `found`, and its reports."""
+
     def __init__(self, trial: optuna.Trial, dimensions: Mapping[str, Dimension], single: bool) -> None:
-        self._own, self._single, self.number = trial, single, trial.number
+        self._trial, self._single, self.number = trial, single, trial.number
         self.found = drawn(dimensions, self._draw)
 
     def _draw(self, dimension: Dimension) -> Any:
+        key, low, high = dimension.key, dimension.low, dimension.high
         if dimension.choices is not None:
-            return self._own.suggest_categorical(dimension.key, list(dimension.choices))
+            return self._trial.suggest_categorical(key, list(dimension.choices))
         if dimension.whole:
-            return self._own.suggest_int(
-                dimension.key, int(dimension.low), int(dimension.high), step=int(dimension.step or 1), log=dimension.log
-            )
-        return self._own.suggest_float(
-            dimension.key, dimension.low, dimension.high, step=dimension.step, log=dimension.log
-        )
+            step = int(dimension.step or 1)
+            return self._trial.suggest_int(key, int(low), int(high), step=step, log=dimension.log)
+        return self._trial.suggest_float(key, low, high, step=dimension.step, log=dimension.log)
 
     def report(self, step: int, accuracy: float) -> bool:
         """Report an accuracy, and return whether the trial should end because other trials did better at this step."""
         if not self._single:  # optuna has no intermediate values for several scores
             self.note(f"accuracy_{step}", accuracy)
             return False
-        self._own.report(accuracy, step)
-        return self._own.should_prune()
+        self._trial.report(accuracy, step)
+        return self._trial.should_prune()
 
     def note(self, name: str, value: Any) -> None:
         """Store a fact about the trial, which outlives the worker."""
-        self._own.set_user_attr(name, value)
+        self._trial.set_user_attr(name, value)
 
 
 class Study:
     """The trials of one search, which all its workers share through a database.
 
     Args:
-        sweep: options of the search.
-        dimensions: search space.
-        url: URL of the database.
         identity: everything that determines the meaning of a trial, ready for JSON; all workers must have the same.
         seed: seed of the sampler, unless it has a seed itself. Only the first worker of a new study uses it; other
             workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
@@ -109,57 +126,54 @@ class Study:
         shared = self._study.user_attrs.get(_SEED, seed)
         self._study.sampler = sampler(sweep, dimensions, seed if new and first else None, shared)
         self._study.pruner = pruner(sweep)
+        self.wanted = sweep.trials
         if sweep.sampler["name"] == "grid":
             self._check_grid()
-        self._wanted = min(sweep.trials, size_of_grid(dimensions)) if sweep.sampler["name"] == "grid" else sweep.trials
+            self.wanted = min(sweep.trials, size_of_grid(dimensions))
         self._on_end: Callable[[Trial], None] = lambda trial: None
 
     def _check_grid(self) -> None:
         """Raise UserError if the study has trials outside the grid, because the search would then end too early."""
-        drawn = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
+        outside = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
         advice = "Choose another sweep.name, or resume with another sampler."
-        must = f"not be grid in a study with {drawn} trials that another sampler drew"
-        require(not drawn, "sweep.sampler.name", must, "grid", advice)
+        must = f"not be grid in a study with {outside} trials that another sampler drew"
+        require(not outside, "sweep.sampler.name", must, "grid", advice)
 
     # -- running trials
 
     def work(self, act: Callable[[Running], Sequence[float]], on_end: Callable[[Trial], None]) -> None:
         """Run trials until the study has all of them, including trials that other workers leave unfinished.
 
-        Args:
-            act: runs a trial and returns its scores. It raises `Pruned` if the trial ends early, and may raise any
-                error.
-            on_end: called with each trial that ended here, or whose worker was found to have died.
+        `act` runs a trial and returns its scores; it raises `Pruned` if the trial ends early, and may raise any error.
+        `on_end` is called with each trial that ended here, or whose worker was found to have died.
         """
         self._on_end = on_end
         vouched: set[int] = set()
         while True:
             while self._left() > 0:
                 self._one_trial(act)
-            running = self._others()
+            running = self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
             if not running:
                 return
-            for trial_id in running - vouched:  # a worker may have died before its first heartbeat
+            ids = {trial._trial_id for trial in running}
+            for trial_id in ids - vouched:  # a worker may have died before its first heartbeat
                 self._storage.record_heartbeat(trial_id)
-            vouched |= running
+            vouched |= ids
             time.sleep(_POLL_SECONDS)
-            quietly(optuna.storages.fail_stale_trials, self._study)
+            optuna.storages.fail_stale_trials(self._study)
 
     def _one_trial(self, act: Callable[[Running], Sequence[float]]) -> None:
         try:
             self._study.optimize(
-                lambda trial: self._made(trial, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
+                lambda trial: self._scores(trial, act), n_trials=1, catch=(Exception,), callbacks=[self._ended]
             )
         except (ValueError, AssertionError, optuna.exceptions.OptunaError):  # optuna raises any of these
-            if not self._taken_away():
+            # if the trial was given to another worker, because this one was silent for too long
+            failed = self._study.get_trials(deepcopy=False, states=(TrialState.FAIL,))
+            if self._now not in {trial.number for trial in failed}:
                 raise
 
-    def _taken_away(self) -> bool:
-        """Return whether this worker's trial was given to another one, because it was silent for too long."""
-        trials = self._study.get_trials(deepcopy=False)
-        return any(trial.number == self._now and trial.state == TrialState.FAIL for trial in trials)
-
-    def _made(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
+    def _scores(self, trial: optuna.Trial, act: Callable[[Running], Sequence[float]]) -> tuple[float, ...]:
         self._now = trial.number
         if self._left(trial.number) < 0:  # two workers took the last trial at once: this one does not run
             trial.set_user_attr(_SURPLUS, True)
@@ -172,7 +186,7 @@ class Study:
             trial.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
         except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
-            _make_again(self._study, self._study.trials[trial.number])
+            _queue_again(self._study, self._study.trials[trial.number])
             trial.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
@@ -183,44 +197,31 @@ class Study:
 
     def _ended(self, study: optuna.Study, trial: FrozenTrial) -> None:
         if _SURPLUS not in trial.user_attrs:
-            self._on_end(self._trial(trial, set()))
+            self._on_end(self._trial(trial))
 
     def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Queue a trial again whose worker was silent for too long."""
         self._on_end(self._trial(trial, {trial.number}))
-        _make_again(study, trial, _MOST_RETRIES)
+        _queue_again(study, trial, _MOST_RETRIES)
 
     def _known(self) -> list[FrozenTrial]:
         """Return all trials except those that a worker took in excess."""
         return [trial for trial in self._study.get_trials(deepcopy=False) if _SURPLUS not in trial.user_attrs]
 
     def _left(self, last: float = math.inf) -> int:
-        """Return how many trials are still to begin. A repeated trial counts once; a waiting trial does not count.
-
-        Args:
-            last: number of the last trial that counts.
-        """
+        """Return how many trials up to number `last` must begin. A repeated trial counts once, a waiting one never."""
         trials = [trial for trial in self._known() if trial.number <= last]
-        again = _made_again(trials)
-        lost = [trial for trial in trials if _lost(trial) and trial.number not in again]
-        begun = [trial for trial in trials if trial.state != TrialState.WAITING and trial.number not in again]
-        return self._wanted - len(begun) + len(lost)
-
-    def _others(self) -> set[int]:
-        """Return the trials that other workers are running."""
-        return {trial._trial_id for trial in self._study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))}
+        again = _repeated(trials)
+        once = [trial for trial in trials if trial.number not in again]
+        begun = [trial for trial in once if trial.state != TrialState.WAITING]
+        return self.wanted - len(begun) + sum(map(_lost, once))
 
     # -- results
-
-    @property
-    def wanted(self) -> int:
-        """Number of trials of the study."""
-        return self._wanted
 
     def trials(self) -> list[Trial]:
         """Return all finished trials by number."""
         trials = self._known()
-        again = _made_again(trials)
+        again = _repeated(trials)
         return [self._trial(trial, again) for trial in trials if trial.state.is_finished()]
 
     def begun(self) -> list[Mapping[str, Any]]:
@@ -229,26 +230,25 @@ class Study:
 
     def best(self) -> list[Trial]:
         """Return the best trial, or the Pareto front of several scores ordered by the first score; may be empty."""
-        complete = [trial for trial in self._study.get_trials(deepcopy=False) if trial.state == TrialState.COMPLETE]
-        if not complete:
+        if not self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
             return []
         if len(self._sweep.scores) == 1:
-            return [self._trial(self._study.best_trial, set())]
-        more = SCORES[self._sweep.scores[0]]
-        front = [self._trial(trial, set()) for trial in self._study.best_trials]
-        return sorted(front, key=lambda one: one.scores[self._sweep.scores[0]], reverse=more)
+            return [self._trial(self._study.best_trial)]
+        first = self._sweep.scores[0]
+        front = [self._trial(trial) for trial in self._study.best_trials]
+        return sorted(front, key=lambda one: one.scores[first], reverse=SCORES[first])
 
-    def _trial(self, trial: FrozenTrial, again: set[int]) -> Trial:
+    def _trial(self, trial: FrozenTrial, again: Sequence[int] | set[int] = ()) -> Trial:
         states = {TrialState.COMPLETE: "complete", TrialState.PRUNED: "pruned"}
         facts = dict(trial.user_attrs)
         noted = {int(name[9:]): facts.pop(name) for name in list(facts) if name.startswith("accuracy_")}
-        failed = trial.state == TrialState.FAIL
+        died = "its worker died" if trial.state == TrialState.FAIL else ""
         return Trial(
             trial.number,
             states.get(trial.state, "failed"),
             trial.params,
             dict(zip(self._sweep.scores, trial.values or (), strict=False)),
-            facts.pop("reason", _DIED if failed else ""),
+            facts.pop("reason", died),
             trial.datetime_start,
             trial.datetime_complete,
             trial.intermediate_values or noted,
@@ -256,32 +256,26 @@ class Study:
             trial.number in again,
         )
 
-    # -- stored attributes
-
     @property
     def mlflow_run(self) -> str | None:
-        """The tracked run that the trials' runs are nested in."""
+        """Id of the tracked run in which the runs of the trials are nested."""
         return self._study.user_attrs.get(_MLFLOW)
 
     @mlflow_run.setter
     def mlflow_run(self, run_id: str) -> None:
-        """Id of the tracked run in which the runs of the trials are nested."""
         self._study.set_user_attr(_MLFLOW, run_id)
 
 
-def _make_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
+def _queue_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
     """Queue a trial with the same values, unless this was done `most` times."""
-    quietly(lambda: RetryHeartbeatStaleTrialCallback(most)(study, trial))
+    RetryHeartbeatStaleTrialCallback(most)(study, trial)
 
 
-def _made_again(trials: Sequence[FrozenTrial]) -> set[int]:
-    return {number for trial in trials for number in quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)}
+def _repeated(trials: Sequence[FrozenTrial]) -> set[int]:
+    return {number for trial in trials for number in RetryHeartbeatStaleTrialCallback.retry_history(trial)}
 
 
 def _lost(trial: FrozenTrial) -> bool:
     """Return whether the worker died, and no worker queued the trial again."""
-    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and len(_history(trial)) < _MOST_RETRIES
-
-
-def _history(trial: FrozenTrial) -> list[int]:
-    return quietly(RetryHeartbeatStaleTrialCallback.retry_history, trial)
+    retries = len(RetryHeartbeatStaleTrialCallback.retry_history(trial))
+    return trial.state == TrialState.FAIL and "reason" not in trial.user_attrs and retries < _MOST_RETRIES

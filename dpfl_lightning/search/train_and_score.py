@@ -1,7 +1,5 @@
 """Scores a set: fresh nets are trained on it and scored on other records."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,15 +48,9 @@ def train_and_score(
     networks: int = 3,
     seed: int = 0,
 ) -> Trained:
-    """Train fresh nets on `records` and score them on the population's test set.
+    """Train `networks` fresh nets on `records` (x `[n, *X]`, y `[n]`) and score them on the population's test set.
 
-    Args:
-        new_net: builds the net from a seed.
-        population: population whose test set is used.
-        records: x `[n, *X]`, y `[n]`: a synthetic set, or real records.
-        how: training of each net.
-        networks: number of nets, >= 1. Each has its own initialisation and order, which depend only on the seed.
-        seed: seed of initialisations and orders.
+    Initialisation and order of each net depend only on its number and on `seed`.
     """
     require(population.test is not None, "test", "be given for a comparison", None)
     on_test, device = one_client(population), population.x.device

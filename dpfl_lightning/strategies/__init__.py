@@ -1,7 +1,5 @@
 """Registry of the server strategies: the name that a configuration uses -> class."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Mapping

@@ -1,7 +1,4 @@
-"""`python -m experiments.papers NAME` makes tables and figures of papers and shows them beside the paper's numbers.
-
-`list` prints the names. Any key of `fit` can be set; cells with other options are kept in a folder of their options.
-"""
+"""`python -m experiments.papers NAME` makes tables and figures of papers and shows them beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -106,7 +103,7 @@ def _report(
 
 
 def _draw(experiment: Experiment, scale: str, results: Path, overrides: Overrides) -> Figure | None:
-    """The figure of the finished cells, also kept as a file; None where there is nothing to draw."""
+    """Draw the figure of the finished cells and write it to its file; None if there is nothing to draw."""
     cells = finished(results, experiment, scale, overrides)
     panels = experiment.panels(cells) if cells else []
     if not panels:

@@ -1,13 +1,10 @@
 """Finished cells: one JSON file each, found by experiment, row, column, scale and seed."""
 
-from __future__ import annotations
-
 import datetime
 import hashlib
 import json
 import math
 import platform
-import re
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -29,11 +26,8 @@ class Cell(NamedTuple):
     """One run, study or computation.
 
     Args:
-        experiment: that declares how the cell is made.
-        row: of cells (`Row.cell`).
-        column: of the experiment.
-        scale: of the experiment.
-        seed: None where nothing is random.
+        row: row of cells (`Row.cell`).
+        seed: None if nothing is random.
         overrides: (key, text) of the options that the user set, sorted.
     """
 
@@ -74,13 +68,7 @@ def source(experiment: Experiment, row: str, column: str, scale: str, overrides:
 def required_cells(
     experiment: Experiment, scale: str, seeds: Sequence[int] | None, overrides: Overrides = ()
 ) -> list[Cell]:
-    """The cells whose numbers the experiment shows, column by column, each once.
-
-    Args:
-        experiment: the table or figure; `scale` one of its scales.
-        seeds: None takes the declared ones.
-        overrides: of the user.
-    """
+    """The cells whose numbers the experiment shows, column by column, each once; by default of the declared seeds."""
     seeds = experiment.seeds.get(scale, (0,)) if seeds is None else seeds
     cells: dict[Cell, None] = {}
     for column in experiment.columns:
@@ -99,10 +87,10 @@ def _reference_cell(experiment: Experiment, reference: Reference, cell: Cell) ->
 
 
 def finished(results: Path, experiment: Experiment, scale: str, overrides: Overrides = ()) -> dict:
-    """(row, column) of the table -> its finished cells, one per seed; numbers without finished cells are absent.
+    """(row, column) of the table -> its finished cells, one per seed.
 
     Raises:
-        UserError: a file is no finished cell.
+        UserError: a file is not a finished cell.
     """
     cells = {}
     for row in experiment.rows:
@@ -110,8 +98,8 @@ def finished(results: Path, experiment: Experiment, scale: str, overrides: Overr
             cell = source(experiment, row, column, scale, overrides)
             seeds = [None] if _computed(experiment, cell) else _seeds_of(path_of(results, cell))
             places = [cell._replace(seed=seed) for seed in seeds]
-            runs = [_read_with_reference(results, experiment, row, one) for one in places if is_made(results, one)]
-            if runs:
+            made = [one for one in places if path_of(results, one).is_file()]
+            if runs := [_read_with_reference(results, experiment, row, one) for one in made]:
                 cells[row, column] = runs
     return cells
 
@@ -119,22 +107,14 @@ def finished(results: Path, experiment: Experiment, scale: str, overrides: Overr
 def _read_with_reference(results: Path, experiment: Experiment, row: str, cell: Cell) -> dict[str, Any]:
     """A finished cell, with the values that follow from its reference if that is finished, too."""
     content, reference = read(path_of(results, cell)), experiment.rows[row].reference
-    if reference is None:
+    other = None if reference is None else path_of(results, _reference_cell(experiment, reference, cell))
+    if reference is None or other is None or not other.is_file():
         return content
-    other = _reference_cell(experiment, reference, cell)
-    if not is_made(results, other):
-        return content
-    return {**content, "values": {**content["values"], **reference.values(content, read(path_of(results, other)))}}
-
-
-def is_made(results: Path, cell: Cell) -> bool:
-    """Whether the cell is finished."""
-    return path_of(results, cell).is_file()
+    return {**content, "values": {**content["values"], **reference.values(content, read(other))}}
 
 
 def missing_cells(cells: Sequence[Cell], results: Path) -> list[Cell]:
-    """The cells that are not finished."""
-    return [cell for cell in cells if not is_made(results, cell)]
+    return [cell for cell in cells if not path_of(results, cell).is_file()]
 
 
 def _owner(experiment: Experiment, name: str) -> Experiment:
@@ -146,16 +126,16 @@ def _computed(experiment: Experiment, cell: Cell) -> bool:
 
 
 def _seeds_of(path: Path) -> list[int]:
-    """The seeds whose files are beside `path`, the path without seed."""
-    ends = (re.fullmatch(rf"{re.escape(path.stem)}_seed(\d+)\.json", one.name) for one in path.parent.glob("*.json"))
-    return sorted(int(end[1]) for end in ends if end)
+    """The seeds whose files lie beside `path`, the path without seed."""
+    seeds = (one.stem.removeprefix(f"{path.stem}_seed") for one in path.parent.glob(f"{path.stem}_seed*.json"))
+    return sorted(int(seed) for seed in seeds if seed.isdecimal())
 
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a finished cell.
 
     Raises:
-        UserError: the file is damaged or no finished cell.
+        UserError: the file is damaged or not a finished cell.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -168,7 +148,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def write(results: Path, cell: Cell, content: Mapping[str, Any]) -> Path:
-    """Keep a finished cell; a crash leaves the old file or the new one."""
+    """Write a finished cell atomically."""
     from dpfl_lightning.runtime.files import write_atomically
 
     path = path_of(results, cell)
@@ -179,8 +159,7 @@ def write(results: Path, cell: Cell, content: Mapping[str, Any]) -> Path:
 
 def path_of(results: Path, cell: Cell) -> Path:
     """Its file, finished or not."""
-    path = results / cell.place
-    return path.with_name(f"{path.name}.json")
+    return results / f"{cell.place}.json"
 
 
 def circumstances(device: str) -> dict[str, Any]:
@@ -199,7 +178,7 @@ def circumstances(device: str) -> dict[str, Any]:
 
 
 def _json(whole: Mapping[str, Any]) -> str:
-    """One line for each key, and one for each key within a mapping."""
+    """One line for each key, and one for each key within a long mapping."""
     lines = []
     for key, value in _short(whole).items():
         text = json.dumps(value)
@@ -211,7 +190,7 @@ def _json(whole: Mapping[str, Any]) -> str:
 
 
 def _short(value: Any) -> Any:
-    """Numbers to nine digits, None for those that JSON has not."""
+    """Numbers to nine digits, None for infinite ones and NaN."""
     if isinstance(value, Mapping):
         return {name: _short(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

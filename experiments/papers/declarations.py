@@ -3,30 +3,31 @@
 The file `<paper>.yaml` holds `tables: {name: table}`, and whatever else its anchors need. A table has the fields of
 `Experiment`, and these:
 
-- `rows`, `columns`: name -> title or mapping. An entry with `each` (a list) or `product` (lists) is repeated, and
-  `{0}`, `{1}` in its name and values are replaced by the item. `show` gives every row one line per value of its cell.
-- `options`: dotted keys of a run, of the table, a row or a column; later ones of these three replace earlier ones.
-  A value may depend on the cell: `{scale: {small: 60}}`, `{row: {...}}`, `{column: {...}}`, `"{column}"`, or
-  `{function: module:name, ...}`, which is called with row, column, scale and the other items.
+- `rows`, `columns`: name -> title, mapping or list of mappings. A mapping with `each` (a list) or `product` (lists)
+  is repeated, and `{0}`, `{1}` in its name and values are replaced by the item; panels may be repeated, too. `show`
+  gives every row one line per value of its cell; a text of the paper's numbers is then split at `|` among these lines.
+- `options`: dotted keys of a run (or a list of mappings of them), of the table, a row or a column; later ones of these
+  three replace earlier ones. `strategies.` may be left out of a strategy's keys. A value may depend on the cell:
+  `{scale: {small: 60}}`, `{row: {...}}`, `{column: {...}}`, or be `{function: module:name, ...}`, called with row,
+  column, scale and the other items.
 - `recorder`, `study` or `compute`, of the table or a row: the function that makes a cell, as `module:name` below
   `experiments.papers`; `arguments` of the table, the row and the column are passed to it.
 - `panels`: pictures that `figures.panel` draws; `draw: module:name` adds others.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from dpfl_lightning.config.options import SECTIONS
+from dpfl_lightning.config.options import SECTIONS, Options
 from experiments.papers.experiment import (
     Column,
     Comparison,
@@ -40,12 +41,29 @@ from experiments.papers.experiment import (
 )
 
 _MADE_BY = ("compute", "study", "recorder")
-_PLAIN = ("title", "shows", "scales", "paper", "seeds", "minutes", "decimals", "shown")
+_PLAIN = ("title", "shows", "scales", "seeds", "minutes", "decimals", "shown")
 _MISSING = object()
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML that reads 1e-4 as a number."""
+    """YAML that reads 1e-4 as a number, and refuses a key that a mapping has twice."""
+
+    def get_single_node(self) -> yaml.Node:
+        root = super().get_single_node()
+        nodes, seen = [root], set()
+        while nodes:
+            node = nodes.pop()
+            if id(node) in seen or isinstance(node, yaml.ScalarNode):
+                continue
+            seen.add(id(node))
+            if isinstance(node, yaml.MappingNode):
+                keys = [key.value for key, _ in node.value]
+                if len(set(keys)) < len(keys):
+                    raise yaml.constructor.ConstructorError(None, None, "a key occurs twice", node.start_mark)
+                nodes += [value for _, value in node.value]
+            else:
+                nodes += node.value
+        return root
 
 
 _Loader.add_implicit_resolver(
@@ -81,14 +99,13 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     {'data.name': 'digits', 'privacy': None}
     """
     options: dict[str, Any] = {}
-    for part in parts:
-        for key, value in part.items():
-            if key in SECTIONS and isinstance(value, Mapping):
-                options.pop(key, None)
-                options = merged([options, {f"{key}.{name}": one for name, one in value.items()}])
-            else:
-                kept = {name: one for name, one in options.items() if name != key and not name.startswith(f"{key}.")}
-                options = {**kept, key: value}
+    for key, value in itertools.chain.from_iterable(part.items() for part in parts):
+        if key in SECTIONS and isinstance(value, Mapping):
+            options.pop(key, None)
+            options = merged([options, {f"{key}.{name}": one for name, one in value.items()}])
+        else:
+            kept = {name: one for name, one in options.items() if name != key and not name.startswith(f"{key}.")}
+            options = {**kept, key: value}
     return options
 
 
@@ -96,59 +113,62 @@ def merged(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _experiment(name: str, table: Mapping[str, Any]) -> Experiment:
-    columns, bases = _entries(table["columns"]), _entries(table["rows"])
-    rows = dict(_rows(bases, table))
+    columns, rows = _entries(table["columns"]), dict(_rows(table))
     lines = {key: Row(**_fields(Row, entry)) for key, entry in rows.items()}
     settings = {key: Column(**_fields(Column, entry)) for key, entry in columns.items()}
-    cell_rows = [
-        lines[row].cell or row
-        for row, column in itertools.product(lines, settings)
-        if not (lines[row].experiment or settings[column].experiment)
-    ]
     makers: dict[str, Mapping[str, Any]] = {}
     for key, entry in rows.items():
         makers.setdefault(lines[key].cell or key, entry)
-    experiment = Experiment(
+    made_here = any(column.experiment is None for column in settings.values())
+    cell_rows = [line.cell or key for key, line in lines.items() if made_here and line.experiment is None]
+    return Experiment(
         name=name,
         rows=lines,
         columns=settings,
         cells={cell: _spec(table, makers[cell], columns) for cell in dict.fromkeys(cell_rows)},
+        paper=dict(_paper(table)),
         comparison=_comparison(table.get("comparison"), lines),
-        draw=_draw(table),
+        draw=functools.partial(_draw, table) if "panels" in table or "draw" in table else None,
         summary=function(table["summary"]) if table.get("summary") else None,
-        notes=tuple(_flat(table.get("notes", ()))),
+        notes=tuple(table.get("notes", ())),
         **{key: table[key] for key in _PLAIN if key in table},
     )
-    return experiment
 
 
 def _entries(raw: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Rows or columns by name, repeated ones filled in."""
     entries: dict[str, dict[str, Any]] = {}
-    for name, one in raw.items():
-        entry = {"title": one} if isinstance(one, str) else dict(one)
-        each, product = entry.pop("each", None), entry.pop("product", None)
-        if each is None and product is None:
-            entries[str(name)] = entry
-            continue
-        for item in each or itertools.product(*product):
-            values = item if isinstance(item, list | tuple) else [item]
-            entries[name.format(*values)] = _filled(entry, values)
+    for name, given in raw.items():
+        for one in given if isinstance(given, list) else [given]:
+            for items, entry in _repeated({"title": one} if isinstance(one, str) else one):
+                entries[_filled(str(name), items)] = entry
     return entries
 
 
-def _filled(value: Any, items: Any) -> Any:
-    if isinstance(value, str) and "{" in value:
-        place = re.fullmatch(r"\{(\d)\}", value)
-        return items[int(place[1])] if place else value.format(*items)
+def _repeated(entry: Mapping[str, Any]) -> Iterable[tuple[Sequence[Any], dict[str, Any]]]:
+    """An entry for each of its items, filled in, with the item's parts."""
+    rest = {key: value for key, value in entry.items() if key not in ("each", "product")}
+    if len(rest) == len(entry):
+        yield (), rest
+        return
+    for item in entry.get("each") or itertools.product(*entry["product"]):
+        items = item if isinstance(item, list | tuple) else [item]
+        yield items, _filled(rest, items)
+
+
+def _filled(value: Any, items: Sequence[Any]) -> Any:
+    """`value` with its places replaced; a text that is one place becomes the item itself."""
+    if isinstance(value, str) and items:
+        place = re.fullmatch(r"\{(\d[^{}:]*)\}", value)
+        return string.Formatter().get_field(place[1], items, {})[0] if place else value.format(*items)
     if isinstance(value, Mapping):
         return {_filled(key, items): _filled(one, items) for key, one in value.items()}
     return [_filled(one, items) for one in value] if isinstance(value, list) else value
 
 
-def _rows(bases: Mapping[str, dict[str, Any]], table: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
+def _rows(table: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, Any]]]:
     shown = table.get("show")
-    for base, entry in bases.items():
+    for base, entry in _entries(table["rows"]).items():
         entry = {key: table[key] for key in ("cell", "value", "experiment", "reference") if key in table} | entry
         if shown is None:
             named = {"value": base} if "compute" in table else {}
@@ -158,6 +178,15 @@ def _rows(bases: Mapping[str, dict[str, Any]], table: Mapping[str, Any]) -> Iter
             line = shown[suffix]
             title = f"{entry['title']}{line['title']}"
             yield f"{base}_{suffix}", {"cell": base, "series": entry["title"], **entry, **line, "title": title}
+
+
+def _paper(table: Mapping[str, Any]) -> Iterable[tuple[str, list[float | None]]]:
+    for row, numbers in table.get("paper", {}).items():
+        if isinstance(numbers, str):
+            for suffix, part in zip(table["show"], numbers.split("|"), strict=True):
+                yield f"{row}_{suffix}", [float(number) for number in part.split()]
+        else:
+            yield row, numbers
 
 
 def _fields(kind: type, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,23 +208,11 @@ def _comparison(raw: Mapping[str, Any] | None, rows: Mapping[str, Row]) -> Compa
     return Comparison(raw["tolerance"], raw.get("relative", False), better, special)
 
 
-def _draw(table: Mapping[str, Any]) -> Callable[..., list[Panel]] | None:
-    panels, further = table.get("panels", ()), table.get("draw")
-    if not panels and further is None:
-        return None
+def _draw(table: Mapping[str, Any], experiment: Experiment, cells: Any) -> list[Panel]:
+    from experiments.papers.figures import panel
 
-    def draw(experiment: Experiment, cells: Any) -> list[Panel]:
-        from experiments.papers.figures import panel
-
-        drawn = [panel(experiment, cells, **one) for one in panels]
-        return [*drawn, *(function(further)(experiment, cells) if further else ())]
-
-    return draw
-
-
-def _flat(notes: Any) -> Iterable[str]:
-    for note in notes:
-        yield from [note] if isinstance(note, str) else _flat(note)
+    panels = [panel(experiment, cells, **one) for raw in table.get("panels", ()) for _, one in _repeated(raw)]
+    return [*panels, *(function(table["draw"])(experiment, cells) if table.get("draw") else ())]
 
 
 # ---- a cell
@@ -216,12 +233,20 @@ def _spec(
         return Computation(compute, tuple(table.get("takes", ())))
 
     def options(row_name: str, column: str, scale: str) -> dict[str, Any]:
-        parts = [part.get("options", {}) for part in (table, row, columns[column])]
+        raw = [part.get("options", {}) for part in (table, row, columns[column])]
+        parts = [_whole_keys(part) for one in raw for part in (one if isinstance(one, list) else [one])]
         return _resolved(merged(parts), {"row": row_name, "column": column, "scale": scale})
 
     recorder = functools.partial(function(made_by["recorder"]), **common) if "recorder" in made_by else None
     study = functools.partial(function(made_by["study"]), **common) if "study" in made_by else None
     return Training(options, recorder, study)
+
+
+def _whole_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with `strategies.` in front of the keys of a strategy."""
+    known = {field.name for field in dataclasses.fields(Options)}
+    short = {key for key in options if "." in key and key.partition(".")[0] not in known}
+    return {f"strategies.{key}" if key in short else key: value for key, value in options.items()}
 
 
 def _resolved(options: Mapping[str, Any], cell: Mapping[str, str]) -> dict[str, Any]:
@@ -235,8 +260,6 @@ def _resolved(options: Mapping[str, Any], cell: Mapping[str, str]) -> dict[str, 
 
 
 def _value(value: Any, cell: Mapping[str, str]) -> Any:
-    if isinstance(value, str) and value in ("{row}", "{column}"):
-        return cell[value[1:-1]]
     if isinstance(value, Mapping) and "function" in value:
         arguments = {key: one for key, one in value.items() if key != "function"}
         return function(value["function"])(**{**cell, **arguments})

@@ -1,7 +1,4 @@
-"""The parts of an experiment: rows, columns, the paper's numbers, and how each cell is made.
-
-`declarations` builds them from YAML; they import neither torch nor matplotlib.
-"""
+"""The parts of an experiment: rows, columns, the paper's numbers, and how each cell is made. It imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ T = TypeVar("T")
 
 #: `{name: number or list of numbers}`, the values of a finished cell
 Values = Mapping[str, Any]
-#: (row, column) -> the finished cells of all seeds, as their files hold them
+#: (row, column) -> the contents of the finished cells of all seeds
 Cells = Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 
 
@@ -29,8 +26,8 @@ class Training:
 
     Args:
         options: `options(row, column, scale)`: dotted keys of the run without seed, and `config`, a file of options.
-        recorder: makes the callback that reads the cell's values off the run; None is `Recorder`.
-        study: makes the cell from a `CellContext` in place of that run; returns `values` and other keys of the file.
+        recorder: creates the callback that reads the cell's values; None is `Recorder`.
+        study: makes the cell from a `CellContext` instead; returns `values` and other keys of the file.
     """
 
     options: Callable[[str, str, str], Mapping[str, Any]]
@@ -40,11 +37,10 @@ class Training:
 
 @dataclass(frozen=True)
 class Computation:
-    """A cell that is computed in seconds, without data and without seed.
+    """A cell without data and seed: `compute(column, overrides) -> values`.
 
     Args:
-        compute: `compute(column, overrides) -> values`.
-        takes: keys that a user may set for it, such as privacy.accountant.
+        takes: keys that a user may set, such as privacy.accountant.
     """
 
     compute: Callable[[str, Mapping[str, str]], Values]
@@ -53,10 +49,9 @@ class Computation:
 
 @dataclass(frozen=True)
 class Reference:
-    """A second cell that the numbers of a row need, of the same scale, seed and overrides.
+    """A second cell, of the same scale, seed and overrides, that the numbers of a row need.
 
     Args:
-        experiment: that has the cell; `row` and `column` of the cell.
         values: `values(cell, reference)` -> further values of the row's cell, from the contents of both files.
     """
 
@@ -71,12 +66,10 @@ class Row:
     """A line of numbers, all read from one kind of cell.
 
     Args:
-        title: in the table.
         value: the value of the cell that the row shows.
-        cell: row of the cells; None is the row's name. Rows that read different values of the same cells share it.
-        experiment: that has these cells; None is the row's experiment.
-        reference: the cell that each of them is compared with.
-        column: of the cells, for a row that reads the same cell in every column.
+        cell: row of the cells; None is the row's name.
+        experiment: experiment of the cells; None is the row's experiment.
+        column: column of the cells, for a row that shows the same cell in every column.
         series: title in figures; None is `title`.
     """
 
@@ -91,12 +84,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Column:
-    """A setting; `cell` and `experiment` name the column of another experiment that has its cells, if any.
+    """A setting; `cell` and `experiment` name another column or experiment whose cells it shows.
 
     Args:
-        title: in the table.
-        cell: column of the cells; None is the column's name.
-        experiment: that has the cells.
         x: place on the horizontal axis of figures.
     """
 
@@ -107,7 +97,7 @@ class Column:
 
 
 class Tolerance(NamedTuple):
-    """The allowed distance from the paper's number, and why it is special; `within` None is not compared."""
+    """The allowed distance from the paper's number (None: not compared), and why it is special."""
 
     within: float | None
     why: str = ""
@@ -118,11 +108,10 @@ class Comparison:
     """How our numbers are compared with the paper's.
 
     Args:
-        tolerance: of every cell, >= 0.
-        relative: differences and tolerances are shares of the paper's number instead of in its unit.
-        better: `higher` or `lower`: a number that is better than the paper's by more than the tolerance is accepted,
-            and the report names the best row of a column; empty: neither. Row -> one of these for rows of several
-            quantities; no row is then the best.
+        tolerance: tolerance of every cell, >= 0.
+        relative: differences and tolerances are shares of the paper's number.
+        better: `higher` or `lower`: better numbers are accepted, and the report names the best row of a column; empty:
+            neither. A mapping row -> one of these if rows hold several quantities; no row is then the best.
         special: (row, column) -> the tolerance of that cell; column "" is the whole row.
     """
 
@@ -132,7 +121,6 @@ class Comparison:
     special: Mapping[tuple[str, str], Tolerance] = field(default_factory=dict)
 
     def difference(self, ours: float, paper: float) -> float:
-        """Ours - the paper's, or that as a share of the paper's."""
         return (ours - paper) / paper if self.relative else ours - paper
 
     def of(self, row: str, column: str) -> Tolerance:
@@ -157,9 +145,7 @@ class Panel:
     """One picture of a figure, as data.
 
     Args:
-        title: above it.
-        x: label of the horizontal axis; `y` of the vertical one.
-        series: name -> points (x, y) or (x, y, half height of the band around y); x are texts where `kind` is bars.
+        series: name -> points (x, y) or (x, y, half height of the band around y); x are texts if `kind` is bars.
         kind: lines, points, or bars (side by side for each x).
         log: axes with a logarithmic scale: "", "x", "y" or "xy".
     """
@@ -174,26 +160,19 @@ class Panel:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A table or figure.
+    """A table or figure, `paper.table`.
 
     Args:
-        name: `paper.table`, the argument of the command.
-        title: which table or figure, and of what.
         shows: what its numbers are, with the unit.
-        rows: name -> row.
-        columns: name -> column.
-        cells: row of cells -> how they are made; none for rows that read cells of other experiments.
+        cells: row of cells -> how they are made; empty for rows that show cells of other experiments.
         scales: name -> description, for example "60 rounds"; the first one is the default.
-        paper: row -> the paper's number for each column, None where it has none.
-        comparison: of our numbers with the paper's; None where they cannot be compared.
+        paper: row -> the paper's number for each column, or None.
+        comparison: None if our numbers cannot be compared with the paper's.
         seeds: scale -> its seeds; other scales have seed 0.
-        minutes: scale -> guess for one cell on two cores, until a finished one is there.
-        decimals: of the numbers in the table.
+        minutes: scale -> guess for one cell on two cores, until a finished one exists.
         shown: whether there is a table; False for a figure without numbers of its cells.
-        draw: `draw(experiment, cells)`: the panels of its figure; None is no figure.
-        summary: `summary(experiment, cells)`: Markdown of what follows from many cells together, such as a rank
-            correlation; empty where there are too few cells.
-        notes: what a reader must know, one sentence each.
+        draw: `draw(experiment, cells)`: the panels of its figure.
+        summary: `summary(experiment, cells)`: Markdown of what follows from many cells together.
     """
 
     name: str
@@ -227,7 +206,6 @@ class Experiment:
         return line.experiment or setting.experiment or self.name, line.cell or row, place
 
     def paper_number(self, row: str, column: str) -> float | None:
-        """The paper's number of a cell."""
         return self.paper[row][list(self.columns).index(column)] if row in self.paper else None
 
     def panels(self, cells: Cells) -> list[Panel]:
@@ -240,7 +218,7 @@ class Experiment:
         return [panel for panel in made if panel.series]
 
     def scale(self, name: str | None) -> str:
-        """A scale by its name; the first one for None or where there is only one.
+        """A scale by its name; the first one for None, and if there is only one.
 
         Raises:
             UserError: there is no such scale.
@@ -259,8 +237,7 @@ class Experiment:
         """
         lines = self._some("--rows", rows, self.rows)
         settings = self._some("--columns", columns, self.columns)
-        places = [list(self.columns).index(name) for name in settings]
-        paper = {row: [numbers[i] for i in places] for row, numbers in self.paper.items() if row in lines}
+        paper = {row: [self.paper_number(row, column) for column in settings] for row in self.paper if row in lines}
         return dataclasses.replace(self, rows=lines, columns=settings, paper=paper)
 
     def _some(self, key: str, names: Sequence[str] | None, known: Mapping[str, T]) -> dict[str, T]:

@@ -1,7 +1,5 @@
 """Panels of figures from finished cells, as the YAML declarations ask for them."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
@@ -28,12 +26,9 @@ def panel(
     """A series for each row over the columns' places, or curves over rounds.
 
     Args:
-        experiment: whose rows and columns they are; `cells` its finished cells.
-        title: of the panel; `x`, `y`, `kind`, `log` as in `Panel`.
-        rows: their names, or a regular expression of their names; None takes all.
-        columns: as `rows`.
-        value: of the cells; None is the row's.
-        curve: the key of a curve in the cells' files, as in `over_rounds`, in place of one value a cell.
+        rows: names of rows, or a regular expression of their names; None takes all. `columns` likewise.
+        value: value of the cells; None is the row's.
+        curve: key of a curve in the cells' files, as in `over_rounds`, instead of one value a cell.
         band: `always`, or `several` for cells of several seeds: points have a band of one standard deviation.
     """
     series: dict[str, list[tuple]] = {}

@@ -1,35 +1,29 @@
 """Make several cells at once, each in a process of this command with its share of the cores."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from pathlib import Path
 
 from dpfl_lightning.runtime.stopping import passed_on
 from experiments.papers.cells import Cell, path_of, read
-from experiments.papers.run import RunnerOptions, cli_args, duration, headline, options_of, seconds_of
+from experiments.papers.run import CellContext, RunnerOptions, cli_args, duration, headline, options_of, seconds_of
 
 
 def fitting(cells: Sequence[Cell], runner: RunnerOptions) -> int:
     """The number of runs that keeps all cores busy: a run trains its clients in parallel, at most one core each."""
-    import torch
-
     from dpfl_lightning.runtime.threads import cores
 
-    if not cells:
+    if any(CellContext(cell, runner).device == "cuda" for cell in cells):
         return 1
-    options = [options_of(cell, runner) for cell in cells]
-    on_gpu = torch.cuda.is_available() and any(run.engine.device != "cpu" for run in options)
-    return 1 if on_gpu else max(1, min(len(cells), cores() // max(run.clients.count for run in options)))
+    clients = max((options_of(cell, runner).clients.count for cell in cells), default=1)
+    return max(1, min(len(cells), cores() // clients))
 
 
 def make_at_once(cells: Sequence[Cell], runner: RunnerOptions, jobs: int) -> list[str]:
     """As `make`, `jobs` trained cells at the same time; the output of each goes to a log beside its run.
 
-    Ctrl-C reaches every process, which ends as it would alone; SIGTERM is passed on.
+    Ctrl-C reaches every process; SIGTERM is passed on.
     """
     from dpfl_lightning.runtime.threads import cores
 
@@ -47,9 +41,8 @@ def make_at_once(cells: Sequence[Cell], runner: RunnerOptions, jobs: int) -> lis
                     runner.log(f"not made ({number} of {len(cells)}): {failures[-1]}")
                 else:
                     content = read(path_of(runner.results, cell))
-                    runner.log(
-                        f"{number} of {len(cells)}, {cell}: {headline(content)}in {duration(content['seconds'])}"
-                    )
+                    took = duration(content["seconds"])
+                    runner.log(f"{number} of {len(cells)}, {cell}: {headline(content)}in {took}")
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -66,9 +59,5 @@ def _process(cell: Cell, runner: RunnerOptions, share: Sequence[str], started: l
         process = subprocess.Popen([*command, *share, *runner.free], stdout=file, stderr=subprocess.STDOUT)
         started.append(process)
         status = process.wait()
-    return "" if status == 0 else f"{_last_line(log).removeprefix(f'not made: {cell}: ')} (all of it in {log})"
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "the process printed nothing"
+    *_, last = ["the process printed nothing", *log.read_text(errors="replace").strip().splitlines()]
+    return "" if status == 0 else f"{last.removeprefix(f'not made: {cell}: ')} (all of it in {log})"

@@ -1,7 +1,5 @@
 """Read a run: accuracies of clients, how equal they are, and their mean over rounds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
 from typing import Any
@@ -16,9 +14,8 @@ _MOST_CLIENTS = 100  # the lists of single clients are kept up to this number
 class Recorder(Callback):
     """Watches one run; afterwards `record` is the content of its cell.
 
-    `record["values"]` are numbers that tables show; override `_values` for a paper that reads others. The rest is for
-    figures: `clients` and `curve` (round -> mean accuracy; of a resumed run without the round before it was stopped).
-    `device` is where the run computed.
+    `record["values"]` are numbers that tables show; override `_values` for others. For figures: `clients`, and `curve`
+    (round -> mean accuracy; of a resumed run without the round before it was stopped). `device` is where it computed.
 
     **Privacy** Reads released models' accuracies on held-out records, which no guarantee covers.
     """
@@ -56,7 +53,7 @@ class Recorder(Callback):
 
 
 def guarantee_of(result: RunResult) -> dict[str, Any]:
-    """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells keep them."""
+    """The largest epsilon of a run's clients, its guarantee in words and its rounds, as cells store them."""
     spent = [client["epsilon_spent"] for client in result.clients]
     epsilon = None if None in spent else max(spent)
     return {"epsilon_max": epsilon, "guarantee": result.guarantee, "rounds": result.rounds}
@@ -68,17 +65,11 @@ def numbers_of(result: RunResult) -> dict[str, float]:
 
 
 def accuracies(clients: Sequence[Mapping[str, Any]], test_accuracy: float | None) -> dict[str, float]:
-    """Accuracy over clients on their own held-out records, in per cent: mean and fairness.
+    """Accuracy over clients on their own held-out records, in per cent: mean and fairness; only what was measured.
 
     Args:
-        clients: of `RunResult`: accuracy in [0, 1] or None, num_records.
-        test_accuracy: on the common test set, in [0, 1], or None.
-
-    Returns:
-        accuracy (unweighted mean, as the papers have it), accuracy_weighted (by training records), accuracy_std
-        (population), accuracy_worst, accuracy_best, accuracy_gap (best - worst), accuracy_worst_fifth and
-        accuracy_best_fifth (means), accuracy_smallest (of the clients with the fewest records), test_accuracy; only
-        what was measured.
+        clients: rows of `RunResult`: accuracy in [0, 1] or None, num_records.
+        test_accuracy: accuracy on the common test set, in [0, 1], or None.
 
     >>> two = [{"accuracy": 0.5, "num_records": 30}, {"accuracy": 0.75, "num_records": 10}]
     >>> values = accuracies(two, None)

@@ -1,7 +1,5 @@
 """Every experiment by its name."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -1,7 +1,6 @@
-"""The table of an experiment with our numbers and the paper's, for the terminal and the docs, from finished cells."""
+"""The table of an experiment with our numbers and the paper's, from finished cells."""
 
-from __future__ import annotations
-
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -19,11 +18,11 @@ from experiments.papers.run import seconds_of
 #: the marks of a page: the command writes what is between them
 _BLOCK = re.compile(r"(<!-- papers (\S+)(?: (\S+))? -->\n).*?(<!-- /papers -->)", re.DOTALL)
 
-_MOST_NAMED = 8  # rows and columns that are not begun
+_MOST_NAMED = 8  # rows and columns without finished cells
 
 
 class Number(NamedTuple):
-    """One number of a table: the mean of ours over seeds, None if missing; the paper's, None where it has none."""
+    """One number of a table: the mean of ours over seeds, and the paper's; None if there is none."""
 
     row: str
     column: str
@@ -57,11 +56,10 @@ def _number(experiment: Experiment, row: str, column: str, cells: Cells) -> Numb
 def report(
     experiment: Experiment, scale: str, results: Path, overrides: Overrides = (), page_file: Path | None = None
 ) -> str:
-    """The table as Markdown: ours, the paper's, the difference, what is outside the tolerance, notes.
+    """The table as Markdown: our numbers, the paper's, the difference, what is outside the tolerance, notes.
 
     Args:
-        experiment: with the other arguments as in `finished`.
-        page_file: the page that shows it, with a link to the figure; None is the terminal.
+        page_file: page that shows it, with a link to the figure; None is the terminal.
     """
     cells = finished(results, experiment, scale, overrides)
     table = numbers(experiment, cells)
@@ -75,9 +73,8 @@ def report(
         parts.append(experiment.summary(experiment, cells))
     picture = figure_path(experiment, scale, results, overrides)
     if picture.is_file():
-        parts.append(
-            f"Figure: {picture}" if page_file is None else f"![{experiment.name}]({_relative(page_file, picture)})"
-        )
+        place = None if page_file is None else Path(os.path.relpath(picture, page_file.parent)).as_posix()
+        parts.append(f"Figure: {picture}" if place is None else f"![{experiment.name}]({place})")
     required = required_cells(experiment, scale, None, overrides)
     if left := missing_cells(required, results):
         made = f"{len(required) - len(left)} of {len(required)} cells are made."
@@ -87,26 +84,20 @@ def report(
 
 
 def figure_path(experiment: Experiment, scale: str, results: Path, overrides: Overrides = ()) -> Path:
-    """Where its figure is kept."""
     return results / experiment.name / variant(scale, overrides) / "figure.svg"
 
 
-def _relative(page: Path, path: Path) -> str:
-    return Path(os.path.relpath(path, page.parent)).as_posix()
-
-
 def _table(experiment: Experiment, table: Sequence[Number]) -> str:
-    """For each row of the table a line of ours, and where the paper has the row, its line and the difference.
-
-    Rows and columns without a finished cell are left out.
-    """
+    """For each row a line of ours, the paper's and the difference; without empty rows and columns."""
     rows, columns = _begun(table)
-    lines = []
+    lines, decimals = [], experiment.decimals
     for row in (name for name in experiment.rows if name in rows):
         line = [number for number in table if number.row == row and number.column in columns]
-        lines.append([experiment.rows[row].title, *(_ours(number, experiment.decimals) for number in line)])
+        stds = ["" if number.std is None else f" ± {number.std:.{decimals}f}" for number in line]
+        ours = [_shown(number.ours, decimals) + std for number, std in zip(line, stds, strict=True)]
+        lines.append([experiment.rows[row].title, *ours])
         if any(number.paper is not None for number in line):
-            lines.append(["the paper's", *(_shown(number.paper, min(experiment.decimals, 2)) for number in line)])
+            lines.append(["the paper's", *(_shown(number.paper, min(decimals, 2)) for number in line)])
         if any(number.difference is not None for number in line):
             lines.append(["difference", *(_difference(number, experiment) for number in line)])
     return markdown(["", *(column.title for name, column in experiment.columns.items() if name in columns)], lines)
@@ -127,21 +118,15 @@ def _not_begun(experiment: Experiment, table: Sequence[Number]) -> str:
     return f" None yet: {'; '.join(titles[:_MOST_NAMED] + more)}." if titles else ""
 
 
-def _ours(number: Number, decimals: int) -> str:
-    return _shown(number.ours, decimals) + ("" if number.std is None else f" ± {number.std:.{decimals}f}")
-
-
 def _shown(value: float | None, decimals: int) -> str:
     return "-" if value is None else f"{value:.{decimals}f}"
 
 
 def _difference(number: Number, experiment: Experiment) -> str:
-    assert experiment.comparison is not None
-    if number.difference is None:
+    if number.difference is None or experiment.comparison is None:
         return "-"
-    text = f"{number.difference:+.1%}"
-    if not experiment.comparison.relative:
-        text = f"{number.difference:+.{experiment.decimals}f}"
+    digits = ".1%" if experiment.comparison.relative else f".{experiment.decimals}f"
+    text = f"{number.difference:+{digits}}"
     return f"**{text}**" if number.within is False else text
 
 
@@ -151,10 +136,12 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
     compared = [number for number in table if number.within is not None]
     if comparison is None or not any(number.difference is not None for number in table):
         return ""
-    size = f"{comparison.tolerance:.0%}" if comparison.relative else f"{comparison.tolerance:g}"
+    digits = ".0%" if comparison.relative else "g"
     near = [number for number in compared if comparison.near(number.row, number.column, number.difference or 0.0)]
     unless = ", unless said otherwise" if comparison.special else ""
-    sentences = [f"{len(near)} of {len(compared)} numbers are within {size} of the paper's{unless}."]
+    sentences = [
+        f"{len(near)} of {len(compared)} numbers are within {comparison.tolerance:{digits}} of the paper's{unless}."
+    ]
     titles = {
         (row, column): f"{experiment.rows[row].title}, {experiment.columns[column].title}" for row, column, *_ in table
     }
@@ -170,20 +157,14 @@ def _verdict(experiment: Experiment, table: Sequence[Number]) -> str:
         if place in compared_cells or (place[1] == "" and place in titles):
             special.setdefault(tolerance, []).append(titles[place])
     for tolerance, places in special.items():
-        sentences.append(f"{'; '.join(places)}: {_special(tolerance, comparison.relative)}, because {tolerance.why}.")
+        special_size = "not compared" if tolerance.within is None else f"within {tolerance.within:{digits}}"
+        sentences.append(f"{'; '.join(places)}: {special_size}, because {tolerance.why}.")
     return " ".join([*sentences, *_leaders(experiment, table)])
-
-
-def _special(tolerance: Tolerance, relative: bool) -> str:
-    if tolerance.within is None:
-        return "not compared"
-    return f"within {tolerance.within:.0%}" if relative else f"within {tolerance.within:g}"
 
 
 def _leaders(experiment: Experiment, table: Sequence[Number]) -> list[str]:
     """The best row of each column among the rows that the paper has, where all of them are made."""
-    assert experiment.comparison is not None
-    better = experiment.comparison.better
+    better = "" if experiment.comparison is None else experiment.comparison.better
     best = {"higher": max, "lower": min}.get(better) if isinstance(better, str) else None
     if best is None:
         return []
@@ -219,13 +200,10 @@ def listing(experiments: Sequence[Experiment], results: Path) -> str:
         counts = {scale: required_cells(experiment, scale, None) for scale in experiment.scales}
         left = {scale: missing_cells(cells, results) for scale, cells in counts.items()}
         made = ", ".join(f"{scale} {len(counts[scale]) - len(left[scale])} of {len(counts[scale])}" for scale in counts)
-        minutes = ", ".join(f"{scale} {_minutes(seconds_of(left[scale], results))}" for scale in counts)
-        rows.append([experiment.name, made, minutes, experiment.title])
+        seconds = {scale: seconds_of(cells, results) for scale, cells in left.items()}
+        minutes = {scale: "unknown" if math.isnan(time) else f"{time / 60:,.0f}" for scale, time in seconds.items()}
+        rows.append([experiment.name, made, ", ".join(map(" ".join, minutes.items())), experiment.title])
     return markdown(["name", "cells made", "minutes left", "what"], rows)
-
-
-def _minutes(seconds: float) -> str:
-    return f"{seconds / 60:,.0f}" if seconds == seconds else "unknown"
 
 
 # ---- pages

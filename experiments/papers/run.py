@@ -9,19 +9,18 @@ import math
 import shlex
 import time
 import traceback
-import types
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from dpfl_lightning.config.load import from_mapping, split
-from dpfl_lightning.config.options import Options, all_keys
-from dpfl_lightning.config.yaml_text import parse_yaml, read_yaml
+from dpfl_lightning.config.load import from_mapping, parse_override, split
+from dpfl_lightning.config.options import Options
+from dpfl_lightning.config.yaml_text import read_yaml
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.runtime.text import duration
 from experiments.papers.cells import Cell, circumstances, path_of, read, write
@@ -32,9 +31,8 @@ from experiments.papers.registry import experiments
 if TYPE_CHECKING:
     from dpfl_lightning.federated.server.results import RunResult
 
-NOISE_KEY = "0" * 32  # of all cells: they are simulations, and the same command gives the same numbers
-#: of MLflow
-EXPERIMENT = "reproduce"
+NOISE_KEY = "0" * 32  # all cells are simulations: the same command gives the same numbers
+EXPERIMENT = "reproduce"  # in MLflow
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,6 @@ class RunnerOptions:
 
     Args:
         fit: `fit(options, resume, callbacks)`, as `dpfl_lightning.fit`.
-        results: folder of finished cells.
         runs: folder of the runs' folders.
         free: further arguments of `fit`, which decide only how a run is executed and reported.
         again: make finished cells again.
@@ -56,7 +53,6 @@ class RunnerOptions:
     again: bool = False
 
     def log(self, line: str) -> None:
-        """Print a line of progress."""
         print(line, flush=True)
 
 
@@ -69,8 +65,13 @@ class CellContext:
 
     @property
     def options(self) -> Options:
-        """The options of the cell's run."""
         return options_of(self.cell, self.runner)
+
+    @property
+    def device(self) -> str:
+        import torch
+
+        return "cuda" if torch.cuda.is_available() and self.options.engine.device != "cpu" else "cpu"
 
     def run(self, callbacks: Sequence[Any] = ()) -> RunResult:
         """The run of the cell, resumed if it was interrupted."""
@@ -78,7 +79,7 @@ class CellContext:
         return self.runner.fit(options_of(self.cell, self.runner, folder), resume, callbacks)
 
     def run_of(self, cell: Cell, callbacks: Sequence[Any] = ()) -> RunResult:
-        """The run of another cell with the seed and the overrides of this one; a finished run is not made again.
+        """The run of another cell with this seed and these overrides; a finished run is not made again.
 
         If several processes need it at the same time, one makes it, and the others wait.
         """
@@ -91,11 +92,7 @@ class CellContext:
 
 
 def make(cells: Sequence[Cell], runner: RunnerOptions) -> list[str]:
-    """Make these cells one after the other.
-
-    Returns:
-        One sentence for each cell that failed, also printed at once.
-    """
+    """Make these cells one after the other; prints and returns one sentence for each cell that failed."""
     failures = []
     for number, cell in enumerate(cells):
         if isinstance(spec(cell), Training):
@@ -128,24 +125,17 @@ def without_data(cells: Sequence[Cell], runner: RunnerOptions) -> tuple[list[Cel
     Raises:
         UserError: options are wrong; nothing was run yet.
     """
-    missing: Counter[str] = Counter()
-    available = []
     data_of = {cell: options_of(cell, runner).data for cell in cells if isinstance(spec(cell), Training)}
-    for cell in cells:
-        data = data_of.get(cell)
-        if data is not None and _is_missing(data.name, data.folder, data.download):
-            missing[data.name] += 1
-        else:
-            available.append(cell)
-    return available, [
+    lacking = {cell: data.name for cell, data in data_of.items() if _lacks(data.name, data.folder, data.download)}
+    return [cell for cell in cells if cell not in lacking], [
         f"{count} of {len(cells)} cells cannot be made, because the data set {name} is neither on this machine nor can "
         "it be fetched; with its files in a folder, add --data.folder FOLDER."
-        for name, count in missing.items()
+        for name, count in Counter(lacking.values()).items()
     ]
 
 
 @functools.cache
-def _is_missing(name: str, folder: str | None, download: bool) -> bool:
+def _lacks(name: str, folder: str | None, download: bool) -> bool:
     from dpfl_lightning import data
     from dpfl_lightning.data.sources import DataMissing
 
@@ -169,14 +159,14 @@ def declared_options(cell: Cell) -> dict[str, Any]:
 def command_of(cell: Cell) -> str:
     """The command that makes the cell's numbers again."""
     made_by = spec(cell)
-    if isinstance(made_by, Training) and made_by.recorder is None and made_by.study is None:
-        declared = declared_options(cell)
-        seed = f"--seed={declared.pop('seed')}"
-        words = [word for key, value in declared.items() for word in (f"--{key}", _text(value))]
-        options = _options(cell, ())
-        key = [] if options.privacy is None else [f"--privacy.noise_key={options.privacy.noise_key}"]
-        return shlex.join(["python", "-m", "dpfl_lightning.fit", *words, seed, *_override_args(cell), *key])
-    return shlex.join(["python", "-m", "experiments.papers", *cli_args(cell), "--again"])
+    if isinstance(made_by, Computation) or made_by.recorder is not None or made_by.study is not None:
+        return shlex.join(["python", "-m", "experiments.papers", *cli_args(cell), "--again"])
+    declared = declared_options(cell)
+    seed = f"--seed={declared.pop('seed')}"
+    words = [word for key, value in declared.items() for word in (f"--{key}", _text(value))]
+    privacy = _options(cell, ()).privacy
+    key = [] if privacy is None else [f"--privacy.noise_key={privacy.noise_key}"]
+    return shlex.join(["python", "-m", "dpfl_lightning.fit", *words, seed, *_override_args(cell), *key])
 
 
 def cli_args(cell: Cell) -> list[str]:
@@ -219,7 +209,7 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     tracking = {"experiment": EXPERIMENT, "run_name": cell.place.as_posix(), "tags": tags}
     declared = declared_options(cell)
     config = {} if "config" not in declared else read_yaml(declared.pop("config"))
-    set_by_user = [(key, _parsed(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
+    set_by_user = [(key, parse_override(key, text)) for key, text in (*cell.overrides, *split(free)[0])]
     parts = [config, declared, {"tracking": tracking}, *({key: value} for key, value in set_by_user)]
     options = from_mapping(merged(parts))
     if options.privacy is None or options.privacy.noise_key is not None:
@@ -227,46 +217,25 @@ def _options(cell: Cell, free: tuple[str, ...]) -> Options:
     return dataclasses.replace(options, privacy=dataclasses.replace(options.privacy, noise_key=NOISE_KEY))
 
 
-def _parsed(key: str, text: str) -> Any:
-    """The value of an option on the command line; for a key that holds text, the text itself."""
-    hint = all_keys()[key].hint if key in all_keys() else None
-    may_be_text = isinstance(hint, types.UnionType) and str in get_args(hint)
-    if hint is str or get_origin(hint) is Literal or may_be_text:
-        return None if text == "null" and types.NoneType in get_args(hint) else text
-    return parse_yaml(text, f"--{key}")
-
-
 # ---- making one cell
 
 
 def _made(cell: Cell, runner: RunnerOptions) -> dict[str, Any]:
-    made_by = spec(cell)
+    made_by, context, begun = spec(cell), CellContext(cell, runner), time.perf_counter()
+    content: Mapping[str, Any]
     if isinstance(made_by, Computation):
-        begun = time.perf_counter()
-        content: dict[str, Any] = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
-        return _with_circumstances(cell, content, round(time.perf_counter() - begun, 2), "cpu")
-    if made_by.study is not None:
-        return _studied(cell, runner, made_by.study)
-    from experiments.papers.recorder import Recorder, guarantee_of
+        content = {"values": dict(made_by.compute(cell.column, dict(cell.overrides)))}
+        seconds, device = round(time.perf_counter() - begun, 2), "cpu"
+    elif made_by.study is not None:
+        content = made_by.study(context)
+        seconds, device = round(time.perf_counter() - begun, 1), context.device
+    else:
+        from experiments.papers.recorder import Recorder, guarantee_of
 
-    folder, resume = run_folder(cell, runner)
-    recorder = (made_by.recorder or Recorder)()
-    result = runner.fit(options_of(cell, runner, folder), resume, [recorder])
-    content = {**recorder.record, **guarantee_of(result)}
-    return _with_circumstances(cell, content, round(result.wall_seconds, 1), recorder.device)
-
-
-def _studied(cell: Cell, runner: RunnerOptions, study: Callable[[CellContext], Mapping[str, Any]]) -> dict[str, Any]:
-    import torch
-
-    context = CellContext(cell, runner)
-    on_gpu = torch.cuda.is_available() and context.options.engine.device != "cpu"
-    begun = time.perf_counter()
-    content = study(context)
-    return _with_circumstances(cell, content, round(time.perf_counter() - begun, 1), "cuda" if on_gpu else "cpu")
-
-
-def _with_circumstances(cell: Cell, content: Mapping[str, Any], seconds: float, device: str) -> dict[str, Any]:
+        recorder = (made_by.recorder or Recorder)()
+        result = context.run([recorder])
+        content = {**recorder.record, **guarantee_of(result)}
+        seconds, device = round(result.wall_seconds, 1), recorder.device
     first = {key: content[key] for key in ("values", "epsilon_max", "guarantee", "rounds") if key in content}
     return {**first, "seconds": seconds, **circumstances(device), "command": command_of(cell), **content}
 
@@ -274,8 +243,8 @@ def _with_circumstances(cell: Cell, content: Mapping[str, Any], seconds: float, 
 def run_folder(cell: Cell, runner: RunnerOptions) -> tuple[Path, bool]:
     """The folder of its run, and whether to resume the run in it.
 
-    A run of the same options is resumed, also a finished one (its cell may not have been written), unless finished
-    cells are made again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
+    A run of the same options is resumed, even a finished one (its cell may be missing), unless finished cells are made
+    again. Otherwise it is a new folder beside the others: no ledger is ever deleted.
     """
     folder, number = runner.runs / cell.place, 2
     while (following := folder.with_name(f"{(runner.runs / cell.place).name}.{number}")).exists():
@@ -293,7 +262,7 @@ def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
 
     try:
         so_far(options_of(cell, runner, folder))
-    except UserError:  # options that this version does not know: another run
+    except UserError:  # other options, or options that this version does not know
         return False
     return True
 
@@ -302,7 +271,7 @@ def _same(cell: Cell, runner: RunnerOptions, folder: Path) -> bool:
 
 
 def seconds_of(cells: Sequence[Cell], results: Path) -> float:
-    """How long they will take: as finished ones of the same row, else as declared; NaN where neither is known."""
+    """Estimated seconds: from finished cells of the same row, else as declared; NaN if neither is known."""
     trained = Counter(cell._replace(column="", seed=None) for cell in cells if isinstance(spec(cell), Training))
     seconds = math.fsum(count * _mean_seconds(cell, results) for cell, count in trained.items())
     return len(cells) - trained.total() + seconds

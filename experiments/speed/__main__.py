@@ -1,7 +1,4 @@
-"""`python -m experiments.speed`: how fast this machine trains, beside the same work done by others.
-
-What is compared, and how fairly, is written in `baselines.py`.
-"""
+"""`python -m experiments.speed`: how fast this machine trains, beside the same work of others (see `baselines.py`)."""
 
 from __future__ import annotations
 
@@ -44,13 +41,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> dict[str, Any]:
-    """Measure what was asked for; minutes, told on stderr.
+    """Measure the chosen cases, which takes minutes; progress is printed on stderr.
 
     Returns:
         For each case its figures (see `measure`), `startup`, `machine`, `date`.
 
     Raises:
-        UserError: the device or the peers' Python is not there.
+        UserError: the device or the peers' Python is missing.
     """
     from experiments.speed.class_gradients import class_gradient_times
     from experiments.speed.matching import matching_times
@@ -88,9 +85,9 @@ def _say(text: str) -> None:
 def _device(name: str) -> torch.device:
     import torch
 
-    there = torch.cuda.is_available()
-    require(name != "cuda" or there, "--device", "be a device of this machine", name, "torch finds no CUDA here.")
-    return torch.device("cuda" if name != "cpu" and there else "cpu")
+    found = torch.cuda.is_available()
+    require(name != "cuda" or found, "--device", "be a device of this machine", name, "torch finds no CUDA here.")
+    return torch.device("cuda" if name != "cpu" and found else "cpu")
 
 
 def _saved(path: str) -> dict[str, Any]:
@@ -141,7 +138,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Everything that can be refused before minutes have passed."""
+    """Check everything that can be refused before minutes have passed."""
     for name in options.cases:
         require(name in _NAMES, "--cases", f"be some of {', '.join(_NAMES)}", name, nearest(name, _NAMES))
     require(options.repeats >= 1, "--repeats", "be at least 1", options.repeats)

@@ -1,19 +1,15 @@
 """The three contestants of a case: this package, the same training without privacy, and Opacus' loop.
 
-What is fair, and what is not:
 - All train the same net from the same parameters on the same random records with the same batch size and rate.
-- Ours is a whole round of the engine: the plan, Poisson sampling, per-record clipping, noise, the mean. Only the
-  ledger's disk write, evaluation and checkpoints are left out, which the others do not have.
+- Ours is a whole round of the engine: plan, Poisson sampling, per-record clipping, noise, mean. Only the ledger's disk
+  write, evaluation and checkpoints are left out, which the others do not have.
 - The loop without privacy is plain eager PyTorch: a deep copy of the net a client, `torch.optim.SGD`, shuffled batches
   indexed from tensors. A `DataLoader`, as most people use, would make it slower.
-- Opacus' loop is `make_private` with its hooks for every client, as its users write it: a `DataLoader`, Poisson
-  batches. Its sample rate is 1 / ceil(records / batch size), ours batch size / records: in the common round Opacus
-  trains on 1.3 % fewer records. Rates count a client's records once for everybody.
-- Both rivals run with torch's default threads (all cores) and one client after the other; ours decides for itself.
-- Our engine makes the process keep freed memory for the next step: the rivals run in the same process and gain as well.
+- Opacus' loop is `make_private` with its hooks for every client: a `DataLoader`, Poisson batches. Its sample rate is
+  1 / ceil(records / batch size), ours batch size / records: in the common round it trains on 1.3 % fewer records.
+- Both rivals run with torch's default threads and one client after the other; our engine chooses its threads.
+- Our engine makes the process keep freed memory for the next step, from which the rivals gain as well.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
@@ -45,9 +41,8 @@ class Contestant:
     """Somebody who can do the round of a case.
 
     Args:
-        name: ours, nonprivate, opacus.
-        threads: of torch within one operator.
-        round: trains every client from the same start, and returns the mean of their models `[P]` (peers keep theirs).
+        threads: threads of torch within one operator.
+        round: trains every client from the same start, and returns the mean of their models `[P]` (peers return None).
     """
 
     name: str
@@ -95,7 +90,7 @@ def random_records(case: Case) -> list[Pair]:
 def our_round(
     case: Case, net: nn.Module, pairs: Sequence[Pair], device: torch.device, workers: int | None
 ) -> Callable[[], Tensor]:
-    """A round of the fast engine, whole: plan, sample, clip, noise, mean."""
+    """A whole round of the fast engine."""
     loop = FederatedLoop(
         Population.from_datasets(pairs, held_out=0.0, num_classes=NUM_CLASSES),
         ClientModule(copy.deepcopy(net)),

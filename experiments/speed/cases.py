@@ -1,4 +1,4 @@
-"""The rounds that are measured. Importing this costs nothing, so that `--help` stays quick."""
+"""The rounds that are measured. It imports no torch, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ class Case:
     """One round: every client takes one local epoch from the server's model, and the mean is the new one.
 
     Args:
-        model: name of a net of the package.
         input_shape: shape X of one (random) record.
-        clients: C.
-        records: of each client.
+        records: records of each client.
         batch_size: expected records of a step.
         unit: what is counted a second, records or clients.
     """
@@ -36,7 +34,6 @@ class Case:
 
     @property
     def work(self) -> int:
-        """Units of one round."""
         return self.clients * (self.records if self.unit == "records" else 1)
 
     def scaled(self, scale: float) -> Case:

@@ -1,7 +1,5 @@
 """Gradients of each class without privacy, a client's part of distillation, beside a plain loop over classes."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,24 +14,14 @@ from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.privacy.clipping.fast import clipped_sum_for, keep_freed_memory
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from experiments.speed.cases import NUM_CLASSES
-from experiments.speed.matching import SHAPE, build, num_parameters
-from experiments.speed.turns import Step, in_turns
+from experiments.speed.matching import SHAPE, Step, build, in_turns, num_parameters
 
 
 def class_gradient_times(
     repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, records_per_class: int = 64
 ) -> dict[str, Any]:
-    """One client's gradients of all classes, as its engine sums them beside a plain loop's, with torch's threads.
-
-    Args:
-        repeats: see `in_turns`, as `say`.
-        device: where to compute.
-        width: of the paper's ConvNet.
-        records_per_class: of the client.
-
-    Returns:
-        What `in_turns` does, and `parameters` and `records`.
-    """
+    """One client's gradients of all classes, by its engine and by a plain loop: as `in_turns`, `parameters` and
+    `records`."""
     x, y = records(records_per_class, device)
     return {
         **in_turns("class_gradients", ours(width, x, y), loop(width, x, y), repeats, 1, say),
@@ -43,13 +31,12 @@ def class_gradient_times(
 
 
 def records(per_class: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Random ones, the same every time."""
     x = torch.randn(NUM_CLASSES * per_class, *SHAPE, generator=torch.Generator().manual_seed(0))
     return x.to(device), torch.arange(len(x), device=device) % NUM_CLASSES
 
 
 def ours(width: int, x: Tensor, y: Tensor) -> Step:
-    """`[num_classes, p]`, as the default engine computes it where there is no privacy."""
+    """`[num_classes, p]`, as the default engine computes it without privacy."""
     module = ClientModule(build(width)).to(x.device)
     clipped_sum = clipped_sum_for(module.net, module.sample_loss, x[:0], y[:0])[0]
     summed = quicker_without_clipping(clipped_sum, module, x[:0], y[:0])
@@ -69,8 +56,8 @@ def loop(width: int, x: Tensor, y: Tensor) -> Step:
     weights = [parameter for parameter in net.parameters() if parameter.dim() >= 2]
 
     def gradient(label: int) -> Tensor:
-        own = y == label
-        parts = torch.autograd.grad(cross_entropy(net(x[own]), y[own], reduction="sum"), weights)
+        rows = y == label
+        parts = torch.autograd.grad(cross_entropy(net(x[rows]), y[rows], reduction="sum"), weights)
         return torch.cat([part.flatten() for part in parts])
 
     def step() -> Tensor:

@@ -1,8 +1,8 @@
 """A step of gradient matching beside the same step as it is usually written, one class after the other."""
 
-from __future__ import annotations
-
+import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
@@ -10,15 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from dpfl_lightning import models
-from dpfl_lightning.algorithms.gradient_matching import (
-    Matching,
-    SyntheticSet,
-    matched_names,
-)
+from dpfl_lightning.algorithms.gradient_matching import Matching, SyntheticSet, matched_names
 from dpfl_lightning.federated.client.module import ClientModule
 from experiments.speed.cases import NUM_CLASSES
-from experiments.speed.turns import Step, in_turns
 
+Step = Callable[[], Tensor]
 SHAPE, IMAGES_PER_CLASS = (1, 28, 28), 10
 LEARNING_RATE, MOMENTUM = 0.1, 0.5
 
@@ -26,16 +22,7 @@ LEARNING_RATE, MOMENTUM = 0.1, 0.5
 def matching_times(
     repeats: int, device: torch.device, say: Callable[[str], None], width: int = 128, steps: int = 3
 ) -> dict[str, Any]:
-    """A step on the images of all classes, ours beside the loop's, with torch's threads.
-
-    Args:
-        repeats: see `in_turns`, as `say` and `steps`.
-        device: where to compute.
-        width: of the paper's ConvNet.
-
-    Returns:
-        What `in_turns` does, and `parameters` and `images`.
-    """
+    """A step on the images of all classes, ours and the loop's: as `in_turns`, `parameters` and `images`."""
     return {
         **in_turns("matching", ours(width, device), loop(width, device), repeats, steps, say),
         "parameters": num_parameters(width),
@@ -51,17 +38,15 @@ def build(width: int) -> nn.Module:
 
 
 def num_parameters(width: int) -> int:
-    """Of the net."""
     return sum(parameter.numel() for parameter in build(width).parameters())
 
 
 def first_images() -> SyntheticSet:
-    """Noise, the same every time."""
     return SyntheticSet.of_noise(NUM_CLASSES, IMAGES_PER_CLASS, SHAPE, torch.Generator().manual_seed(0))
 
 
 def target_of(net: nn.Module) -> dict[str, Tensor]:
-    """A gradient for each class and matched parameter, `[G, *shape]`: random, the same every time."""
+    """A random gradient for each class and matched parameter, `[G, *shape]`, the same every time."""
     shapes = {name: tuple(parameter.shape) for name, parameter in net.named_parameters()}
     generator = torch.Generator().manual_seed(1)
     return {
@@ -90,8 +75,8 @@ def ours(width: int, device: torch.device) -> Step:
 
 
 def loop(width: int, device: torch.device) -> Step:
-    """The same as users write it, after the condensation paper's code: a gradient with a graph, and its distance from
-    the target, for one class after the other; then one backward pass and a step of SGD."""
+    """The same as in the condensation paper's code: one gradient with a graph and its distance from the target per
+    class."""
     net = build(width).to(device)
     weights = {name: parameter for name, parameter in net.named_parameters() if parameter.dim() >= 2}
     target = {name: one.to(device) for name, one in target_of(net).items()}
@@ -114,3 +99,30 @@ def loop(width: int, device: torch.device) -> Step:
         return images.detach()
 
     return step
+
+
+def in_turns(name: str, ours: Step, loop: Step, repeats: int, steps: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds of a step, ours and the loop's, in turns of `steps` steps, after a warm-up.
+
+    Returns:
+        `seconds` and `loop_seconds` of one step in each turn, `ratio_vs_loop` (median over turns), `range_vs_loop`, and
+        torch's `threads`.
+    """
+    found: dict[str, list[float]] = {"seconds": [], "loop_seconds": []}
+    for repeat in range(repeats + 1):
+        for who, step, times in zip(("ours", "loop"), (ours, loop), found.values(), strict=True):
+            begun = time.perf_counter()
+            for _ in range(steps):
+                done = step()
+            float(done.sum())  # waits for a GPU
+            took = (time.perf_counter() - begun) / steps
+            if repeat:
+                times.append(round(took, 4))
+            say(f"{name}: {who}, {f'{repeat} of {repeats}' if repeat else 'warm-up'}, {took:.3f} s a step")
+    ratios = [theirs / ours for ours, theirs in zip(*found.values(), strict=True)]
+    return {
+        "ratio_vs_loop": round(median(ratios), 3),
+        "range_vs_loop": [round(min(ratios), 3), round(max(ratios), 3)],
+        "threads": torch.get_num_threads(),
+        **found,
+    }

@@ -1,6 +1,4 @@
-"""Timing: contestants take turns, so that a busy moment of the machine meets all of them."""
-
-from __future__ import annotations
+"""Timing: contestants take turns, so that a busy moment of the machine affects all of them."""
 
 import gc
 import importlib.util
@@ -32,22 +30,17 @@ def measure(
     say: Callable[[str], None],
     peers_python: str | None = None,
 ) -> dict[str, Any]:
-    """Ours beside both loops, and then beside each peer alone, whose idle processes shall disturb nobody else.
+    """Ours beside both loops, and then beside each peer alone, whose idle processes must not disturb the others.
 
     Args:
-        name: of the case, for what is said.
-        case: the work.
-        repeats: >= 1.
-        device: where to train.
-        workers: of our engine; None lets it choose.
-        say: told each time that a round is done.
+        workers: workers of our engine; None lets it choose.
+        say: prints progress.
         peers_python: Python of the environment with the peers, or None: no peers.
 
     Returns:
-        For each rival `ratio_vs_<rival>` (median over repeats of rival's seconds / ours) and `range_vs_<rival>`
-        (smallest and largest), `<unit>_per_second` and `seconds_per_round` of everybody (`ours_beside_<peer>`: ours
-        in turns with that peer), the case, on a GPU its use, with peers their `versions`, and in `not_measured` why
-        one is missing.
+        For each rival `ratio_vs_<rival>` (median over repeats of rival's seconds / ours) and `range_vs_<rival>`;
+        `<unit>_per_second` and `seconds_per_round` of everybody (`ours_beside_<peer>`: ours in turns with that peer),
+        the case, on a GPU its use, with peers their `versions`, and in `not_measured` the reason for each missing one.
     """
     with warnings.catch_warnings():
         for words in ("Secure RNG turned off", "Full backward hook is firing"):  # Opacus, for every client
@@ -99,7 +92,7 @@ def beside(
 def take_turns(
     name: str, everyone: Sequence[Contestant], repeats: int, device: torch.device, say: Callable[[str], None]
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]]]:
-    """Every contestant's round `repeats` times in turns, after one that does not count: seconds, and use of the GPU."""
+    """Every contestant's round `repeats` times in turns, after a warm-up: seconds, and use of the GPU."""
     seconds: dict[str, list[float]] = {one.name: [] for one in everyone}
     gpu = {}
     for repeat in range(repeats + 1):
@@ -118,7 +111,7 @@ def per_second(case: Case, seconds: Sequence[float]) -> float:
 
 
 def timed(contestant: Contestant, device: torch.device) -> tuple[float, dict[str, float]]:
-    """Seconds of one round with the contestant's own threads, and what it took of the GPU."""
+    """Seconds of one round with the contestant's threads, and its use of the GPU."""
     gc.collect()  # Opacus' hooks leave cycles, and nobody shall sweep for another
     before = torch.get_num_threads()
     torch.set_num_threads(contestant.threads)
@@ -134,7 +127,7 @@ def timed(contestant: Contestant, device: torch.device) -> tuple[float, dict[str
 
 
 def gpu_use() -> dict[str, float]:
-    """Waits for the GPU; peak memory in MiB of tensors, and where pynvml is installed the last utilisation in %."""
+    """Waits for the GPU; peak memory in MiB of tensors, and with pynvml the last utilisation in %."""
     torch.cuda.synchronize()
     use: dict[str, float] = {"peak_memory_mib": round(torch.cuda.max_memory_allocated() / 2**20)}
     if importlib.util.find_spec("pynvml"):
@@ -143,11 +136,8 @@ def gpu_use() -> dict[str, float]:
 
 
 def startup(repeats: int) -> dict[str, Any]:
-    """What a user waits for before anything happens.
-
-    Returns:
-        Seconds (medians) of `python -m dpfl_lightning.fit --help` and of importing the package, interpreter
-        included, and which of `HEAVY` each has imported.
+    """Start-up of `python -m dpfl_lightning.fit --help` and of importing the package: median seconds, interpreter
+    included, and which of `HEAVY` each has imported.
     """
     told = f"import sys; print(*[name for name in {HEAVY!r} if name in sys.modules])"
     show_help = (
@@ -176,7 +166,7 @@ def _python(words: Sequence[str]) -> str:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the figures depend on, without naming the machine; asked before the run, for its load."""
+    """Facts on which the figures depend, without naming the machine."""
     return {
         "cores": cores(),
         "cpu": f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}",

@@ -1,6 +1,4 @@
-"""Peak memory of whole runs with more and more clients, each in a process of its own."""
-
-from __future__ import annotations
+"""Peak memory of whole runs with more and more clients, each in a separate process."""
 
 import subprocess
 import sys
@@ -31,12 +29,7 @@ sys.exit(status)
 def peak_memory(
     say: Callable[[str], None], clients: Sequence[int] = CLIENTS, data: str = "fashion_mnist"
 ) -> dict[str, Any]:
-    """Peak resident memory of `fit`, ledger, evaluation, checkpoint and report included, for one round.
-
-    Args:
-        say: told each time that a run is done.
-        clients: numbers of clients.
-        data: name of the data set that they draw from.
+    """Peak resident memory of one round of `fit`, ledger, evaluation, checkpoint and report included.
 
     Returns:
         `peak_mib` by number of clients, `growth` (largest / smallest - 1), `records` of each client, `data`.

@@ -1,6 +1,4 @@
-"""Other frameworks on the same round, each in a process of its own and, where they conflict, another environment."""
-
-from __future__ import annotations
+"""Other frameworks on the same round, each in a separate process, and if they conflict in another environment."""
 
 import json
 import os
@@ -27,7 +25,8 @@ class Peer:
 
     Args:
         script: gets the path of `job.json`, beside which lie `net.pt` and `client_<i>.pt`; does one round for every
-            line on its standard input, and says DONE on a line of its own when the server has the mean.
+        line on its
+            standard input, and prints DONE on a separate line when the server has the mean.
         needs: distributions that must be installed.
         install: arguments of pip that install them.
     """
@@ -55,46 +54,37 @@ print(json.dumps({name: look(name) for name in sys.argv[1:]}))
 
 
 class PeerMissing(Exception):
-    """Why a peer could not be measured, in one sentence. The other figures are none the worse."""
+    """Why a peer could not be measured, in one sentence."""
 
 
 def check_python(python: str) -> None:
-    """Refuse what is no Python.
-
-    Raises:
-        UserError: no such executable.
-    """
     advice = "For example the bin/python of an environment with the peers installed."
     require(shutil.which(python) is not None, "--peers_python", "be a Python", python, advice)
 
 
 def versions(name: str, python: str) -> dict[str, str]:
-    """Of what the peer needs, in the environment of `python`.
+    """Versions of what the peer needs, in the environment of `python`.
 
     Raises:
         PeerMissing: something is not installed there.
     """
-    peer, command = PEERS[name], [python, "-c", _LOOK, *PEERS[name].needs]
+    command = [python, "-c", _LOOK, *PEERS[name].needs]
     found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, env=_environment(), check=True).stdout)
     if absent := [library for library, version in found.items() if version is None]:
-        how = f"pip install {peer.install}, in an environment of its own for --peers_python"
+        how = f"pip install {PEERS[name].install}, in a separate environment for --peers_python"
         raise PeerMissing(f"{name} lacks {', '.join(absent)}: {how}")
     return found
 
 
 @contextmanager
 def peer_contestant(name: str, case: Case, rounds: int, cores: int, python: str) -> Iterator[Contestant]:
-    """The peer as a contestant, idle between its rounds; its first round includes its start.
+    """The peer as a contestant, idle between its `rounds` rounds; its first round includes its start.
 
     Args:
-        name: of `PEERS`.
-        case: the work.
-        rounds: how many will be asked for.
-        cores: clients side by side, where the peer has a choice.
-        python: of the environment in which the peer is installed.
+        cores: clients side by side, if the peer has a choice.
 
     Raises:
-        PeerMissing: from its `round`, when it ended early.
+        PeerMissing: from its `round`, if it ended early.
     """
     with (
         tempfile.TemporaryDirectory(prefix="dpfl_bench_") as folder,
@@ -123,7 +113,6 @@ def peer_contestant(name: str, case: Case, rounds: int, cores: int, python: str)
 
 
 def _write_job(case: Case, rounds: int, cores: int, folder: Path) -> Path:
-    """Everything a script needs, so that the package need not be installed beside the peer."""
     torch.save(build_net(case), folder / "net.pt")
     for client, pair in enumerate(random_records(case)):
         torch.save(pair, folder / f"client_{client}.pt")
@@ -142,5 +131,4 @@ def _write_job(case: Case, rounds: int, cores: int, folder: Path) -> Path:
 
 
 def _environment() -> dict[str, str]:
-    """Ours without our packages."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}

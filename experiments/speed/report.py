@@ -1,7 +1,5 @@
 """Figures in words: the same table for the terminal and for the docs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -29,12 +27,12 @@ _STEPS = {
 
 
 def report(results: Mapping[str, Any]) -> str:
-    """Table with the ratios first, start-up, machine, and what was compared; Markdown that reads well as it is.
+    """The whole report as Markdown.
 
     >>> machine = {"cores": 2, "cpu": "arm64", "device": "cpu", "load_before": 0.1, "threads": 2, "torch": 2.9}
     >>> print(report({"machine": machine | {"opacus": 1.6, "python": 3.12}, "date": "2026-01-31"}))
     2026-01-31: 2 cores (arm64), load 0.1 before the run; torch 2.9 with 2 threads by default, Opacus 1.6, Python \
-3.12; on a GPU: not measured.
+    3.12; on a GPU: not measured.
     """
     measured = {name: results[name] for name in CASES if name in results}
     parts = []
@@ -64,11 +62,7 @@ def report(results: Mapping[str, Any]) -> str:
 
 
 def write_page(path: Path, results: Mapping[str, Any]) -> None:
-    """Put the report between the marks of the page.
-
-    Raises:
-        UserError: there is no such page, or it has no marks.
-    """
+    """Put the report between the marks of the page."""
     fill_page(path, PAGE, report(results))
 
 
@@ -101,17 +95,16 @@ def _work(name: str, found: Mapping[str, Any]) -> str:
         f"{found['model']} ({found['parameters']:,} parameters), one local epoch, batch {found['batch_size']}, "
         f"clip {CLIP_NORM:g}, noise multiplier {NOISE_MULTIPLIER:g}; median of {repeats}"
         + "".join(f"; {who}: {_gpu(use)}" for who, use in found.get("gpu", {}).items())
-        + "".join(f"; {who}: {_versions(those)}" for who, those in found.get("versions", {}).items())
+        + "".join(
+            f"; {who}: {', '.join(map(' '.join, versions.items()))}"
+            for who, versions in found.get("versions", {}).items()
+        )
     )
 
 
 def _gpu(use: Mapping[str, float]) -> str:
     busy = f", {use['utilisation_percent']} % busy" if "utilisation_percent" in use else ""
     return f"{use['peak_memory_mib']:,} MiB of GPU memory{busy}"
-
-
-def _versions(those: Mapping[str, str]) -> str:
-    return ", ".join(f"{library} {number}" for library, number in those.items())
 
 
 def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
@@ -124,7 +117,7 @@ def _robust_pca(shape: str, found: Mapping[str, Any]) -> str:
 
 
 def _share_of_a_round(results: Mapping[str, Any]) -> list[str]:
-    """Of as many clients and parameters as the common work has."""
+    """Robust PCA of as many clients and parameters as the common work has."""
     common = results.get("common", {})
     found = results["robust_pca"].get(f"{common.get('clients')} x {common.get('parameters', 0):,}")
     if not found:
@@ -163,10 +156,9 @@ def _memory(found: Mapping[str, Any]) -> str:
 
 
 def _machine(results: Mapping[str, Any]) -> str:
-    told = results["machine"]
-    gpu = "on a GPU: not measured" if told["device"] == "cpu" else f"on {told['device']}"
+    machine = results["machine"]
+    gpu = "on a GPU: not measured" if machine["device"] == "cpu" else f"on {machine['device']}"
     return (
-        f"{results['date']}: {told['cores']} cores ({told['cpu']}), load {told['load_before']} before the run; "
-        f"torch {told['torch']} with {told['threads']} threads by default, Opacus {told['opacus']}, "
-        f"Python {told['python']}; {gpu}."
-    )
+        "{date}: {cores} cores ({cpu}), load {load_before} before the run; torch {torch} with {threads} threads by "
+        "default, Opacus {opacus}, Python {python}; "
+    ).format(date=results["date"], **machine) + f"{gpu}."

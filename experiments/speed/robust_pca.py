@@ -1,7 +1,5 @@
 """Robust PCA of a round's updates beside the same iteration as it stands in textbooks."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable
@@ -18,15 +16,12 @@ SHAPES = ((20, 28_938), (100, 200_000))
 
 
 def robust_pca_times(scale: float, repeats: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of one estimate, ours and the textbook's.
-
-    The textbook's iteration is timed three times a repeat and multiplied by our number of iterations: it takes the
-    same steps, and minutes.
+    """Seconds of one estimate, ours and the textbook's, which is timed for three iterations and scaled to our number of
+    them.
 
     Args:
-        scale: this share of the clients, at least three.
-        repeats: timed estimates, after one that does not count; >= 1.
-        say: told what is done.
+        scale: share of the clients, at least three.
+        repeats: timed estimates, after a warm-up; >= 1.
 
     Returns:
         For each shape, `clients x parameters`: `iterations`, `seconds` of each of our estimates, `svd_seconds`
@@ -64,10 +59,8 @@ def noisy_updates(clients: int, params: int) -> Tensor:
 
 
 def textbook(deltas: Tensor, iterations: int, mu_scale: float = 0.1) -> Tensor:
-    """Principal component pursuit in float64 by singular value decompositions, with torch's threads; `|S_i|^2` `[C]`.
-
-    The same iterates as `robust_pca`, whose tests compare the two.
-    """
+    """Principal component pursuit in float64 by singular value decompositions; `|S_i|^2` `[C]`, the iterates of
+    `robust_pca`."""
     matrix = deltas.double()
     mu = mu_scale * matrix.numel() / (4 * matrix.abs().sum())
     bound = 1 / math.sqrt(max(matrix.shape)) / mu

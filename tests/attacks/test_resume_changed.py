@@ -263,7 +263,7 @@ EDITS: list[tuple[str, Any]] = [
     ("privacy", None),
     ("data.partition", {"name": "dirichlet", "alpha": 0.3}),
     ("data.records_per_client", 200),
-    ("data.mislabelled", {"name": "records", "share": 0.5}),
+    ("data.label_noise", {"name": "records", "share": 0.5}),
     ("model", {"name": "cnn_tiny"}),
     ("strategies", {"uniform": {}}),
 ]

@@ -17,7 +17,6 @@ from dpfl_lightning import strategies
 from dpfl_lightning.federated.server.group_metrics import (
     accuracy_of_groups,
     clustering,
-    fairness_gap,
     smallest,
     true_groups,
 )
@@ -72,12 +71,6 @@ def test_groups_are_means_over_their_clients():
     assert accuracy_of_groups([0.5, 0.7], [0, 1]) == {"0": 0.5, "1": 0.7}, "equal sizes: nobody is a minority"
     assert accuracy_of_groups([None, 0.7], [0, 1]) == {"1": 0.7}
     assert accuracy_of_groups([0.5], None) == accuracy_of_groups((), [0]) == {}
-
-
-def test_a_fairness_gap_ignores_what_all_lose_alike():
-    reference = [90.0, 80.0, 85.0]
-    assert fairness_gap([one - 7 for one in reference], reference) == 0
-    assert fairness_gap([70.0, 70.0, 70.0], reference) == 10.0
 
 
 # ---- in a run

@@ -199,7 +199,7 @@ def test_an_error_in_a_strategy_says_whose_it_is_and_the_run_goes_on(hook, round
     again = f"run(resume=True) of a FederatedLoop with output_dir={str(loop.output_dir)!r}"
     assert caught.value.__notes__ == [
         f"This came from the hook `{hook}` of Breaks, {when}.",
-        f"The run is kept; when this is mended, go on with: {again}",
+        f"The run is kept; when this is mended, resume with: {again}",
     ]
     monkeypatch.setattr(Breaks, "mended", True)
     resumed = make_loop(parts=[Breaks(hook, round)], output_dir=loop.output_dir)

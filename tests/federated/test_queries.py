@@ -36,12 +36,10 @@ from dpfl_lightning.privacy.accounting.events import (
     NonPrivateEvent,
     SelectionEvent,
 )
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, SpentEpsilon
 from dpfl_lightning.privacy.accounting.schedule import calibrate
-from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.privacy.selection import ExponentialMechanism
 from dpfl_lightning.reporting.mlflow.run import _round_values
 from dpfl_lightning.reporting.progress import Progress
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted

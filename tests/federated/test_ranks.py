@@ -177,7 +177,7 @@ def test_a_lost_rank_is_one_sentence_and_a_run_that_goes_on_alone(torchrun, tmp_
     _wait_for_rounds(broken, 3, process)
     os.kill(_rank(process, 1), signal.SIGKILL)
     status, out, err = _said(process)
-    again = f"go on with: torchrun ... -m dpfl_lightning.fit --resume {broken}"
+    again = f"resume with: torchrun ... -m dpfl_lightning.fit --resume {broken}"
     assert status != 0 and not (broken / "result.json").exists()
     assert err.count("error: `ranks` must all live until the run ends, got ") == 1 and f"is kept; {again}" in err
     assert err.count("Traceback") == 1, "that of torchrun itself"
@@ -263,7 +263,7 @@ def test_a_run_that_is_stopped_on_one_rank_goes_on_with_two(signal_number, torch
     expected = 130 if signal_number == signal.SIGINT else 2
     said = [_said(process, seconds=20) for process in ranks]
     assert [status for status, _, _ in said] == [expected] * 2 and said[1][1:] == ("", "")
-    assert "go on with: srun ... python -m dpfl_lightning.fit --resume" in said[0][1]
+    assert "resume with: srun ... python -m dpfl_lightning.fit --resume" in said[0][1]
     process = torchrun(2, "-m", "dpfl_lightning.fit", "--resume", str(broken))
     status, _, err = _said(process)
     assert status == 0, err

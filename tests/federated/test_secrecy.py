@@ -27,7 +27,7 @@ from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.events import SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 
 BUDGETS = {"epsilon": [4.0, 6.0, 8.0, 10.0], "delta": 1e-3}
 PROTECTED = PrivacyOptions(**BUDGETS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import random
@@ -13,7 +14,7 @@ from matplotlib.figure import Figure
 
 from dpfl_lightning import strategies
 from dpfl_lightning.config.load import load, split
-from dpfl_lightning.config.options import Options, to_dict
+from dpfl_lightning.config.options import Options
 from dpfl_lightning.reporting.figures import panels_figure
 from experiments.papers.__main__ import _parse, _sorted_out
 from experiments.papers.cells import RESULTS, Cell, path_of, required_cells
@@ -60,7 +61,7 @@ def test_every_finished_cell_is_declared_and_has_the_options_that_made_it():
         assert path_of(RESULTS, cell._replace(seed=None, overrides=())).as_posix() in places, path
         _, _, program, *words = shlex.split(content["command"])
         if program == "dpfl_lightning.fit":
-            made, declared = to_dict(load(words)[0]), to_dict(options(cell))
+            made, declared = dataclasses.asdict(load(words)[0]), dataclasses.asdict(options(cell))
             differing = {key for key in made if key != "tracking" and made[key] != declared[key]}
             assert differing <= {"privacy"}, (path, differing)
             keys = {key for key in made["privacy"] if made["privacy"][key] != declared["privacy"][key]}
@@ -318,8 +319,8 @@ SETTINGS = {
         ("default", "distdd", "default", "paper", {"clients.count": 20, "evaluation.every": 50, "rounds": 500}),
         ("default", "median", "default", "small", {"own.aggregation": "median", "own.participation_fraction": 0.5}),
         ("default", "full", "default", "small", {"own.participation_fraction": 1.0}),
-        ("figure2", "median", "clients_0.4", "small", {"data.mislabelled": {"name": "clients", "share": 0.4}}),
-        ("figure2", "fedavg", "records_1", "small", {"data.mislabelled": {"name": "records", "share": 1.0}}),
+        ("figure2", "median", "clients_0.4", "small", {"data.label_noise": {"name": "clients", "share": 0.4}}),
+        ("figure2", "fedavg", "records_1", "small", {"data.label_noise": {"name": "records", "share": 1.0}}),
         ("figure3", "distdd", "dir0.3", "small", {"data.partition.alpha": 0.3, "clients.count": 20}),
         ("figure6", "sum", "sigma0.1", "small", {"privacy.noise_multiplier": 0.1, "own.noise_scale": "sum"}),
         ("figure6", "paper_mean", "sigma100", "paper", {"own.noise_scale": "paper_mean", "own.sampling": "full"}),

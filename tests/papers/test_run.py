@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import signal
@@ -14,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from dpfl_lightning.config.load import load
-from dpfl_lightning.config.options import to_dict
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.fit import fit
 from experiments.papers.cells import Cell, finished, path_of, read, required_cells
@@ -94,7 +94,8 @@ def test_its_command_is_the_run(overrides, work):
     cell = CELL._replace(seed=3, overrides=overrides)
     words = shlex.split(command_of(cell))
     assert words[:3] == ["python", "-m", "dpfl_lightning.fit"]
-    ours, typed = to_dict(options_of(cell, RunnerOptions(fit, work.results, work.runs))), to_dict(load(words[3:])[0])
+    ours = dataclasses.asdict(options_of(cell, RunnerOptions(fit, work.results, work.runs)))
+    typed = dataclasses.asdict(load(words[3:])[0])
     changed = {key for key in ours if ours[key] != typed[key]}
     assert changed == {"tracking"} and typed["seed"] == 3
 

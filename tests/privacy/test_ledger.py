@@ -222,7 +222,7 @@ def test_a_crash_before_the_first_head_goes_on(path):
 def forged(lines, number, change):
     """The lines, that one changed, with the chain that it would have had."""
     body = change(lines[number - 1][: -ledger_file._TAIL])
-    before = lines[number - 2][-35:-3] if number > 1 else b"0" * 32
+    before = ledger_file.chain_of(lines[number - 2]) if number > 1 else "0" * 32
     return [*lines[: number - 1], ledger_file._sealed(body, before), *lines[number:]]
 
 

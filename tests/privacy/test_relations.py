@@ -13,8 +13,7 @@ from oracle import lower_bound
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import ADJACENCIES, get_accountant
-from dpfl_lightning.privacy.accounting.composition import composed
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent
+from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent, SelectionEvent, composed
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.prv import prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import ORDERS, classically_converted, laplace_rdp, sampled_gaussian_rdp

@@ -6,8 +6,7 @@ import pytest
 
 from dpfl_lightning.privacy.accounting.accountant import Prv, get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent, repeated
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned, SpentEpsilon
 
 SCHEDULE = ClientSchedule(
     2.0, 1e-4, (Planned("train", GaussianEvent(0.05, 1.5, 10), 8), Planned("select", SelectionEvent(0.1), 5))

@@ -17,8 +17,7 @@ import pytest
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.search.options import SweepOptions
 from dpfl_lightning.search.space import parse
-from dpfl_lightning.search.study import Study
-from dpfl_lightning.search.trial import Pruned
+from dpfl_lightning.search.study import Pruned, Study
 
 pytestmark = pytest.mark.e2e
 

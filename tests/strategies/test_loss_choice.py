@@ -29,7 +29,7 @@ from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEv
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
 from dpfl_lightning.privacy.accounting.schedule import calibrate
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
 from dpfl_lightning.strategies.clustering.model_selection import PLAIN_CHOICES, ModelSelection
 

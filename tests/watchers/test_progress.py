@@ -195,19 +195,14 @@ def test_one_client_without_noise_is_infinite(paper, tmp_path):
 
 
 def test_an_unfinished_run_says_why_and_how_to_go_on(paper, tmp_path):
-    told = {"finished": False, "rounds": 2, "reason": "RuntimeError: boom"}
-    view = a_view(tmp_path)
-    whole_run(Progress(paper), view, a_result(view, **told))
+    reason, view = f"RuntimeError: boom; resume with: python -m fit --resume {tmp_path}", a_view(tmp_path)
+    whole_run(Progress(paper), view, a_result(view, finished=False, rounds=2, reason=reason))
     text = printed(paper)
-    assert "Stopped after round 2 of 10: RuntimeError: boom" in text
-    assert f"--resume {tmp_path}" in text and "epsilon spent" not in text and "result.json" not in text
-
-
-def test_how_to_resume_is_said_once(paper, tmp_path):
-    view = a_view(tmp_path)
-    reason = f"interrupted; go on with: python -m dpfl_lightning.fit --resume {tmp_path}"
-    Progress(paper).on_fit_end(view, a_result(view, finished=False, reason=reason))  # before it began: no bar to stop
-    assert printed(paper).count("--resume") == 1
+    assert f"Stopped after round 2 of 10: {reason}" in text.replace("\n", "")
+    assert text.count("--resume") == 1 and "epsilon spent" not in text and "result.json" not in text
+    before = Console(file=io.StringIO(), width=80)
+    Progress(before).on_fit_end(view, a_result(view, finished=False, reason=reason))  # before it began: no bar to stop
+    assert printed(before).count("--resume") == 1
 
 
 def test_one_live_line_on_a_terminal_and_the_cursor_comes_back(tmp_path):

@@ -1,7 +1,5 @@
 """How a client answers queries: what is computed for each type of query, then bounded, summed and noised."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable
@@ -29,9 +27,8 @@ from dpfl_lightning.privacy.clipping.reference import (
     evaluating,
     summing_dtype,
 )
-from dpfl_lightning.privacy.mechanism import Mechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator
-from dpfl_lightning.privacy.selection import ExponentialMechanism
 
 #: computes from (query, client, module, x, y), where x and y are records and their labels
 Computation = Callable[..., Tensor]

@@ -1,7 +1,5 @@
 """The budgets of all clients in a run: what is planned, charged and spent."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -22,8 +20,7 @@ from dpfl_lightning.privacy.accounting.events import (
     SelectionEvent,
 )
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee, sampling_words
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
-from dpfl_lightning.privacy.accounting.spending import SpentEpsilon
+from dpfl_lightning.privacy.accounting.planned import ClientSchedule, SpentEpsilon
 from dpfl_lightning.privacy.ledger.ledger import Charge, Ledger
 from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
@@ -163,7 +160,7 @@ class Budgets:
         bounds = map(self._filtered, schedules, self.accountant.bounds(composed))
         planned = [[line.event for line in schedule.planned] for schedule in schedules]  # also before the first release
         return tuple(
-            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), found=bound)
+            guarantee(events, delta, self.accountant, sampling=sampling_words(lines, self.sampling), bound=bound)
             for (events, delta), lines, bound in zip(composed, planned, bounds, strict=True)
         )
 

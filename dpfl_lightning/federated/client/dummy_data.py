@@ -1,7 +1,5 @@
 """Random data of the public shape of a population, for checks and timing without private records."""
 
-from __future__ import annotations
-
 import copy
 import random
 import time

@@ -1,7 +1,5 @@
 """Accuracy and loss on test and held-out records, which the guarantee does not cover."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """The files of a run that belong to the clients: their ledger, their notes and the key of the digests of records."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from pathlib import Path

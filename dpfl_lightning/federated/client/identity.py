@@ -1,7 +1,5 @@
 """The identity of a run, which its ledger's header contains, so that only the same run can be resumed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

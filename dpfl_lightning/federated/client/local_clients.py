@@ -1,7 +1,5 @@
 """The clients' side of a run in this process: accept a plan, charge it, then release."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping
@@ -117,7 +115,8 @@ class LocalClients:
         key = "" if self.privacy is None else self.privacy.noise_key
         if key is None:
             return Streams()
-        return Streams.simulated(key, plan.seed, json.dumps(configuration(plan, self.privacy), sort_keys=True))
+        configured = json.dumps(configuration(plan, self.privacy), sort_keys=True)
+        return Streams.simulated(key, plan.seed, configured.replace('"label_noise"', '"mislabelled"'))
 
     def change(self, schedule: RunSchedule) -> None:
         self.budgets.change(schedule)

@@ -1,7 +1,5 @@
 """The private training step of a client as a LightningModule."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import lightning as L

@@ -1,7 +1,5 @@
 """The protocol by which the server asks its clients, wherever they are, with its plan of the run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path

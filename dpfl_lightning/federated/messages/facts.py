@@ -1,7 +1,5 @@
 """Public facts about the clients, and the settings of each."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

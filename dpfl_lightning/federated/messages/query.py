@@ -10,8 +10,7 @@ from typing import Any, Self, final
 from torch import Tensor
 
 from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent
-from dpfl_lightning.privacy.mechanism import Gaussian, Laplace, Mechanism
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism, Gaussian, Laplace, Mechanism
 
 Answers = Mapping[int, Any]  # client -> what `Query.read` made of its answer
 

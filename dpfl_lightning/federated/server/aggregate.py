@@ -1,7 +1,5 @@
 """Aggregation as one matrix product, `weights [K, C] @ deltas [C, P]`."""
 
-from __future__ import annotations
-
 import dataclasses
 import warnings
 from collections.abc import Sequence
@@ -18,10 +16,9 @@ from dpfl_lightning.federated.server.view import ServerState, View
 
 
 def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: ClientUpdates, view: View) -> Tensor:
-    """The factors of all strategies, multiplied: `[K, C]` in float64, not normalised.
+    """The product of all strategies' factors (`[C]` or `[K, C]`, >= 0): `[K, C]` in float64, not normalised.
 
-    Starts from the one-hot rows of `plan.model_of` (or from a `route` `[K, C]`) and multiplies by every factor
-    (`[C]` or `[K, C]`, >= 0): that is why noise-aware x clustered x selected composes. Only strategies whose
+    It starts from the one-hot rows of `plan.model_of`, or from a `route` `[K, C]`. Only strategies whose
     `needs_updates` is true receive the updates.
     """
     facts_only = dataclasses.replace(updates, deltas=None, total=None)
@@ -30,9 +27,8 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
     product[list(plan.model_of), range(num_clients)] = 1.0
     factors = []
     for strategy in strategies:
-        answer = answer_of(
-            strategy, "weigh", updates if answer_of(strategy, "needs_updates", plan, view) else facts_only, view
-        )
+        visible = updates if answer_of(strategy, "needs_updates", plan, view) else facts_only
+        answer = answer_of(strategy, "weigh", visible, view)
         if answer is None:
             continue
         answer = _checked(answer, strategy, num_models, num_clients)
@@ -46,15 +42,11 @@ def raw_weights(strategies: Sequence[Strategy], plan: RoundPlan, updates: Client
 
 
 def _checked(answer: Tensor, strategy: Strategy, num_models: int, num_clients: int) -> Tensor:
-    """A strategy's factor in float64 on the CPU; broadcast, another shape would pass for other weights.
-
-    Raises:
-        UserError: another shape than `[C]` or `[K, C]`, or a number below 0 or not finite.
-    """
+    """A strategy's factor in float64 on the CPU; UserError for another shape (never broadcast) or a negative number."""
     whose, shapes = f"weigh of {type(strategy).__name__}", [(num_clients,), (num_models, num_clients)]
     must = f"give a tensor of {num_clients} clients, or of {num_models} models and {num_clients} clients, [K, C]"
-    got = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
-    require(got in shapes, whose, must, got)
+    shape = tuple(answer.shape) if isinstance(answer, Tensor) else type(answer).__name__
+    require(shape in shapes, whose, must, shape)
     answer = answer.to("cpu", torch.float64)
     require(bool((answer >= 0).all() & answer.isfinite().all()), whose, "give numbers >= 0 and finite", answer.tolist())
     return answer
@@ -67,7 +59,7 @@ def normalised(raw_weights: Tensor) -> Tensor:
 
 
 def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view: View) -> Tensor | None:
-    """`raw_weights` before anybody has trained, for updates that are streamed; None if a strategy reads single ones."""
+    """`raw_weights` before the training, for updates that are streamed; None if a strategy reads single updates."""
     if any(answer_of(strategy, "needs_updates", plan, view) for strategy in strategies):
         return None
     return raw_weights(strategies, plan, ClientUpdates.announced(plan), view)
@@ -76,7 +68,7 @@ def raw_weights_from_facts(strategies: Sequence[Strategy], plan: RoundPlan, view
 def without_lost(
     plan: RoundPlan, updates: ClientUpdates, raw_weights: Tensor | None
 ) -> tuple[RoundPlan, Tensor | None]:
-    """The plan, and the raw weights `[K, C]`, without the clients whose release is not finite; warns of them."""
+    """The plan and the raw weights `[K, C]` without the clients whose release is not finite; warns of them."""
     if not updates.lost:
         return plan, raw_weights
     words = f"round {plan.round}: the updates of clients {updates.lost} are not finite; they are left out of this round"
@@ -86,14 +78,13 @@ def without_lost(
 
 
 def combine(raw_weights: Tensor, updates: ClientUpdates) -> Tensor:
-    """`normalised(say) [K, C] @ deltas [C, ...]`, rounded once: the order of clients does not change a bit.
+    """`normalised(raw_weights) [K, C] @ deltas [C, ...]`, rounded once; the order of clients does not change a bit.
 
-    Args:
-        say: `[K, C]` of the clients that arrived; a streamed sum was taken with the same numbers.
+    `raw_weights` are those of the clients that arrived. A streamed sum was taken with the same weights.
     """
     if updates.total is not None:
         return updates.total.rounded(raw_weights.sum(dim=1))
-    different, row_of = raw_weights.unique(dim=0, return_inverse=True)  # what many models add is added up once
+    different, row_of = raw_weights.unique(dim=0, return_inverse=True)  # equal rows are added up once
     total = WeightedSum(different)
     for column, delta in enumerate(updates.released):
         total.add(column, delta)

@@ -1,7 +1,5 @@
 """Callbacks watch a run: they receive what strategies see and what the run reports, and decide nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -27,24 +25,24 @@ class Callback:
         """Called when the run has finished or was interrupted."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume: tensors and plain values."""
+        """Return everything needed to resume: tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def answer_of(one: object, hook: str, *given: object) -> Any:
-    """The hook's answer; what it raises says below its traceback whose hook it was, and when."""
+def answer_of(owner: object, hook: str, *args: object) -> Any:
+    """Call a hook; an exception gets a note that names the hook and the round."""
     try:
-        return getattr(one, hook)(*given)
+        return getattr(owner, hook)(*args)
     except Exception as error:
-        view = next(one for one in given if isinstance(one, View))
+        view = next(arg for arg in args if isinstance(arg, View))
         when = f"in round {view.round}" if hook in _IN_A_ROUND else f"after round {view.round - 1}"
-        error.add_note(f"This came from the hook `{hook}` of {type(one).__qualname__}, {when}.")
+        error.add_note(f"This came from the hook `{hook}` of {type(owner).__qualname__}, {when}.")
         raise
 
 
-def notify(callbacks: Sequence[Callback], hook: str, *context: object) -> None:
+def notify(callbacks: Sequence[Callback], hook: str, *args: object) -> None:
     """Call one hook of every callback."""
     for callback in callbacks:
-        answer_of(callback, hook, *context)
+        answer_of(callback, hook, *args)

@@ -1,4 +1,4 @@
-"""The output folder of one run: who owns it, what lies in it, and writes that a crash cannot tear."""
+"""The server's files in the output folder of a run."""
 
 from __future__ import annotations
 
@@ -18,44 +18,34 @@ from dpfl_lightning.runtime.files import write_atomically
 
 
 class RunFolder:
-    """The server's files: `options.yaml`, `checkpoint.pt`; then `result.json`, `guarantees.json`, `model.pt`.
+    """`options.yaml` and `checkpoint.pt`, after the run also `result.json`, `guarantees.json` and `model.pt`.
 
-    **Privacy** `checkpoint.pt` holds what `Clients.state_dict` returns: it is for the clients alone and has mode 0600.
+    **Privacy** `checkpoint.pt` contains `Clients.state_dict`, which is for the clients only. Its mode is 0600.
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self.options = path / "options.yaml"
-        self.checkpoint = path / "checkpoint.pt"
+        self.path, self.options, self.checkpoint = path, path / "options.yaml", path / "checkpoint.pt"
 
     @classmethod
-    def claim(cls, path: str | Path, options: Mapping[str, Any]) -> RunFolder:
-        """A new folder with the run's options.
-
-        Raises:
-            UserError: the folder holds something already; nothing in it is touched.
-        """
-        folder = cls(Path(path))
-        if folder.path.exists() and (not folder.path.is_dir() or any(folder.path.iterdir())):
+    def claim(cls, path: Path, options: Mapping[str, Any]) -> RunFolder:
+        """Create the folder of a new run. Raises UserError if it is not empty; nothing in it is changed then."""
+        folder = cls(path)
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(
                 f"`output_dir` must be new or empty, got {str(path)!r}, which holds another run or other files. "
-                f"Go on with it by --resume {path}, or choose another --output_dir."
+                f"Resume it with --resume {path}, or choose another --output_dir."
             )
         try:
-            folder.path.mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"`output_dir` must be writable, got {str(path)!r}: {error.strerror}.") from None
         folder.write_options(options)
         return folder
 
     @classmethod
-    def reopen(cls, path: str | Path) -> RunFolder:
-        """The folder of a run that was begun.
-
-        Raises:
-            UserError: it is not one.
-        """
-        folder = cls(Path(path))
+    def reopen(cls, path: Path) -> RunFolder:
+        """Open the folder of a run that was begun; raises UserError if it is none."""
+        folder = cls(path)
         if not folder.options.is_file():
             raise UserError(
                 f"`resume` must be the folder of a run, got {str(path)!r}, which has no options.yaml. "
@@ -70,10 +60,10 @@ class RunFolder:
         write_atomically(self.checkpoint, lambda partial: torch.save(snapshot, partial), private=True)
 
     def load_checkpoint(self, device: torch.device) -> dict[str, Any] | None:
-        """The last complete round; None before the first checkpoint.
+        """Load the last complete round; None before the first checkpoint.
 
         Raises:
-            UserError: the file is damaged; later, where something is asked of it that it does not hold.
+            UserError: the file is damaged, or, when a missing key is read, from another version.
         """
         if not self.checkpoint.is_file():
             return None
@@ -89,17 +79,17 @@ class RunFolder:
         write_atomically(self.path / name, lambda partial: partial.write_text(text))
 
     def save_models(self, module: Model, final_models: ClientModels) -> None:
-        """`model.pt`, or `model_<k>.pt` for each of several: state dicts of the net, for `net.load_state_dict`."""
+        """Write the state dict of the net with the model: `model.pt`, or `model_<k>.pt` for each of several."""
         for row, model in enumerate(final_models.models):
-            state = {name: value.cpu() for name, value in module.net.state_dict().items()}
-            state.update({name: value.cpu().clone() for name, value in module.unflatten(model).items()})
+            tensors = {**module.net.state_dict(), **module.unflatten(model)}
+            state = {name: value.cpu().clone() for name, value in tensors.items()}
             name = "model.pt" if len(final_models.models) == 1 else f"model_{row}.pt"
             write_atomically(self.path / name, lambda partial, state=state: torch.save(state, partial))
 
 
 class _Checkpoint(dict[str, Any]):
-    def __init__(self, path: Path, held: Mapping[str, Any]) -> None:
-        super().__init__(held)
+    def __init__(self, path: Path, content: Mapping[str, Any]) -> None:
+        super().__init__(content)
         self._path = path
 
     def __missing__(self, name: str) -> Any:

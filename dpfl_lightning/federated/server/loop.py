@@ -1,7 +1,5 @@
 """The server's side of a run: plan, accept, train, weigh, combine, step. Strategies decide, callbacks watch."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 import warnings
@@ -15,10 +13,10 @@ from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.messages.clients import LostClients
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server import aggregate, summary
-from dpfl_lightning.federated.server.callback import notify
+from dpfl_lightning.federated.server.callback import answer_of, notify
 from dpfl_lightning.federated.server.results import RunResult
 from dpfl_lightning.federated.server.run import Run
-from dpfl_lightning.federated.server.strategy import fold, reason_to_stop, sole_answer
+from dpfl_lightning.federated.server.strategy import fold, sole_answer
 from dpfl_lightning.federated.server.view import ServerState
 from dpfl_lightning.runtime.stopping import between_rounds
 
@@ -26,15 +24,10 @@ from dpfl_lightning.runtime.stopping import between_rounds
 class ServerLoop(Run):
     """The rounds of a run. See `Run` for its arguments."""
 
-    # -- the run
-
     def run(self, resume: bool = False) -> RunResult:
-        """Train all rounds, or (`resume`) those that are left.
+        """Train all rounds, or (`resume`) those that are left. Under a launcher all ranks call it, and return the same.
 
-        Under a launcher rank 0 does, and the other ranks, built alike, work for it until then; all return the result.
-
-        Raises:
-            UserError: the folder is taken, or has nothing to resume; some clients were lost.
+        Raises UserError if the folder is taken, has nothing to resume, or some clients were lost.
         """
         return self.clients.run(lambda: self._run(resume))
 
@@ -47,24 +40,26 @@ class ServerLoop(Run):
                 with between_rounds() as check_signals:
                     reason = self.snapshot["ended"] or self.all_rounds(state, check_signals)
             except BaseException as error:
-                broken = "interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"
-                again = f"go on with: {self.resume_command}"
-                self._end(f"{broken}; {again}", finished=False)
+                interrupted, resume_with = isinstance(error, KeyboardInterrupt), f"resume with: {self.resume_command}"
+                reason = "interrupted" if interrupted else f"{type(error).__name__}: {error}"
+                self._end(f"{reason}; {resume_with}", finished=False, interrupted=interrupted)
                 if isinstance(error, LostClients):
-                    raise UserError(f"{error} The run is kept; {again}") from None
-                error.add_note(f"The run is kept; when this is mended, {again}")
+                    raise UserError(f"{error} The run is kept; {resume_with}") from None
+                error.add_note(f"The run is kept; when this is mended, {resume_with}")
                 raise
             result = self._end(reason, finished=True)
             check_signals()  # a signal that came in the last round
             return result
 
     def all_rounds(self, state: ServerState, check_signals: Callable[[], None]) -> str:
-        """Rounds until the last one, until no client can pay, or until a strategy stops the run; returns the reason."""
+        """Train until the last round, until no client can pay, or until a strategy stops; return the reason."""
         while state.round < self.last_round:
             check_signals()
-            if reason := reason_to_stop(self.strategies, self.view(state)):
-                return reason
-            notify(self.watching, "on_round_start", self.view(state))
+            view = self.view(state)
+            reasons = [answer_of(strategy, "stop", view) for strategy in self.strategies]
+            if any(reasons):
+                return "; ".join(filter(None, reasons))
+            notify(self.watching, "on_round_start", view)
             begun = time.perf_counter()
             self.traffic.begin_round()
             after, plan, weights = self.one_round(state)
@@ -74,17 +69,17 @@ class ServerLoop(Run):
             self.totals.training_seconds += seconds
             sent = self.traffic.metrics(plan, self.view(state), self.totals.metrics)
             self.totals.metrics = summary.round_metrics(self.strategies, self.view(state), plan, weights, sent)
-            self._remember(state, plan)
+            self.totals.records += round(sum(plan.expected_records))
+            self._remember(state)
             if plan.round % self.evaluate_every == 0 or plan.round == self.rounds:
                 self.evaluated = {plan.round: self.evaluate(state)}
-            report = self._report(plan, weights, seconds)
-            notify(self.watching, "on_round_end", self.view(state), report)
+            notify(self.watching, "on_round_end", self.view(state), self._report(plan, weights, seconds))
         if self.last_round < self.rounds:
             return f"{state.round} of the {self.rounds} planned rounds are done, as was asked"
         return f"all {self.rounds} rounds are done" if self.rounds > 1 else "the one round is done"
 
     def one_round(self, state: ServerState) -> tuple[ServerState, RoundPlan, Tensor]:
-        """One round. Every line calls one hook, or sends one message to the clients."""
+        """Plan, charge, train, weigh, combine, step. Every line calls one hook, or sends one message to the clients."""
         self._replan(state)
         view = self.view(state)
         plan = _if_enough(fold(self.strategies, "plan_round", view.plan(self.first_purpose), view))
@@ -110,17 +105,18 @@ class ServerLoop(Run):
         return dataclasses.replace(state, round=plan.round), plan, weights
 
     def _unmoved(self, state: ServerState, plan: RoundPlan) -> tuple[ServerState, RoundPlan, Tensor]:
-        """The result of a round without updates."""
+        """Return the result of a round without updates."""
         return dataclasses.replace(state, round=plan.round), plan, torch.zeros(len(state.models), len(plan.clients))
 
 
 def _if_enough(plan: RoundPlan) -> RoundPlan:
-    """The plan, or a plan without clients if fewer are left than its strategy requires."""
+    """Return the plan, or one without clients if fewer are left than its strategy requires."""
     left = len(plan.clients)
     if left == 0 or left >= plan.fewest:
         return plan
-    words = f"{left} client{'s' * (left > 1)} could take part, fewer than the {plan.fewest} that are required"
-    warnings.warn(
-        f"round {plan.round}: {words}; no client trains, and models stay as they are", UserNotice, stacklevel=2
+    words = (
+        f"round {plan.round}: {left} client{'s' * (left > 1)} could take part, fewer than the {plan.fewest} that are "
+        "required; no client trains, and models stay as they are"
     )
+    warnings.warn(words, UserNotice, stacklevel=2)
     return plan.only(lambda client: False)

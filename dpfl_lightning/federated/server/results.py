@@ -1,8 +1,10 @@
-"""What a run reports: its description, its rounds and its result."""
+"""What a run reports: its description, its rounds, its result, and the sums from which this is made."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,19 +17,12 @@ from dpfl_lightning.federated.messages.evaluation import Diagnostics
 
 @dataclass(frozen=True)
 class ClientEmbedding:
-    """The clients as points of a plane, and the cluster of each, for a figure.
+    """Some clients as points (x, y) of a plane for a figure, each in a cluster with a probability of `membership`.
 
     Args:
-        title: of the figure, such as "Updates of round 1, two principal components".
-        clients: the n clients that are drawn.
-        points: n pairs (x, y).
-        cluster: number of each client's cluster, from 0.
-        membership: probability that the client belongs to that cluster, in [0, 1].
         num_clusters: number of clusters; some may be empty.
         separation: distance of the two nearest clusters in units of the noise; None if it is not known.
         confident: whether that distance is larger than noise alone would explain.
-
-    **Privacy** Post-processing of released updates.
     """
 
     title: str
@@ -40,11 +35,9 @@ class ClientEmbedding:
     confident: bool
 
     def __post_init__(self) -> None:
-        columns = (self.points, self.cluster, self.membership)
-        if any(len(column) != len(self.clients) for column in columns) or any(len(one) != 2 for one in self.points):
-            raise ValueError(
-                f"an embedding needs one point (x, y), one cluster and one membership for each client: {self}"
-            )
+        sizes = {len(column) for column in (self.clients, self.points, self.cluster, self.membership)}
+        if len(sizes) > 1 or any(len(point) != 2 for point in self.points):
+            raise ValueError(f"an embedding needs one point (x, y), cluster and membership for each client: {self}")
 
 
 @dataclass(frozen=True)
@@ -58,7 +51,6 @@ class RunInfo:
         noise: where noise and sampling come from, in words.
         options: the resolved configuration; empty if the run was built in Python.
         simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
-        strategy_notes: what the strategies' `describe` returns.
     """
 
     output_dir: Path
@@ -86,7 +78,7 @@ class RoundReport:
         weights: `[K, C]`, of `clients`.
         epsilon_spent: epsilon of each of the N clients so far, rounded up.
         diagnostics: with `privacy.diagnostics` only, which gives up the guarantee.
-        metrics: of the round, see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
+        metrics: see `summary.round_metrics`: numbers, and `[N]` with NaN for absent clients.
     """
 
     round: int
@@ -105,31 +97,23 @@ class RoundReport:
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a finished or interrupted run; `as_dict` is the content of `result.json`.
+    """The result of a run, and the content of `result.json`. Scores are None without evaluation.
 
     Args:
         finished: False after Ctrl-C or an error.
-        wall_seconds: time since the first round, including evaluation and reports, without interruptions.
-        training_seconds: part of it that was spent in rounds: plans, ledger, local training, aggregation.
-        client_seconds: part of that in which clients trained or answered; the rest is the server's work.
+        wall_seconds: time since the first round, without interruptions; `training_seconds` is the part in rounds, and
+            `client_seconds` the part of that in which clients trained or answered.
         records_per_second: expected records / seconds until the last checkpoint.
-        reason: why the run ended, in words.
-        guarantee: what the run's epsilons mean and do not cover, in words.
+        reason: why the run ended; after an interruption also how to resume it.
+        guarantee: what the run's epsilons mean and do not cover.
         ledger: run, number of lines and end of the chain of the ledger. A ledger that ends otherwise was changed.
-        noise: where noise and sampling come from, in words.
-        simulated: whether noise follows from a given key, so that no epsilon of the run protects anybody.
-        clients: for each client: client, epsilon_spent, epsilon_budget (None: none or unbounded), delta,
-            noise_multiplier, noise_std (of each number in its last update; None without updates), batch_size,
-            num_records, releases, steps, accuracy in [0, 1] and mean loss on its held-out records, model (row of its
-            final model), true_group (of a simulation, else None).
-        accuracy_mean: mean over clients, each on its held-out records; None without evaluation.
-        accuracy_std: population standard deviation over clients.
-        accuracy_worst: lowest accuracy of any client.
-        accuracy_gap: highest minus lowest accuracy.
-        accuracy_of_groups: in a simulation with true groups: `majority`, `minority` and the number of each group ->
-            mean accuracy of its clients.
-        metrics: of the last round, ready for JSON: numbers, and lists with one value for each client.
-        client_embedding: the clients as points of a plane, if a strategy provides them.
+        noise, simulated: see `RunInfo`.
+        clients: one mapping for each client. Infinite epsilons (no budget) and missing scores are None. Batch size and
+            noise multiplier are those of its most frequent noised sum, `noise_std` is that of each number in its last
+            update, accuracy in [0, 1] and mean loss are those of its final model on its held-out records.
+        accuracy_mean: over clients, on their held-out records; see `summary.accuracy_over_clients`.
+        metrics: of the last round: numbers, and lists with one value for each client.
+        interrupted: whether Ctrl-C or SIGTERM ended the run; not in `result.json`, which only finished runs have.
     """
 
     output_dir: str
@@ -154,6 +138,40 @@ class RunResult:
     accuracy_of_groups: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float | list[float | None] | None] = field(default_factory=dict)
     client_embedding: ClientEmbedding | None = None
+    interrupted: bool = False
 
     def as_dict(self) -> dict:
-        return dataclasses.asdict(self)
+        return {name: value for name, value in dataclasses.asdict(self).items() if name != "interrupted"}
+
+
+@dataclass
+class RunTotals:
+    """Sums over rounds, and metrics and clients' `noise_std` of the last round. Checkpoints contain them.
+
+    Args:
+        seconds: time of the run before this process.
+        records: expected number of records of all releases.
+    """
+
+    seconds: float = 0.0
+    records: int = 0
+    training_seconds: float = 0.0
+    client_seconds: float = 0.0
+    metrics: dict[str, float | Tensor] = field(default_factory=dict)
+    noise_std: dict[int, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._began = time.perf_counter() - self.seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        return time.perf_counter() - self._began
+
+    def saved(self) -> dict[str, Any]:
+        """Return the content for a checkpoint, independent of later changes."""
+        return {**dataclasses.asdict(self), "seconds": self.wall_seconds}
+
+    @classmethod
+    def of(cls, saved: Mapping[str, Any]) -> RunTotals:
+        """Return the totals of a checkpoint."""
+        return cls(**copy.deepcopy({one.name: saved[one.name] for one in dataclasses.fields(cls)}))

@@ -1,8 +1,7 @@
 """The state of a run at the server: what strategies see of it, what a checkpoint keeps, what it reports."""
 
-from __future__ import annotations
-
 import copy
+import functools
 import math
 import time
 import warnings
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dpfl_lightning.config.options import NetworkOptions, PrivacyOptions
-from dpfl_lightning.errors import UserNotice, require
+from dpfl_lightning.errors import UserError, UserNotice, require
 from dpfl_lightning.federated.messages.clients import Clients, RunPlan
 from dpfl_lightning.federated.messages.evaluation import ClientModels, Evaluation
 from dpfl_lightning.federated.messages.facts import ClientSettings, Facts
@@ -26,13 +25,13 @@ from dpfl_lightning.federated.server import summary
 from dpfl_lightning.federated.server.callback import Callback, notify
 from dpfl_lightning.federated.server.folder import RunFolder
 from dpfl_lightning.federated.server.group_metrics import accuracy_of_groups, true_groups
-from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult, RunTotals
 from dpfl_lightning.federated.server.settings import accountant_of, default_schedule, solved
 from dpfl_lightning.federated.server.strategy import Strategy, fold, sole_answer, strategy_digests
-from dpfl_lightning.federated.server.totals import RunTotals
 from dpfl_lightning.federated.server.traffic import Network, Traffic
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.models.model import Model
+from dpfl_lightning.privacy.accounting.accountant import finite_or_none
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
 
@@ -43,14 +42,10 @@ class Run:
     """One run over clients that are reached by messages alone; `ServerLoop` adds its rounds.
 
     Args:
-        clients: all clients of the run.
         model: the server's copy of the net; its parameters are the start.
-        facts: what the server knows of the clients.
-        settings: each client's settings.
         privacy: budgets and mechanism, without the key of a simulation; None is a run without privacy.
         strategies: with exactly one base rule.
-        callbacks: watch the run.
-        rounds, network, seed, output_dir, evaluate_every, options, new_net: as `FederatedLoop` has them.
+        rounds, network, seed, output_dir, evaluate_every, options, new_net: see `FederatedLoop`.
         resume_command: what a person types to resume the run.
     """
 
@@ -80,23 +75,20 @@ class Run:
         self.model = copy.deepcopy(model)  # strategies may overwrite its parameters
         self._initial = model.flat
         self.rounds, self.last_round, self.seed, self.evaluate_every = rounds, rounds, seed, evaluate_every
-        self.output_dir, self.options, self.new_net = output_dir, dict(options), new_net
-        self.resume_command = resume_command
+        self.output_dir, self.options, self.resume_command = output_dir, dict(options), resume_command
+        self.new_net = new_net
         self.caveats = (*clients.caveats, *(one for strategy in self.strategies for one in strategy.caveats))
         self.accountant = accountant_of(privacy)
         self.traffic = Traffic(Network.of(network, len(settings), seed))
         self.totals, self.strategy_notes = RunTotals(), tuple[str, ...]()
-        # round -> what was made for it, of the latest such round only
-        self.evaluated: dict[int, Evaluation] = {}
-        self._final_models: dict[int, ClientModels] = {}
+        self.evaluated: dict[int, Evaluation] = {}  # round -> scores, of the latest evaluated round only
+        self._final_models: dict[int, ClientModels] = {}  # round -> models, of the latest such round only
         self._strategy_digests = strategy_digests(self.strategies)  # before they remember anything
-
-    # -- what strategies and callbacks see and ask for
 
     @property
     def watching(self) -> list[Callback]:
-        """Callbacks, after the strategies that watch, too."""
-        return [one for one in (*self.strategies, *self.callbacks) if isinstance(one, Callback)]
+        """The strategies that watch, and the callbacks."""
+        return [part for part in (*self.strategies, *self.callbacks) if isinstance(part, Callback)]
 
     def view(self, state: ServerState) -> View:
         """What strategies see before round `state.round + 1`."""
@@ -110,44 +102,44 @@ class Run:
             clip_norm=tuple(client.clip_norm for client in self.settings),
             learning_rate=tuple(client.learning_rate for client in self.settings),
             seed=self.seed,
-            guarantees=lambda: self.clients.guarantees(),
+            guarantees=self.clients.guarantees,
             ask=self._ask,
             new_model=self._new_model,
-            solve=lambda schedule: solved(schedule, self.accountant),
-            used=lambda client, purpose: self.clients.used(client, purpose),
+            solve=functools.partial(solved, accountant=self.accountant),
+            used=self.clients.used,
         )
 
     def evaluate(self, state: ServerState) -> Evaluation:
-        """Scores of the delivered models on test and held-out records."""
+        """Return the scores of the final models on test and held-out records."""
         return self.clients.evaluate(self.final_models(state))
 
     def final_models(self, state: ServerState) -> ClientModels:
-        """What `final_models` answers, asked once a round (it may train a net), or the server's models."""
+        """Return the models of the hook `final_models`, called once a round (it may train), or the server's models."""
         if state.round not in self._final_models:
             answer = sole_answer(self.strategies, "final_models", state, self.view(state))
-            self._final_models = {state.round: ClientModels(state.models, state.model_of) if answer is None else answer}
+            self._final_models = {state.round: answer or ClientModels(state.models, state.model_of)}
         return self._final_models[state.round]
 
     def _ask(self, query: Query) -> Answers:
         question = ChargedQuery.of(query)
         released = self._clients_work(lambda: self.clients.ask(question, self.state.round + 1))
         self.traffic.ask(question.only(released), self.state.models)
-        return {client: question.read(client, one) for client, one in released.items()}
+        return {client: question.read(client, answer) for client, answer in released.items()}
 
     def _new_model(self, seed: int) -> Tensor:
-        way_out = "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
-        require(self.new_net is not None, "new_net", "be a function", self.new_net, way_out)
-        assert self.new_net is not None  # for mypy
+        if self.new_net is None:
+            advice = (
+                "Give FederatedLoop what builds the net from a seed: a strategy begins with several models, or again."
+            )
+            raise UserError(f"`new_net` must be a function, got None. {advice}")
         with torch.random.fork_rng(devices=[]):
             model = Model(self.new_net(seed)).flat.to(self.clients.device)
-        alike = len(model) == self.model.num_params
-        require(alike, "new_net", f"build a net of {self.model.num_params} parameters", len(model))
+        size = self.model.num_params
+        require(len(model) == size, "new_net", f"build a net of {size} parameters", len(model))
         return model
 
-    # -- planning
-
     def plan_schedule(self) -> RunSchedule:
-        """Every release of the run with its noise solved: what `plan` prints and the ledger holds the run to."""
+        """Return every release of the run with its noise solved. The ledger refuses any other release."""
         self.info = self._info(first_round=1)
         self.schedule = default_schedule(self.settings, self.privacy, self.rounds)
         self.schedule = fold(self.strategies, "plan_run", self.schedule, self.view(self._one_model()))
@@ -156,7 +148,7 @@ class Run:
         return self.schedule
 
     def run_plan(self) -> RunPlan:
-        """The whole run as it is proposed to the clients; `plan_schedule` comes first."""
+        """Return the whole run as it is proposed to the clients; call `plan_schedule` first."""
         return RunPlan(
             rounds=self.rounds,
             seed=self.seed,
@@ -169,81 +161,75 @@ class Run:
         )
 
     def describe(self) -> list[str]:
-        """What strategies have to say of the run that `plan_schedule` has planned."""
+        """Return the strategies' sentences about the run; call `plan_schedule` first."""
         view = self.view(self._one_model())
         return [words for strategy in self.strategies for words in strategy.describe(view)]
 
     def _replan(self, state: ServerState) -> None:
-        """The schedule of what is left, where a strategy plans it anew."""
+        """Let strategies change the schedule of what is left."""
         changed = fold(self.strategies, "replan", self.schedule, self.view(state))
         if changed is not self.schedule:
             self.schedule = solved(changed, self.accountant)
             self.clients.change(self.schedule)
 
     def _one_model(self) -> ServerState:
-        """The net's parameters, for everybody."""
+        """Return the state in which all clients share the initial model."""
         return ServerState(self._initial[None], (0,) * self.facts.num_clients)
 
     def _clients_work(self, work: Callable[[], T]) -> T:
-        """What `work` answers; its time is counted as the clients'."""
+        """Return `work()`, whose time is counted as the clients'."""
         begun = time.perf_counter()
         answer = work()
         self.totals.client_seconds += time.perf_counter() - begun
         return answer
 
-    # -- beginning, remembering, ending
-
     def _open(self, resume: bool) -> dict[str, Any] | None:
-        """Everything that a round needs; the checkpoint to go on from, if any."""
+        """Plan the run and open its folder and ledger; return the checkpoint to resume from, if any."""
         reopened = RunFolder.reopen(self.output_dir) if resume else None
-        planned = 0 if reopened is None else self.clients.planned_rounds(self.output_dir)
+        planned = self.clients.planned_rounds(self.output_dir) if resume else 0
         self.rounds = max(self.rounds, planned)  # noise was solved for them; the run may stop earlier
-        self.plan_schedule()  # may refuse: before anything is written
+        self.plan_schedule()  # may raise, before anything is written
         self.strategy_notes = tuple(self.describe())
-        self.folder = RunFolder.claim(self.output_dir, self.options) if reopened is None else reopened
-        saved = None if reopened is None else reopened.load_checkpoint(self.clients.device)
-        if reopened is not None and not planned:
-            reopened.write_options(self.options)
-        ended = saved is not None and bool(saved["ended"])
-        self.clients.begin(self.output_dir, self.run_plan(), None if saved is None else saved["clients"], ended)
+        self.folder = reopened or RunFolder.claim(self.output_dir, self.options)
+        saved = self.folder.load_checkpoint(self.clients.device)  # None in a new folder
+        if resume and not planned:
+            self.folder.write_options(self.options)
+        clients, ended = (None, False) if saved is None else (saved["clients"], bool(saved["ended"]))
+        self.clients.begin(self.output_dir, self.run_plan(), clients, ended)
         return saved
 
     def _begin(self) -> ServerState:
         self.totals = RunTotals()
         self.info = self._info(first_round=1, measured=True)
         state = self._one_model()
-        state = sole_answer(self.strategies, "initialise", state, self.view(state)) or state
-        self._remember(state, None)
-        return state
+        self._remember(sole_answer(self.strategies, "initialise", state, self.view(state)) or state)
+        return self.state
 
     def _restore(self, saved: dict[str, Any]) -> ServerState:
         self.state = state = ServerState(saved["models"], tuple(saved["model_of"]), saved["round"])
-        for name, one in self._named_parts():
+        for name, part in self._named_parts():
             if name in saved["callbacks"]:
-                one.load_state_dict(saved["callbacks"][name])
+                part.load_state_dict(saved["callbacks"][name])
         self.clients.load_state_dict(saved["clients"])
         self.totals = RunTotals.of(saved)
         self.snapshot = dict(saved)
         if not (self.clients.simulated or saved["ended"]) and self.clients.was_charged(state.round + 1):
-            lost = (
-                "" if self.schedule.reserve else ", and without privacy.reserve_rounds none is left for the last round"
-            )
-            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise{lost}"
+            words = f"round {state.round + 1} was broken off: it is charged again, with fresh noise"
+            if not self.schedule.reserve:
+                words += ", and without privacy.reserve_rounds none is left for the last round"
             warnings.warn(words, UserNotice, stacklevel=2)
         self._replan(state)
         self.info = self._info(first_round=state.round + 1, measured=True)
         return state
 
-    def _remember(self, state: ServerState, plan: RoundPlan | None) -> None:
-        """Write the complete round to disk, before anything that follows from it is shown."""
-        if plan is not None:
-            self.totals.records += round(sum(plan.expected_records))
+    def _remember(self, state: ServerState) -> None:
+        """Write the complete round to disk, before any result of it is shown."""
         self.state = state
         self.snapshot = {
             "models": state.models,
             "model_of": list(state.model_of),
             "round": state.round,
-            "callbacks": {name: one.state_dict() for name, one in self._named_parts()},
+            "callbacks": {name: part.state_dict() for name, part in self._named_parts()},
             "clients": self.clients.state_dict(),
             **self.totals.saved(),
             "ended": None,
@@ -251,13 +237,12 @@ class Run:
         self.folder.save_checkpoint(self.snapshot)
 
     def _named_parts(self) -> list[tuple[str, Strategy | Callback]]:
-        """Strategies and callbacks by class, and by number among equal ones: a resumed run may have other callbacks."""
+        """Name parts by class, and by number in it, because a resumed run may have other callbacks."""
         parts: list[Strategy | Callback] = [*self.strategies, *self.callbacks]
-        kinds = [type(one).__qualname__ for one in parts]
+        kinds = [type(part).__qualname__ for part in parts]
         return [(f"{kind} {kinds[:i].count(kind)}", parts[i]) for i, kind in enumerate(kinds)]
 
-    def _end(self, reason: str, finished: bool) -> RunResult:
-        view = self.view(self.state)
+    def _end(self, reason: str, finished: bool, interrupted: bool = False) -> RunResult:
         if finished:
             self.snapshot["ended"] = reason  # resumed, it changes nothing
             self.folder.save_checkpoint(self.snapshot)
@@ -265,26 +250,29 @@ class Run:
                 self.evaluated = {self.state.round: self.evaluate(self.state)}
         guarantees = self.clients.guarantees()
         final_models = self.final_models(self.state) if finished else None
-        result = self._result(reason, finished, guarantees, final_models)
+        result = self._result(reason, interrupted, guarantees, final_models)
         if final_models is not None:
             self.folder.save_models(self.model, final_models)
-            promises = [one.as_dict() for one in guarantees]
-            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": promises})
+            rows = [guarantee.as_dict() for guarantee in guarantees]
+            self.folder.save_json("guarantees.json", {"ledger": result.ledger, "clients": rows})
             self.folder.save_json("result.json", result.as_dict())
         self.clients.end(finished)
-        notify(self.watching, "on_fit_end", view, result)
+        notify(self.watching, "on_fit_end", self.view(self.state), result)
         return result
 
-    # -- reports
-
     def _info(self, first_round: int, measured: bool = False) -> RunInfo:
-        """The description of a run; `measured` estimates its time, unless a strategy does work of unknown length."""
+        """Describe the run; `measured` estimates its time, unless a strategy does work of unknown length."""
         clients, seconds = self.clients, math.nan
         if measured and not any(strategy.trains_on_server for strategy in self.strategies):
             batch = round(median(client.batch_size for client in self.settings))
-            rounds = self.rounds + self.schedule.reserve
-            a_round = self._planned_records() / rounds
-            seconds = clients.seconds_per_record(batch) * a_round * (self.rounds - first_round + 1)
+            records = sum(
+                line.count * line.event.steps * line.event.sample_rate * client.num_records
+                for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
+                for line in schedule.planned
+                if isinstance(line.event, NoisedEvent)
+            )
+            records_a_round = records / (self.rounds + self.schedule.reserve)
+            seconds = clients.seconds_per_record(batch) * records_a_round * (self.rounds - first_round + 1)
         return RunInfo(
             output_dir=self.output_dir,
             rounds=self.rounds,
@@ -302,17 +290,7 @@ class Run:
             strategy_notes=self.strategy_notes,
         )
 
-    def _planned_records(self) -> float:
-        """Records that all clients process in the whole run, in expectation."""
-        return sum(
-            line.count * line.event.steps * line.event.sample_rate * client.num_records
-            for client, schedule in zip(self.settings, self.schedule.clients, strict=True)
-            for line in schedule.planned
-            if isinstance(line.event, NoisedEvent)
-        )
-
     def _report(self, plan: RoundPlan, weights: Tensor, seconds: float) -> RoundReport:
-        """What callbacks receive after a round."""
         scores = self.evaluated.get(plan.round)
         return RoundReport(
             round=plan.round,
@@ -324,20 +302,19 @@ class Run:
             epsilon_spent=self.clients.spent(),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
-            client_accuracy=None if scores is None else tuple(one.accuracy for one in scores.clients),
+            client_accuracy=None if scores is None else tuple(score.accuracy for score in scores.clients),
             diagnostics=self.clients.diagnostics(),
             metrics=self.totals.metrics,
         )
 
     def _result(
-        self, reason: str, finished: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
+        self, reason: str, interrupted: bool, guarantees: Sequence[Guarantee], final_models: ClientModels | None
     ) -> RunResult:
-        """The result of a run that has ended; `final_models` are its models if it has finished."""
-        totals, seconds = self.totals, max(self.snapshot["seconds"], 1e-9)
+        """Return the result of a run that has ended; `final_models` is None if it has not finished."""
+        finished, totals = final_models is not None, self.totals
         scores, groups = self.evaluated.get(self.state.round), true_groups(self.facts)
-        accuracies = [] if scores is None else [one.accuracy for one in scores.clients]
-        model_of = self.state.model_of if final_models is None else final_models.model_of
-        accounts = [self.clients.account(client) for client in range(self.facts.num_clients)]
+        accuracies = [] if scores is None else [score.accuracy for score in scores.clients]
+        view = self.view(self.state)
         return RunResult(
             output_dir=str(self.output_dir),
             finished=finished,
@@ -345,21 +322,45 @@ class Run:
             wall_seconds=totals.wall_seconds,
             training_seconds=totals.training_seconds,
             client_seconds=totals.client_seconds,
-            records_per_second=totals.records / seconds,
+            records_per_second=totals.records / max(self.snapshot["seconds"], 1e-9),
             reason=reason,
+            interrupted=interrupted,
             guarantee=summary.in_words(guarantees),
             ledger=self.clients.ledger_head(),
             noise=self.info.noise,
             simulated=self.clients.simulated,
-            clients=summary.client_rows(
-                self.settings, accounts, self.schedule.clients, guarantees, scores, model_of, totals.noise_std, groups
-            ),
+            clients=self._client_rows(guarantees, scores, self.state if final_models is None else final_models),
             test_accuracy=None if scores is None else scores.test.accuracy,
             test_loss=None if scores is None else scores.test.loss,
             metrics=summary.for_json(totals.metrics),
-            client_embedding=sole_answer(self.strategies, "client_embedding", self.view(self.state))
-            if finished
-            else None,
+            client_embedding=sole_answer(self.strategies, "client_embedding", view) if finished else None,
             accuracy_of_groups=accuracy_of_groups(accuracies, groups),
             **summary.accuracy_over_clients(accuracies),
         )
+
+    def _client_rows(
+        self, guarantees: Sequence[Guarantee], scores: Evaluation | None, models: ClientModels | ServerState
+    ) -> tuple[dict[str, Any], ...]:
+        """Return the `clients` of the result."""
+        groups, rows = true_groups(self.facts), []
+        for client, settings in enumerate(self.settings):
+            schedule, account = self.schedule.clients[client], self.clients.account(client)
+            score = None if scores is None else scores.clients[client]
+            row = {
+                "client": client,
+                "epsilon_spent": finite_or_none(guarantees[client].epsilon),
+                "epsilon_budget": finite_or_none(settings.epsilon),
+                "delta": settings.delta,
+                "noise_multiplier": summary.noise_multiplier(schedule),
+                "noise_std": self.totals.noise_std.get(client),
+                "batch_size": schedule.batch_size(settings.num_records),
+                "num_records": settings.num_records,
+                "releases": account.releases,
+                "steps": account.steps,
+                "accuracy": None if score is None else score.accuracy,
+                "loss": None if score is None else finite_or_none(score.loss),
+                "model": models.model_of[client],
+                "true_group": None if groups is None else groups[client],
+            }
+            rows.append(row)
+        return tuple(rows)

@@ -1,7 +1,5 @@
 """Settings of each client from the options, and the default schedule of releases."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings
@@ -30,34 +28,29 @@ def client_settings(
 ) -> tuple[ClientSettings, ...]:
     """The settings of all clients; `privacy` None is a run without clipping, noise or guarantee.
 
-    Raises:
-        UserError: a value out of range, or a batch larger than the client's data.
+    Raises UserError for a value out of range, or a batch larger than the client's data.
     """
     count = len(num_records)
     if privacy is not None and privacy.noise_multiplier is None:
         advice = "Give an epsilon or a noise multiplier; `privacy=None` is a run without privacy."
         require(privacy.epsilon is not None, "privacy.epsilon", "be a budget to solve the noise from", None, advice)
-
-    def column(key: str, value: object, kind: type = float) -> Sequence:
-        return resolve(key, value, count, seed, kind)
-
     columns: dict[str, Sequence[Any]] = {
         "num_records": num_records,
-        "batch_size": num_records
-        if clients.batch_size is None
-        else column("clients.batch_size", clients.batch_size, int),
-        "local_epochs": column("clients.local_epochs", clients.local_epochs, int),
-        "learning_rate": column("clients.learning_rate", clients.learning_rate),
+        "batch_size": num_records,
         "epsilon": [math.inf] * count,
         "delta": [_ANY_DELTA] * count,
         "clip_norm": [math.inf] * count,
         "noise_multiplier": [0.0 if privacy is None else None] * count,
     }
+    given = {f"clients.{name}": getattr(clients, name) for name in ("batch_size", "local_epochs", "learning_rate")}
     if privacy is not None:
-        for name in ("epsilon", "delta", "clip_norm", "noise_multiplier"):
-            value = getattr(privacy, name)
-            if value is not None:
-                columns[name] = column(f"privacy.{name}", value)
+        noised = ("epsilon", "delta", "clip_norm", "noise_multiplier")
+        given |= {f"privacy.{name}": getattr(privacy, name) for name in noised}
+    for key, value in given.items():
+        name = key.partition(".")[2]
+        if value is not None or name not in columns:
+            kind = int if name in ("batch_size", "local_epochs") else float
+            columns[name] = resolve(key, value, count, seed, kind)
     rows = zip(*columns.values(), strict=True)
     settings = tuple(ClientSettings(**dict(zip(columns, row, strict=True))) for row in rows)
     _check(settings, privacy)
@@ -67,31 +60,30 @@ def client_settings(
 def reported_epsilons(clients: ClientOptions, settings: Sequence[ClientSettings], seed: int) -> tuple[float, ...]:
     """The budget that each client reports: the true one, unless `clients.reported_epsilon` is set."""
     if clients.reported_epsilon is None:
-        return tuple(own.epsilon for own in settings)
+        return tuple(client.epsilon for client in settings)
     return resolve("clients.reported_epsilon", clients.reported_epsilon, len(settings), seed)
 
 
 def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -> None:
     """Check values against the client's number of records and against the mechanism."""
-    private, laplace = privacy is not None, privacy is not None and privacy.mechanism == "laplace"
-    for client, own in enumerate(settings):
-        advice = f"Client {client} has {own.num_records} records; a batch of all of them is a full batch."
-        require(
-            own.batch_size <= own.num_records, "clients.batch_size", "be at most the records", own.batch_size, advice
-        )
+    laplace = privacy is not None and privacy.mechanism == "laplace"
+    for i, client in enumerate(settings):
+        batch, size = client.batch_size, client.num_records
+        advice = f"Client {i} has {size} records; a batch of all of them is a full batch."
+        require(batch <= size, "clients.batch_size", "be at most the records", batch, advice)
         must = f"be at least {_LEAST_CLIP_NORM}: of shorter gradients the squares may vanish, and they look like zeros"
-        require(own.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, own.clip_norm)
-        full = own.batch_size == own.num_records or not laplace
-        must = f"be null (all {own.num_records} of client {client}'s records) with Laplace noise"
-        require(full, "clients.batch_size", must, own.batch_size, "Its accounting is for full batches.")
-        must = "be in (0, 1) with Gaussian noise"
-        require(own.delta > 0 or laplace, "privacy.delta", must, own.delta, "Laplace noise (mechanism) can have 0.")
-    loose = [client for client, own in enumerate(settings) if private and own.delta > 1 / own.num_records]
-    if loose:
-        own = settings[loose[0]]
+        require(client.clip_norm >= _LEAST_CLIP_NORM, "privacy.clip_norm", must, client.clip_norm)
+        must = f"be null (all {size} of client {i}'s records) with Laplace noise"
+        advice = "Its accounting is for full batches."
+        require(batch == size or not laplace, "clients.batch_size", must, batch, advice)
+        must, advice = "be in (0, 1) with Gaussian noise", "Laplace noise (mechanism) can have 0."
+        require(client.delta > 0 or laplace, "privacy.delta", must, client.delta, advice)
+    loose = [i for i, client in enumerate(settings) if client.delta > 1 / client.num_records]
+    if loose and privacy is not None:
+        client = settings[loose[0]]
         warnings.warn(
-            f"`privacy.delta` should be below 1 / records, got {own.delta} for client {loose[0]} with "
-            f"{own.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it.",
+            f"`privacy.delta` should be below 1 / records, got {client.delta} for client {loose[0]} with "
+            f"{client.num_records} records ({len(loose)} clients): publishing one record at random would satisfy it.",
             UserNotice,
             stacklevel=2,
         )
@@ -100,26 +92,19 @@ def _check(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None) -
 def default_schedule(settings: Sequence[ClientSettings], privacy: PrivacyOptions | None, rounds: int) -> RunSchedule:
     """All clients train in all rounds, reserved ones included. Noise that is not given remains to be solved."""
     reserve = privacy.reserve_rounds if privacy is not None else 0
-    count = rounds + reserve
-    laplace = privacy is not None and privacy.mechanism == "laplace"
-    events: list[NoisedEvent] = [
-        LaplaceEvent(own.noise_multiplier, own.steps)
-        if laplace
-        else GaussianEvent(own.sample_rate, own.noise_multiplier, own.steps)
-        for own in settings
-    ]
-    rows = zip(settings, events, strict=True)
-    clients = [ClientSchedule(own.epsilon, own.delta, (Planned("train", event, count),)) for own, event in rows]
+    clients = []
+    for client in settings:
+        event: NoisedEvent = GaussianEvent(client.sample_rate, client.noise_multiplier, client.steps)
+        if privacy is not None and privacy.mechanism == "laplace":
+            event = LaplaceEvent(client.noise_multiplier, client.steps)
+        clients.append(ClientSchedule(client.epsilon, client.delta, (Planned("train", event, rounds + reserve),)))
     return RunSchedule(tuple(clients), rounds, reserve)
 
 
 def solved(schedule: RunSchedule, accountant: Accountant) -> RunSchedule:
-    """The schedule with the free noise of all clients solved, or read from the cache.
+    """The schedule with the free noise of all clients solved, or read from the cache. UserError if no noise fits.
 
     If both noise and a budget are given, the budget limits the number of rounds.
-
-    Raises:
-        UserError: a budget that no noise fits.
     """
     cache = CalibrationCache(cache_folder("calibration"))
     clients = cut_to_budgets(schedule.clients, accountant, slow_notice("counting the rounds that budgets pay"))

@@ -23,10 +23,8 @@ T = TypeVar("T")
 class Strategy:
     """Decides what the server does: override any of these hooks, which return values.
 
-    A strategy receives releases and public facts (`View`), never data and never the loop. Public methods other than
-    hooks are refused at registration, so that a misspelt hook is noticed; names of helpers begin with an underscore. A
-    hook that is called exclusive may be overridden by one strategy of a run only. To watch the run as well, derive from
-    `Callback`, too.
+    A strategy receives releases and public facts (`View`), never data. Names of helper methods begin with an
+    underscore. One strategy of a run may override each exclusive hook. Derive from `Callback`, too, to watch the run.
 
     Attributes:
         role: what `weigh` returns: "base" (exactly one strategy of a run), "correction" or "mask" (multiplied with it),
@@ -34,9 +32,8 @@ class Strategy:
         default_base: base rule that is added to a run that names none.
         caveats: sentences that every guarantee of the run must contain.
         trains_on_server: whether the server's work may take longer than the clients'. Then no time is estimated.
-        needs_training: whether the strategy requires local training, so that it cannot be combined with a strategy that
-            replaces it.
-        in_place_of_training: what clients do in all rounds instead of local training, in words; empty: they train.
+        needs_training: whether the strategy requires local training.
+        in_place_of_training: what clients do instead of local training, in words; empty: they train.
     """
 
     role: str = "correction"
@@ -61,11 +58,8 @@ class Strategy:
     def replan(self, schedule: RunSchedule, view: View) -> RunSchedule:
         """The schedule for the rest of the run, before each round; usually the same. Its noise is solved again.
 
-        Lines that were paid for must stay, with at least the count that was paid. On resume the hook is called again,
-        and must return the same.
-
-        **Guarantees** The schedule still fits the budget. If it depends on released values, the whole budget is what
-        the guarantee states (a privacy filter).
+        Lines that were paid for must stay, with at least the count that was paid. On resume the hook must return the
+        same again. If the schedule depends on released values, the guarantee states the whole budget (privacy filter).
         """
         return schedule
 
@@ -74,10 +68,7 @@ class Strategy:
         return plan
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
-        """Whether the strategy reads the single updates of this round. If none does, they are only added up.
-
-        Called when the clients of the round are known, and again when their updates have arrived.
-        """
+        """Whether the strategy reads the single updates of this round. If no strategy does, they are only added up."""
         return False
 
     def weigh(self, updates: ClientUpdates, view: View) -> Tensor | None:
@@ -93,7 +84,7 @@ class Strategy:
         return combined
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
-        """The new state instead of `models + combined`, as a server optimiser computes it. Exclusive; K may change."""
+        """The new state instead of `models + combined`, for example of a server optimiser. Exclusive; K may change."""
         return None
 
     def after_step(self, state: ServerState, updates: ClientUpdates, view: View) -> ServerState:
@@ -128,16 +119,14 @@ HOOKS = frozenset(name for name in vars(Strategy) if not name.startswith("_"))
 _WATCHING = frozenset(name for name in vars(Callback) if not name.startswith("_"))
 #: hooks that decide nothing
 _REPORTING = {"describe", "needs_updates", "metrics", "client_embedding", "state_dict", "load_state_dict"}
-#: hooks whose answers cannot be combined: one strategy of a run may override each
 EXCLUSIVE = ("initialise", "combine", "step", "final_models", "client_embedding")
 
 
 def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ()) -> tuple[list, list]:
     """Check strategies and callbacks, and return them as lists.
 
-    Raises:
-        UserError: a public method that is no hook, an unknown `role`, not exactly one base rule, two strategies that
-            override the same exclusive hook, or a strategy that requires local training beside one that replaces it.
+    Raises UserError for a public method that is no hook, an unknown `role`, not exactly one base rule, or strategies
+    that exclude each other.
     """
     strategies, callbacks = list(strategies), list(callbacks)
     for strategy in strategies:
@@ -146,8 +135,9 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         _check_names(strategy, HOOKS | _WATCHING if isinstance(strategy, Callback) else HOOKS)
         must, role = f"be one of {', '.join(ROLES)}", strategy.role
         require(role in ROLES, f"{kind}.role", must, role, nearest(role, ROLES))
-        says = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
-        require(says, f"{kind}.needs_updates", "be overridden by a strategy that overrides `combine`", "the default")
+        declared = overrides(strategy, "needs_updates") or not overrides(strategy, "combine")
+        must = "be overridden by a strategy that overrides `combine`"
+        require(declared, f"{kind}.needs_updates", must, "the default")
     for callback in callbacks:
         kind, advice = type(callback).__name__, "Pass strategies as `strategies`."
         only_watches = isinstance(callback, Callback) and not isinstance(callback, Strategy)
@@ -155,11 +145,17 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
         _check_names(callback, _WATCHING)
     bases = [type(strategy).__name__ for strategy in strategies if strategy.role == "base"]
     if len(bases) != 1:
-        raise UserError(
-            f"`strategies` must hold exactly one base rule (size_weighted, uniform, ...), got {bases or 'none'}. "
-            "Keep one; corrections and masks multiply onto it."
-        )
-    _check_training(strategies)
+        must = "hold exactly one base rule (size_weighted, uniform, ...)"
+        advice = "Keep one; corrections and masks multiply onto it."
+        raise UserError(f"`strategies` must {must}, got {bases or 'none'}. {advice}")
+    for other in strategies:
+        for strategy in strategies:
+            if other.in_place_of_training and strategy.needs_training:
+                raise UserError(
+                    f"`strategies` must not hold {type(strategy).__name__} beside {type(other).__name__}, got both. "
+                    f"The former is for local training; with the latter {other.in_place_of_training}. Remove one of "
+                    "them."
+                )
     for hook in EXCLUSIVE:
         names = " and ".join(type(strategy).__name__ for strategy in strategies if overrides(strategy, hook))
         if " and " in names:
@@ -167,34 +163,23 @@ def register(strategies: Iterable[Strategy], callbacks: Iterable[Callback] = ())
     return strategies, callbacks
 
 
-def _check_names(one: Strategy | Callback, hooks: frozenset[str]) -> None:
-    """Check that all public methods are hooks; others would never be called."""
-    kinds = [kind for kind in type(one).__mro__[:-1] if kind not in (Strategy, Callback)]
+def _check_names(part: Strategy | Callback, hooks: frozenset[str]) -> None:
+    """Check that all public methods are hooks; others, such as misspelt ones, would never be called."""
+    kinds = [kind for kind in type(part).__mro__[:-1] if kind not in (Strategy, Callback)]
     public = {name for kind in kinds for name in vars(kind) if not name.startswith("_")}
-    for name in sorted(name for name in public - hooks if callable(getattr(one, name, None))):
+    for name in sorted(name for name in public - hooks if callable(getattr(part, name, None))):
         raise UserError(
-            f"`{type(one).__name__}.{name}` must be a hook ({', '.join(sorted(hooks))}), got an unknown name. "
+            f"`{type(part).__name__}.{name}` must be a hook ({', '.join(sorted(hooks))}), got an unknown name. "
             f"{nearest(name, hooks)} A helper? Begin its name with an underscore.".replace("  ", " ")
         )
 
 
-def _check_training(strategies: Sequence[Strategy]) -> None:
-    """Check that no strategy requires local training if another one replaces it."""
-    for other in filter(lambda strategy: strategy.in_place_of_training, strategies):
-        for one in filter(lambda strategy: strategy.needs_training, strategies):
-            raise UserError(
-                f"`strategies` must not hold {type(one).__name__} beside {type(other).__name__}, got both. The former "
-                f"is for local training; with the latter {other.in_place_of_training}. Remove one of them."
-            )
-
-
 def overrides(strategy: Strategy, hook: str) -> bool:
-    """Whether the strategy's class overrides the hook."""
     return getattr(type(strategy), hook) is not getattr(Strategy, hook)
 
 
 def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) -> T:
-    """Pass `value` through every strategy's `hook(value, *context)`, in order."""
+    """Pass `value` through every strategy's hook, in order."""
     for strategy in strategies:
         value = answer_of(strategy, hook, value, *context)
     return value
@@ -202,22 +187,11 @@ def fold(strategies: Sequence[Strategy], hook: str, value: T, *context: object) 
 
 def sole_answer(strategies: Sequence[Strategy], hook: str, *context: object) -> Any:
     """The answer of the one strategy that overrides an exclusive hook, or None."""
-    assert hook in EXCLUSIVE
-    for strategy in strategies:
-        if overrides(strategy, hook):
-            return answer_of(strategy, hook, *context)
-    return None
-
-
-def reason_to_stop(strategies: Sequence[Strategy], view: View) -> str:
-    """The reasons of all strategies to end the run now, or nothing."""
-    return "; ".join(reason for strategy in strategies if (reason := answer_of(strategy, "stop", view)))
+    answers = (answer_of(strategy, hook, *context) for strategy in strategies if overrides(strategy, hook))
+    return next(answers, None)
 
 
 def strategy_digests(strategies: Sequence[Strategy]) -> dict[str, str]:
-    """A digest of each strategy that decides anything, by number and class: of its settings and of the source of both.
-
-    To be taken before the first round, as a strategy may remember rounds among its settings.
-    """
+    """A digest of the settings and sources of each strategy that decides anything; taken before the first round."""
     deciding = [one for one in strategies if any(overrides(one, hook) for hook in HOOKS - _REPORTING)]
     return {f"{number} {type(one).__qualname__}": object_digest(one) for number, one in enumerate(deciding)}

@@ -1,18 +1,12 @@
 """Metrics of a round, and the summary of a run."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, pstdev
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dpfl_lightning.federated.messages.clients import ClientAccount
-from dpfl_lightning.federated.messages.evaluation import Evaluation
-from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import RoundPlan
 from dpfl_lightning.federated.server.callback import answer_of
 from dpfl_lightning.federated.server.group_metrics import MATCHES, clustering, true_groups
@@ -27,7 +21,7 @@ _TAKEN = ("epsilon", "accuracy", "clip_fraction", "gradients_not_finite", *MATCH
 
 
 def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients: int) -> Tensor:
-    """Spread `values` `[C]` of a round's `clients` `[C]` over all N clients, as float64 with NaN for absent clients.
+    """Spread `values` `[C]` of a round's `clients` over all N clients: float64, NaN for absent clients.
 
     >>> of_all((2, 0), [7, 8], 3)
     tensor([8., nan, 7.], dtype=torch.float64)
@@ -38,26 +32,17 @@ def of_all(clients: Sequence[int], values: Sequence[float] | Tensor, num_clients
 
 
 def round_metrics(
-    strategies: Sequence[Strategy],
-    view: View,
-    plan: RoundPlan,
-    weights: Tensor,
-    sent: Mapping[str, float],
+    strategies: Sequence[Strategy], view: View, plan: RoundPlan, weights: Tensor, sent: Mapping[str, float]
 ) -> dict[str, float | Tensor]:
-    """The metrics of a round beside accuracy and epsilon.
+    """Return the metrics of a round beside accuracy and epsilon: numbers, or `[N]` with NaN for absent clients.
+
+    `weight` is a client's weight in the model that it changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If
+    a strategy reports each client's `group`, `clustering` compares them with true groups. Post-processing.
 
     Args:
         view: after the round.
-        plan: of the C clients whose updates arrived.
-        weights: `[K, C]`.
+        plan: of the C clients whose updates arrived, with `weights` `[K, C]`.
         sent: `Traffic.metrics`.
-
-    Returns:
-        Name -> number, or `[N]` float64 with NaN for absent clients. `weight` is a client's weight in the model that it
-        changes most, `effective_clients` is `sum_k 1 / sum_i w_ki^2`. If a strategy reports each client's `group` in a
-        simulation with true groups, `clustering` compares them.
-
-    **Privacy** Released and public values only.
     """
     num_clients = view.facts.num_clients
     squares = weights.square().sum(dim=1)
@@ -68,19 +53,18 @@ def round_metrics(
     values |= sent
     for strategy in strategies:
         for name, value in answer_of(strategy, "metrics", view).items():
+            reported = f"{type(strategy).__name__} reports {name!r}"
             if name in values or name in _TAKEN:
-                raise RuntimeError(f"{type(strategy).__name__} reports {name!r}, which is reported already: rename it")
+                raise RuntimeError(f"{reported}, which is reported already: rename it")
             if isinstance(value, Tensor) and value.shape != (num_clients,):
-                raise RuntimeError(
-                    f"{type(strategy).__name__} reports {name!r} of shape {tuple(value.shape)}, not one for each client"
-                )
+                raise RuntimeError(f"{reported} of shape {tuple(value.shape)}, not one for each client")
             values[name] = value.to("cpu", torch.float64) if isinstance(value, Tensor) else float(value)
-    groups, found = true_groups(view.facts), values.get("group")
-    return values | (clustering(found.tolist(), groups) if groups and isinstance(found, Tensor) else {})
+    groups, clusters = true_groups(view.facts), values.get("group")
+    return values | (clustering(clusters.tolist(), groups) if groups and isinstance(clusters, Tensor) else {})
 
 
 def for_json(metrics: Mapping[str, float | Tensor]) -> dict[str, float | list[float | None] | None]:
-    """Metrics as JSON has them: tensors become lists, infinity and NaN become None.
+    """Convert tensors to lists, and infinity and NaN to None.
 
     >>> for_json({"converged": 1.0, "weight": torch.tensor([0.5, math.nan])})
     {'converged': 1.0, 'weight': [0.5, None]}
@@ -100,65 +84,23 @@ def accuracy_over_clients(accuracies: Sequence[float | None]) -> dict[str, float
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     if not known:
         return {}
-    return {
-        "accuracy_mean": fmean(known),
-        "accuracy_std": pstdev(known),
-        "accuracy_worst": min(known),
-        "accuracy_gap": max(known) - min(known),
-    }
+    worst, gap = min(known), max(known) - min(known)
+    return dict(accuracy_mean=fmean(known), accuracy_std=pstdev(known), accuracy_worst=worst, accuracy_gap=gap)
 
 
-def client_rows(
-    settings: Sequence[ClientSettings],
-    accounts: Sequence[ClientAccount],
-    schedules: Sequence[ClientSchedule],
-    guarantees: Sequence[Guarantee],
-    scores: Evaluation | None,
-    model_of: Sequence[int],
-    noise_std: Mapping[int, float],
-    groups: Sequence[int] | None = None,
-) -> tuple[dict[str, Any], ...]:
-    """The `clients` of `result.json`. Infinite epsilons and missing scores are None.
-
-    Batch size and noise multiplier are those of the client's most frequent noised sum.
-
-    Args:
-        noise_std: client -> standard deviation of the noise in each number of its last update.
-    """
-    return tuple(
-        {
-            "client": client,
-            "epsilon_spent": finite_or_none(guarantees[client].epsilon),
-            "epsilon_budget": finite_or_none(own.epsilon),
-            "delta": own.delta,
-            "noise_multiplier": _noise_multiplier(schedules[client]),
-            "noise_std": noise_std.get(client),
-            "batch_size": schedules[client].batch_size(own.num_records),
-            "num_records": own.num_records,
-            "releases": accounts[client].releases,
-            "steps": accounts[client].steps,
-            "accuracy": None if scores is None else scores.clients[client].accuracy,
-            "loss": None if scores is None else finite_or_none(scores.clients[client].loss),
-            "model": model_of[client],
-            "true_group": None if groups is None else groups[client],
-        }
-        for client, own in enumerate(settings)
-    )
-
-
-def _noise_multiplier(schedule: ClientSchedule) -> float | None:
-    """The noise multiplier of the client's most frequent noised sum; None if no release is planned."""
+def noise_multiplier(schedule: ClientSchedule) -> float | None:
+    """Return the noise multiplier of the client's most frequent noised sum; None if no release is planned."""
     return (schedule.main.noise_multiplier or 0.0) if any(schedule.releases) else None
 
 
 def in_words(guarantees: Sequence[Guarantee]) -> str:
-    """The guarantee of the run in words: the weakest client's, and what holds for all."""
-    weakest = max(guarantees, key=lambda one: one.epsilon)
-    bare = sum(math.isinf(one.epsilon) for one in guarantees)
+    """Return the guarantee of the weakest client, and what holds for all clients."""
+    weakest = max(guarantees, key=lambda guarantee: guarantee.epsilon)
+    bare = sum(math.isinf(guarantee.epsilon) for guarantee in guarantees)
     whose = (
-        f"So it is for {bare} of {len(guarantees)} clients."
-        if bare
-        else f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, "
-        "against everyone who sees its updates."
+        f"This is the largest epsilon; each of the {len(guarantees)} clients has its own, for its own records, against "
+        "everyone who sees its updates."
     )
+    if bare:
+        whose = f"So it is for {bare} of {len(guarantees)} clients."
     return f"{weakest.words()} {whose} Not covered: {'; '.join(NOT_COVERED)}."

@@ -1,4 +1,4 @@
-"""What a run sends: numbers down and up, and how long a network of given speed would take for them."""
+"""What a run sends, and how long a simulated network would take for it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,7 @@ BYTES = 4  # of a number: float32
 
 @dataclass(frozen=True)
 class Network:
-    """A network to simulate.
-
-    Args:
-        down: `[N]`, seconds for a number from the server to a client.
-        up: `[N]`, seconds for a number from a client to the server.
-        latency: `[N]`, seconds of one exchange, however little is sent.
-    """
+    """A simulated network: seconds per number `down` and `up`, and seconds of `latency` per exchange, each `[N]`."""
 
     down: Sequence[float]
     up: Sequence[float]
@@ -32,7 +26,7 @@ class Network:
 
     @classmethod
     def of(cls, options: NetworkOptions, num_clients: int, seed: int) -> Network | None:
-        """The network of a configuration; None where it simulates none."""
+        """Return the network of a configuration; None if it simulates none."""
         if options == NetworkOptions():
             return None
 
@@ -47,25 +41,17 @@ class Network:
         return cls(seconds("down_megabits_per_second"), seconds("up_megabits_per_second"), column("latency_seconds"))
 
     def seconds(self, down: Mapping[int, int], up: int = 0) -> float:
-        """Until the slowest client is done: all send and receive at the same time.
-
-        Args:
-            down: client -> numbers that it receives.
-            up: numbers that each of them sends.
+        """Return the time until the slowest client has received `down[client]` numbers and sent `up`, all in parallel.
 
         >>> Network(down=(1.0, 2.0), up=(3.0, 1.0), latency=(0.5, 0.5)).seconds({0: 10, 1: 10}, up=2)
         22.5
         """
-        each = (count * self.down[one] + up * self.up[one] + self.latency[one] for one, count in down.items())
+        each = (count * self.down[i] + up * self.up[i] + self.latency[i] for i, count in down.items())
         return max(each, default=0.0)
 
 
 class Traffic:
-    """Counts what a run sends, round by round.
-
-    Args:
-        network: to simulate, if any.
-    """
+    """Counts what a run sends, round by round."""
 
     def __init__(self, network: Network | None = None) -> None:
         self._network = network
@@ -73,38 +59,32 @@ class Traffic:
 
     def begin_round(self) -> None:
         self._asked, self._seconds = 0, 0.0  # of the round's queries
-        self._have_all: set[int] = set()  # clients to whom one of these brought all of the server's models
+        self._have_all: set[int] = set()  # clients that received all of the server's models with a query
 
     def ask(self, query: ChargedQuery, models: Tensor) -> None:
         """Count the numbers that a query of the round sends; `models` `[K, P]` are the server's."""
-        sent = [one for one in vars(query.question).values() if isinstance(one, Tensor)]
-        numbers = sum(one.numel() for one in sent)
+        sent = [value for value in vars(query.question).values() if isinstance(value, Tensor)]
+        numbers = sum(value.numel() for value in sent)
         self._asked += len(query.clients) * numbers
-        if any(one is models for one in sent):
+        if any(value is models for value in sent):
             self._have_all.update(query.clients)
         if self._network is not None:
             self._seconds += self._network.seconds(dict.fromkeys(query.clients, numbers))
 
     def metrics(self, plan: RoundPlan, view: View, before: Mapping[str, float | Tensor]) -> dict[str, float]:
-        """How many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.
+        """Return how many numbers were sent to clients (`floats_down`) and back (`floats_up`) since the first round.
 
-        Each client of a round receives its start, unless a query has sent it already, and its anchor, and sends its
-        release. With a network also `network_seconds`: the sum over all exchanges of the time until the slowest client
-        is done. It contains neither computation nor the size of answers to queries.
-
-        Args:
-            plan: of the clients whose updates arrived.
-            before: the metrics of the round before.
+        A client receives its start, unless a query has sent it already, and its anchor, and sends its release. A
+        network adds `network_seconds`, the sum over exchanges of the time of the slowest client, without computation
+        and without the size of answers to queries. `before` are the metrics of the round before.
         """
         sizes = {name: p.numel() for name, p in view.module.named_trainable.items()}
         model = sum(sizes.values())
         release = plan.job.size(sizes) if isinstance(plan.job, ClassGradients) else model
         anchor = 0 if plan.anchors is None else model
-        down = {one: anchor + (0 if one in self._have_all else model) for one in plan.clients}
-        found = {
-            "floats_down": float(self._asked + sum(down.values())),
-            "floats_up": float(release * len(plan.clients)),
-        }
+        down = {client: anchor + (0 if client in self._have_all else model) for client in plan.clients}
+        sent = {"floats_down": self._asked + sum(down.values()), "floats_up": release * len(plan.clients)}
+        values: dict[str, float] = {name: float(count) for name, count in sent.items()}
         if self._network is not None:
-            found["network_seconds"] = self._seconds + self._network.seconds(down, release)
-        return {name: float(before.get(name, 0.0)) + value for name, value in found.items()}
+            values["network_seconds"] = self._seconds + self._network.seconds(down, release)
+        return {name: float(before.get(name, 0.0)) + value for name, value in values.items()}

@@ -41,8 +41,7 @@ class View:
         clip_norm: bound on the norm of one record's gradient, of each client.
         ask: `ask(query)` charges the clients, and returns their noised answers.
         new_model: `new_model(seed)` returns the initial parameters `[P]` of the net for a public seed.
-        solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant. This is
-            arithmetic on public facts, for strategies that compare plans.
+        solve: `solve(schedule)` returns the schedule with its free noise solved by the run's accountant.
         used: `used(client, purpose)` returns how many releases the client has paid for.
     """
 
@@ -63,7 +62,7 @@ class View:
 
     def expected_guarantee(self) -> Guarantee:
         """The first client's guarantee, with an infinite epsilon if a `NonPrivateEvent` is planned for any client."""
-        now, events = self.guarantees()[0], (event for own in self.schedule.clients for event in own.events())
+        now, events = self.guarantees()[0], [event for client in self.schedule.clients for event in client.events()]
         planned = [event.words for event in events if isinstance(event, NonPrivateEvent)]
         words = tuple(dict.fromkeys([*now.unprotected, *planned]))
         return dataclasses.replace(now, epsilon=math.inf, unprotected=words) if planned else now
@@ -74,7 +73,7 @@ class View:
         return mechanism_of(event, self.clip_norm[client], self.facts.num_records[client])
 
     def plan(self, purpose: str = "train", clients: Sequence[int] | None = None, job: Job | None = None) -> RoundPlan:
-        """The default plan of a round: `clients` (default: all), each from its model, paid by `purpose`."""
+        """The default plan of a round: `clients` (None: all), each from its model, paid by `purpose`."""
         cohort = tuple(range(self.facts.num_clients)) if clients is None else tuple(sorted(clients))
         return RoundPlan(
             round=self.round,

@@ -1,7 +1,5 @@
 """Distribution of the clients' work over ranks: which rank trains which clients, and how the results are joined."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean

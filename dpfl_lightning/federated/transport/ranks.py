@@ -1,7 +1,5 @@
 """The processes of one run: their setup by Lightning Fabric, and the messages between rank 0 and the other ranks."""
 
-from __future__ import annotations
-
 import io
 import logging
 import os

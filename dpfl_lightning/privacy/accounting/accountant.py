@@ -1,23 +1,19 @@
 """Accountants that turn composed releases into an epsilon: `rdp` (Renyi), `prv`, `gdp` (full batches) and `paper_ma`.
 
-All accountants take the same events and return upper bounds, rounded up to 1e-6. Opacus is the authority for RDP and
-PRV: calibration uses the vectorised formulas in `rdp.py`, and the reported number is computed by Opacus. Opacus is
-imported inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
+Calibration uses the vectorised formulas in `rdp.py`; Opacus computes the reported number of RDP and PRV. It is imported
+inside functions because it imports torch, which would slow down `dpfl_lightning.plan --help`.
 """
-
-from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from scipy.special import log_ndtr
 
 from dpfl_lightning.errors import nearest, require
-from dpfl_lightning.privacy.accounting.composition import Composed, composed
-from dpfl_lightning.privacy.accounting.events import Event
+from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
 from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
     ORDERS,
@@ -27,7 +23,7 @@ from dpfl_lightning.privacy.accounting.rdp import (
     sampled_gaussian_rdp,
 )
 
-#: description of an epsilon that was found without a delta
+#: description of an epsilon that needs no delta
 PURE = "addition of pure epsilons"
 
 Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
@@ -36,45 +32,44 @@ Query = tuple[Sequence[Event], float]  # the events of one client, and its delta
 ADJACENCIES = {"add_remove": "add or remove one record", "replace_one": "replace one record"}
 
 
-class Accountant(Protocol):
-    """Composes events into an epsilon. All values are upper bounds.
+class Accountant(ABC):
+    """Composes events into upper bounds of epsilon, rounded up to 1e-6: inf without noise, 0.0 without releases.
 
     Under replace_one a record's contribution moves by up to twice its bound. Without sampling, a release therefore
     costs as much as a release with half of its noise under add_remove.
     """
 
     name: str
-    adjacency: str  # a key of ADJACENCIES
     description: str  # text for reports
-    together: int  # preferred number of clients in one call of `search`
+    together = 1  # preferred number of clients in one call of `search`
 
+    def __init__(self, adjacency: str = "add_remove") -> None:
+        require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
+        self.adjacency = adjacency
+        self.sensitivity = 2 if adjacency == "replace_one" else 1
+
+    @abstractmethod
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
-        """Return epsilon, rounded up to 1e-6 (inf without noise, 0.0 without releases), and how it was computed."""
-        ...
+        """Return epsilon and how it was computed."""
+
+    @abstractmethod
+    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
+        """Return epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: fast, for live display."""
 
     def epsilon(self, events: Sequence[Event], delta: float) -> float:
-        """Return only the epsilon of `bound`."""
-        ...
+        return self.bound(events, delta)[0]
 
     def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
         """Return `bound` of many clients, vectorised where the arithmetic allows it."""
-        ...
+        return [self.bound(events, delta) for events, delta in queries]
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         """Return epsilon of many clients, [clients]. This is fast; `bound` certifies the value that is kept."""
-        ...
-
-    def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
-        """Return epsilon after `before` and counts[i] repeats of `event`, [len(counts)]: fast, for live display."""
-        ...
+        return np.array([self.epsilon(events, delta) for events, delta in queries])
 
 
 def rounded_up(value: float, decimals: int) -> float:
-    """Round up to this number of decimals. Every epsilon is rounded this way.
-
-    >>> rounded_up(1.00000001, 6), rounded_up(2.0, 6), rounded_up(math.inf, 6)
-    (1.000001, 2.0, inf)
-    """
+    """Round up to this number of decimals, as every epsilon is."""
     if not math.isfinite(value):
         return value
     return max(math.ceil(value * 10**decimals) / 10**decimals, value)
@@ -109,19 +104,17 @@ def finite_or_none(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-class Rdp:
+class Rdp(Accountant):
     """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
-    The value is that of Opacus at the best order (`RDPAccountant.get_epsilon` with these orders), rounded up, for all
-    releases that Opacus supports (it supports neither replace_one with sampled batches nor Laplace noise). It is a few
-    per cent above the tight value. A target at or below the floor (0.0013 at delta 1e-4) cannot be certified, except
-    for pure releases, whose epsilons add up at any delta.
+    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports: it supports
+    neither replace_one with sampled batches nor Laplace noise. It is a few per cent above the tight value. A target at
+    or below the floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at
+    any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> Rdp().epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
-    7.329112
-    >>> Rdp("replace_one").epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5)
-    14.435712
+    >>> [Rdp(relation).epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) for relation in ADJACENCIES]
+    [7.329112, 14.435712]
     """
 
     name = "rdp"
@@ -130,12 +123,9 @@ class Rdp:
     convert = staticmethod(converted)
 
     def __init__(self, adjacency: str = "add_remove", orders: tuple[float, ...] = ORDERS) -> None:
-        self.adjacency, self.orders = adjacency, orders
-        self.sensitivity = _sensitivity(adjacency)
+        super().__init__(adjacency)
+        self.orders = orders
         self.description = f"{self.kind} ({'Opacus, ' * (self.sensitivity == 1)}orders {orders[0]:g} to {orders[-1]:g})"
-
-    def epsilon(self, events: Sequence[Event], delta: float) -> float:
-        return self.bound(events, delta)[0]
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         releases = composed(events, delta)
@@ -151,9 +141,6 @@ class Rdp:
             return rounded_up(pure, 6), PURE
         return rounded_up(certified, 6), self.description
 
-    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        return [self.bound(events, delta) for events, delta in queries]
-
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
         deltas = np.array([delta for _, delta in queries])
@@ -167,9 +154,8 @@ class Rdp:
         count = np.asarray(counts, dtype=float)[:, None]
         with np.errstate(invalid="ignore"):  # zero repeats of a noiseless release cost nothing: 0 * inf
             rdp = paid + np.where(count > 0, count * per_event, 0.0)
-            pure = (
-                earlier.pure(self.sensitivity) + np.where(count > 0, count * single.pure(self.sensitivity), 0.0)[:, 0]
-            )
+            per_event_pure = single.pure(self.sensitivity)
+            pure = earlier.pure(self.sensitivity) + np.where(count > 0, count * per_event_pure, 0.0)[:, 0]
         best = np.minimum(self.convert(rdp, self.orders, delta).min(axis=1), pure)
         return np.array([rounded_up(e, 6) if r.any() else 0.0 for e, r in zip(best, rdp, strict=True)])
 
@@ -186,7 +172,7 @@ class Rdp:
         return total
 
     def _unsampled_rdp(self, composition: Composed) -> np.ndarray:
-        """Return the RDP of selections and Laplace releases, [orders]; infinite if some release is unprotected."""
+        """Return the RDP of selections and Laplace releases, [orders]; infinite if a release is unprotected."""
         order = np.array(self.orders)
         if composition.noiseless:
             return np.full(len(order), math.inf)
@@ -211,8 +197,8 @@ class Rdp:
 class PaperMa(Rdp):
     """The "moments accountant" of the noise-aware paper's code: RDP with orders up to 64 and the older conversion.
 
-    Its epsilons are valid but larger than those of `rdp`, by an unbounded factor near its floor (0.1462 at delta 1e-4).
-    Use it only to compare with the paper's tables.
+    Valid, but larger than `rdp`, by an unbounded factor near its floor (0.1462 at delta 1e-4): only for comparison with
+    the paper's tables.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> PaperMa().epsilon([GaussianEvent(16 / 2400, 6.0, 30000)], 1e-4)
@@ -227,15 +213,12 @@ class PaperMa(Rdp):
         super().__init__(adjacency, (*(1 + x / 10 for x in range(1, 100)), *range(12, 65)))
 
 
-class Prv:
+class Prv(Accountant):
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
-    Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is. It returns RDP, and says why,
-    below delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if the time limit is exceeded.
-
-    Args:
-        time_limit_s: limit for one epsilon, in seconds. It is checked between distinct events, each of which takes a
-            second or two (bounded by the grid's size). PRV stops as soon as it predicts that the limit will not hold.
+    Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is, or why PRV has no value: below
+    delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if one epsilon would take more than
+    `time_limit_s` seconds, which is checked between distinct events.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -243,15 +226,12 @@ class Prv:
     """
 
     name = "prv"
-    together = 1
 
     def __init__(self, adjacency: str = "add_remove", time_limit_s: float = 20.0) -> None:
-        self.adjacency, self.time_limit_s = adjacency, time_limit_s
+        super().__init__(adjacency)
+        self.time_limit_s = time_limit_s
         self.description = f"PRV (Opacus, upper bound within {EPS_ERROR:g})"
         self._rdp = Rdp(adjacency)
-
-    def epsilon(self, events: Sequence[Event], delta: float) -> float:
-        return self.bound(events, delta)[0]
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         rdp_bound, rdp_text = self._rdp.bound(events, delta)
@@ -266,25 +246,16 @@ class Prv:
             return rounded_up(prv_bound, 6), f"PRV (Opacus, upper bound within {error:g})"
         return rdp_bound, f"{rdp_text}, the smaller bound here: PRV gives {prv_bound:g}"
 
-    def bounds(self, queries: Sequence[Query]) -> list[tuple[float, str]]:
-        return [self.bound(events, delta) for events, delta in queries]
-
-    def search(self, queries: Sequence[Query]) -> np.ndarray:
-        return np.array([self.epsilon(events, delta) for events, delta in queries])
-
     def curve(self, event: Event, counts: Sequence[int], delta: float, before: Sequence[Event] = ()) -> np.ndarray:
         """Return the values of RDP, because live values must be fast."""
         return self._rdp.curve(event, counts, delta, before)
 
 
-class Gdp:
+class Gdp(Accountant):
     """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
 
-    Under replace_one mu is twice that. Epsilon solves delta = Phi(-eps/mu + mu/2) - exp(eps) Phi(-eps/mu - mu/2), which
-    is tight. Opacus' accountant of the same name is not offered: it uses a central-limit approximation for sampled
-    batches, which lies below the true value.
-
-    Reference: Balle and Wang (2018), theorem 8; Dong, Roth, Su (2022).
+    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022).
+    Opacus' accountant of the same name is not offered: for sampled batches its approximation lies below the true value.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)
@@ -294,12 +265,6 @@ class Gdp:
     name = "gdp"
     description = "Gaussian differential privacy (exact)"
     together = 4096
-
-    def __init__(self, adjacency: str = "add_remove") -> None:
-        self.adjacency, self.sensitivity = adjacency, _sensitivity(adjacency)
-
-    def epsilon(self, events: Sequence[Event], delta: float) -> float:
-        return self.bound(events, delta)[0]
 
     def bound(self, events: Sequence[Event], delta: float) -> tuple[float, str]:
         return float(self.search([(events, delta)])[0]), self.description
@@ -330,14 +295,9 @@ class Gdp:
 
 
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the smallest epsilon with delta(epsilon; mu) <= delta, by bisection, rounded up, [n].
+    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, by bisection, rounded up, [n].
 
-    Args:
-        mu: sensitivity / noise std of each Gaussian mechanism, [n], >= 0; inf means no noise.
-        delta: in (0, 1), [n].
-
-    >>> gaussian_epsilon(np.array([1.0]), np.array([1e-5])).tolist()
-    [4.377179]
+    `mu` [n] >= 0 is sensitivity / noise std of each Gaussian mechanism, inf without noise; `delta` [n] is in (0, 1).
     """
     finite = np.isfinite(mu) & (mu > 0)
     safe, delta = np.where(finite, mu, 1.0), np.where(finite, delta, 0.5)  # the others are set below
@@ -358,16 +318,9 @@ def gaussian_delta(epsilon: np.ndarray, mu: np.ndarray) -> np.ndarray:
 
 
 def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the largest mu with delta(epsilon; mu) <= delta, by bisection, never rounded up, [n].
+    """Return the largest mu with gaussian_delta(epsilon, mu) <= delta, by bisection, never rounded up, [n].
 
-    This is the inverse of `gaussian_epsilon`.
-
-    Args:
-        epsilon: >= 0, [n]; inf allows any mu.
-        delta: in (0, 1), [n].
-
-    >>> gaussian_mu(np.array([4.377179, 1e4, np.inf]), np.array([1e-5, 1e-5, 1e-5])).round(4).tolist()
-    [1.0, 137.2277, inf]
+    `epsilon` [n] is >= 0 and allows any mu if it is infinite; `delta` [n] is in (0, 1).
     """
     bounded = np.isfinite(epsilon)
     epsilon, low = np.where(bounded, epsilon, 1.0), np.full(np.shape(epsilon), 1e-6)
@@ -383,26 +336,14 @@ def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.where(bounded, low, np.inf)
 
 
-def _sensitivity(adjacency: str) -> int:
-    """Return the factor of its bound by which a record's contribution can move."""
-    require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
-    return 2 if adjacency == "replace_one" else 1
-
-
-_ACCOUNTANTS = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
+_ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
 
 
 @functools.cache
 def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
-    """Return an accountant: "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
+    """Return "rdp" (default), "prv" (tighter, slower), "gdp" (exact, full batches) or "paper_ma".
 
-    Args:
-        adjacency: relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
-    Raises:
-        UserError: the name or the adjacency is unknown.
-
-    >>> get_accountant("rdp").description
-    'RDP (Opacus, orders 1.1 to 1024)'
+    `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
     names = ", ".join(_ACCOUNTANTS)
     require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))

@@ -1,14 +1,12 @@
 """Cache on disk for solved noise multipliers. Entries may be lost, and are verified before they are used."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import functools
 import hashlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,29 +14,13 @@ from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 
 _MOST_BYTES = 8 << 20  # about 100,000 noises; a larger file is emptied
-_KEY = 32  # characters
 
 
 class CalibrationCache:
-    """Noise multipliers by schedule, accountant, and the versions of the code and the libraries that solved them.
+    """Noise multipliers by schedule (public facts), accountant, and versions of code and libraries that solved them.
 
-    The cache is a text file with one noise per line. Several processes may append at once; damaged lines are ignored.
+    A text file in `folder` holds one noise in a line. Several processes may append at once; damaged lines are ignored.
     If the folder is missing, unreadable or read-only, the cache is empty, which only costs time.
-
-    Args:
-        folder: folder of the file; created when the first noise is stored.
-
-    **Privacy** Holds digests of schedules (public facts) and noise multipliers.
-
-    >>> import tempfile
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> from dpfl_lightning.privacy.accounting.planned import Planned
-    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
-    >>> cache = CalibrationCache(Path(tempfile.mkdtemp()) / "calibration")
-    >>> cache.keep({run: 7.461}, get_accountant("gdp"))
-    >>> cache.noises([run], get_accountant("gdp")), cache.noises([run], get_accountant("rdp"))
-    ([7.461], [None])
     """
 
     def __init__(self, folder: Path) -> None:
@@ -46,13 +28,12 @@ class CalibrationCache:
 
     def noises(self, schedules: Sequence[ClientSchedule], accountant: Accountant) -> list[float | None]:
         """Return the cached noise of each schedule or None. It is unverified: compose it again before use."""
-        key_of = _keys(accountant)
-        return [_noise(self._lines.get(key_of(schedule), "")) for schedule in schedules]
+        return [self._noises.get(key) for key in _keys(schedules, accountant)]
 
     def keep(self, solved: Mapping[ClientSchedule, float], accountant: Accountant) -> None:
         """Append solved noises, each above 0 and finite."""
-        key_of = _keys(accountant)
-        new = {key: _line(key, noise) for key, noise in zip(map(key_of, solved), solved.values(), strict=True)}
+        new = dict(zip(_keys(solved, accountant), solved.values(), strict=True))
+        texts = [f"{key} {noise!r}" for key, noise in new.items()]
         with contextlib.suppress(OSError):  # without a writable folder they are solved again next time
             self.file.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
@@ -61,46 +42,35 @@ class CalibrationCache:
                 if os.fstat(descriptor).st_size > _MOST_BYTES:
                     os.ftruncate(descriptor, 0)
                 # the leading line break terminates a line that a crash left incomplete
-                os.write(descriptor, ("\n" + "\n".join(new.values()) + "\n").encode())
+                os.write(descriptor, "".join(["\n", *(f"{text} {_digest(text)}\n" for text in texts)]).encode())
             finally:
                 os.close(descriptor)
-        self._lines.update(new)
+        self._noises.update(new)
 
     @functools.cached_property
-    def _lines(self) -> dict[str, str]:
-        """Lines by key; the file is read once."""
+    def _noises(self) -> dict[str, float]:
+        """Noises by key, from the undamaged lines; the file is read once."""
+        noises: dict[str, float] = {}
         try:
             if not self.file.is_file() or self.file.stat().st_size > 2 * _MOST_BYTES:
-                return {}
-            text = self.file.read_text(errors="replace")
+                return noises
+            lines = self.file.read_text(errors="replace").splitlines()
         except OSError:
-            return {}
-        return {line[:_KEY]: line for line in text.splitlines()}
+            return noises
+        for line in lines:
+            text, _, digest = line.rpartition(" ")
+            key, _, noise = text.partition(" ")
+            if digest == _digest(text) and 0 < float(noise) < math.inf:
+                noises[key] = float(noise)
+        return noises
 
 
-def _keys(accountant: Accountant) -> Callable[[ClientSchedule], str]:
-    """Return a function from schedule to key. The key covers all settings on which the accountant's result depends."""
+def _keys(schedules: Iterable[ClientSchedule], accountant: Accountant) -> list[str]:
+    """Return a key of each schedule, which covers all settings on which the accountant's result depends."""
     simple_types = str | int | float | tuple  # adjacency, orders, time limit
     settings = sorted((name, value) for name, value in vars(accountant).items() if isinstance(value, simple_types))
     common = f"{accountant.name} {accountant.description} {settings} {_versions()} "
-    return lambda schedule: _digest(f"{common}{schedule!r}")
-
-
-def _line(key: str, noise: float) -> str:
-    text = f"{key} {noise!r}"
-    return f"{text} {_digest(text)}"
-
-
-def _noise(line: str) -> float | None:
-    """Return the noise of a line, or None if the line is damaged."""
-    text, _, digest = line.rpartition(" ")
-    if not text or digest != _digest(text):
-        return None
-    try:
-        noise = float(text.rpartition(" ")[2])
-    except ValueError:
-        return None
-    return noise if 0 < noise < math.inf else None
+    return [_digest(f"{common}{schedule!r}") for schedule in schedules]
 
 
 @functools.cache
@@ -112,4 +82,4 @@ def _versions() -> str:
 
 
 def _digest(text: str) -> str:
-    return hashlib.blake2b(text.encode(), digest_size=_KEY // 2).hexdigest()
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,6 +1,4 @@
-"""Plans of one client, computed before training: its releases, the noise they need, and the guarantee."""
-
-from __future__ import annotations
+"""Plans of one client before training: its releases, their noise, and the guarantee; arithmetic on public facts."""
 
 import math
 import warnings
@@ -29,14 +27,9 @@ from dpfl_lightning.runtime.notice import slow_notice
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """All releases of one client, and their guarantee.
+    """All releases of one client with solved noise, and the guarantee of the whole schedule.
 
-    schedule: all releases, with solved noise.
-    guarantee: guarantee of the whole schedule.
-    accountant: name of the accountant.
-    num_records: number of training records.
-    batch_size: expected number of records in a step.
-    epsilon_alone: epsilon of each line of the schedule without the others.
+    `batch_size` is the expected number of records in a step, `epsilon_alone` the epsilon of each line of the schedule.
     """
 
     schedule: ClientSchedule
@@ -64,7 +57,6 @@ class ClientPlan:
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON; an infinite epsilon is None."""
         statement = self.guarantee.as_dict()
-        lines = zip(self.schedule.planned, self.epsilon_alone, strict=True)
         return {
             "noise_multiplier": self.noise_multiplier,
             "sample_rate": self.sample_rate,
@@ -80,7 +72,7 @@ class ClientPlan:
                     "event": asdict(line.event),
                     "epsilon_alone": finite_or_none(alone),
                 }
-                for line, alone in lines
+                for line, alone in zip(self.schedule.planned, self.epsilon_alone, strict=True)
             ],
         }
 
@@ -93,15 +85,10 @@ def client_plans(
     caveats: Sequence[str] = (),
     unprotected: Sequence[str] = (),
 ) -> list[ClientPlan]:
-    """Return the plans of solved schedules.
+    """Return the plans of solved schedules, one for each client, with its (num_records, batch_size) in `sizes`.
 
-    Args:
-        schedules: one for each client, with all noise set.
-        accountant: accountant that solved them.
-        sizes: (num_records, batch_size) of each client.
-        sampling: description of the sampling, if it does not follow from the sample rates.
-        caveats: descriptions of what no guarantee covers.
-        unprotected: descriptions of what the run releases without noise.
+    `sampling` describes it if it does not follow from the sample rates. `caveats` describe what no guarantee covers,
+    `unprotected` what the run releases without noise.
     """
     extra_events: list[Event] = [*map(Caveat, caveats), *map(NonPrivateEvent, unprotected)]
     promises = [guarantee([*s.events(), *extra_events], s.delta, accountant, sampling, s.releases) for s in schedules]
@@ -155,21 +142,12 @@ def plan(
         first_round_noise_multiplier: noise of a full first round, >= 0; null means the noise of the other rounds.
         selections: number of choices by the exponential mechanism in addition to training, >= 0.
         selection_epsilon: bounded range of one selection, in (0, 1e6].
-    Returns:
-        The plan with its noise, and its epsilon rounded up.
 
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: a value is out of range, values contradict each other, or epsilon is below what the accountant can
-            certify.
+    Raises UserError if a value is out of range, values contradict each other, or epsilon cannot be certified.
 
     >>> planned = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0)
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
     (1140, 1.887, True)
-    >>> full = plan(num_records=2400, batch_size=64, rounds=30, delta=1e-4, epsilon=2.0, first_round="full")
-    >>> round(full.noise_multiplier, 3), [f"{line:.2f}" for line in full.epsilon_alone]  # the first round, the others
-    (2.589, ['1.41', '1.31'])
     """
     _check_sizes(num_records, batch_size, rounds, local_epochs, steps, participations)
     _check_privacy(epsilon, noise_multiplier, delta, num_records, mechanism)
@@ -206,12 +184,8 @@ def _event(mechanism: str, sample_rate: float, noise_multiplier: float | None, s
 def _check_sizes(
     num_records: int, batch_size: int, rounds: int, local_epochs: int, steps: int | None, participations: int | None
 ) -> None:
-    for key, value in (
-        ("num_records", num_records),
-        ("rounds", rounds),
-        ("local_epochs", local_epochs),
-        ("steps", 1 if steps is None else steps),
-    ):
+    sizes = {"num_records": num_records, "rounds": rounds, "local_epochs": local_epochs}
+    for key, value in (sizes if steps is None else {**sizes, "steps": steps}).items():
         require(value >= 1, key, "be at least 1", value)
     way_out = f"A batch of {num_records} is the full batch."
     fits = 1 <= batch_size <= num_records

@@ -1,14 +1,16 @@
-"""Accounting events: immutable descriptions of what a client releases.
+"""Accounting events: immutable descriptions of what a client releases, without anything about data.
 
-An event holds what an accountant needs and nothing about data. The accountant defines which data sets are neighbours; a
-noise multiplier never includes that relation.
+The accountant defines which data sets are neighbours; a noise multiplier never includes that relation.
 """
 
-from __future__ import annotations
-
 import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
+
+from dpfl_lightning.errors import UserError, require
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,7 @@ class GaussianEvent:
 
     Args:
         sample_rate: Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
-        noise_multiplier: noise standard deviation / clip norm, on the sum, >= 0; 0.0 means no privacy; None means that
-            `calibrate` has to solve it.
-        steps: number of releases, >= 0.
+        noise_multiplier: noise std / clip norm, on the sum, >= 0 (0.0: no privacy); None: `calibrate` has to solve it.
     """
 
     sample_rate: float
@@ -31,10 +31,7 @@ class GaussianEvent:
 class LaplaceEvent:
     """`steps` adaptive releases of full-batch sums clipped in L1, with Laplace noise: each is 1 / noise_multiplier-DP.
 
-    Args:
-        noise_multiplier: scale of the Laplace noise / L1 clip norm, on the sum, >= 0; 0.0 means no privacy; None means
-            that `calibrate` has to solve it.
-        steps: number of releases, >= 0.
+    `noise_multiplier` is the scale of the noise / L1 clip norm, on the sum; otherwise as in `GaussianEvent`.
     """
 
     sample_rate: ClassVar[float] = 1.0
@@ -47,10 +44,9 @@ class LaplaceEvent:
 class SelectionEvent:
     """`count` choices by the exponential mechanism with a monotone utility (Gumbel noise of scale 1 / epsilon).
 
-    Adding or removing one record moves all utilities in the same direction by at most 1. The range is then bounded by
-    `epsilon`, and the RDP of each choice is alpha * epsilon^2 / 8. Replacing one record moves utilities in both
-    directions, and the range is bounded by 2 * epsilon.
-    Reference: Cesar and Rogers (2021), bounded range.
+    Adding or removing one record moves all utilities in the same direction by at most 1, which bounds the range by
+    `epsilon`: the RDP of each choice is alpha * epsilon^2 / 8 (Cesar and Rogers, 2021). Replacing one record moves
+    utilities in both directions, which bounds the range by 2 * epsilon.
     """
 
     epsilon: float
@@ -78,13 +74,89 @@ Event = GaussianEvent | LaplaceEvent | SelectionEvent | Caveat | NonPrivateEvent
 
 
 def repeated(event: Event, times: int) -> Event:
-    """Return the event of `times` such releases, one after the other.
-
-    >>> repeated(GaussianEvent(0.1, 1.0, steps=3), 4).steps
-    12
-    """
+    """Return the event of `times` such releases, one after the other."""
     if isinstance(event, NoisedEvent):
         return dataclasses.replace(event, steps=event.steps * times)
     if isinstance(event, SelectionEvent):
         return dataclasses.replace(event, count=event.count * times)
     return event
+
+
+@dataclass(frozen=True)
+class Composed:
+    """Merged events, without those that cost nothing.
+
+    Each tuple holds distinct events: (sample_rate, noise_multiplier, steps), (noise_multiplier, steps) and
+    (epsilon, count); `unprotected` means that something is released without noise.
+    """
+
+    gaussian: tuple[tuple[float, float, int], ...] = ()
+    laplace: tuple[tuple[float, int], ...] = ()
+    selection: tuple[tuple[float, int], ...] = ()
+    unprotected: bool = False
+
+    @property
+    def noiseless(self) -> bool:
+        """Whether epsilon is infinite."""
+        without_noise = any(noise == 0 for _, noise, _ in self.gaussian) or any(noise == 0 for noise, _ in self.laplace)
+        return self.unprotected or without_noise or any(math.isinf(epsilon) for epsilon, _ in self.selection)
+
+    @property
+    def free(self) -> bool:
+        """Whether epsilon is 0."""
+        return not (self.gaussian or self.laplace or self.selection or self.unprotected)
+
+    def pure(self, sensitivity: int) -> float:
+        """Return the epsilon that holds at delta 0, by addition; infinite with Gaussian noise or without noise."""
+        if self.gaussian or self.noiseless:
+            return math.inf
+        epsilons = [count * epsilon for epsilon, count in self.selection]
+        return sensitivity * sum(epsilons + [steps / noise for noise, steps in self.laplace])
+
+
+def composed(events: Sequence[Event], delta: float) -> Composed:
+    """Check events and delta, and merge equal events.
+
+    Raises UserError if a sampling rate is outside (0, 1], noise is negative or unsolved, a count is negative, or delta
+    is outside (0, 1) (or negative, if no release has Gaussian noise).
+    """
+    gaussian: Counter[tuple[float, float]] = Counter()
+    laplace: Counter[float] = Counter()
+    selection: Counter[float] = Counter()
+    for event in events:
+        if isinstance(event, GaussianEvent):
+            rate, way_out = event.sample_rate, "Divide a batch size by the number of records."
+            require(0 < rate <= 1, "sample_rate", "be in (0, 1]", rate, way_out)
+            gaussian[float(rate), _noise(event)] += _count("steps", event.steps)
+        elif isinstance(event, LaplaceEvent):
+            laplace[_noise(event)] += _count("steps", event.steps)
+        elif isinstance(event, SelectionEvent):
+            require(event.epsilon >= 0, "selection epsilon", "be at least 0", event.epsilon)
+            selection[float(event.epsilon)] += _count("count", event.count)
+        elif not isinstance(event, Caveat | NonPrivateEvent):
+            raise TypeError(f"not an event: {event!r}")
+    releases = Composed(
+        tuple((*key, steps) for key, steps in gaussian.items() if steps and math.isfinite(key[1])),
+        tuple((noise, steps) for noise, steps in laplace.items() if steps and math.isfinite(noise)),
+        tuple((epsilon, count) for epsilon, count in selection.items() if count and epsilon > 0),
+        any(isinstance(event, NonPrivateEvent) for event in events),
+    )
+    if not (releases.free or releases.noiseless):  # epsilon 0 and infinity hold at any delta
+        in_range = delta > 0 if releases.gaussian else delta >= 0
+        require(in_range and delta < 1, "delta", "be in (0, 1)", delta, "It is usually at most 1 / number of records.")
+    return releases
+
+
+def _noise(event: GaussianEvent | LaplaceEvent) -> float:
+    noise = event.noise_multiplier
+    if noise is None:
+        raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
+    require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 means no privacy.")
+    if 1e100 < noise < math.inf:  # its square would overflow; less noise gives a valid upper bound
+        noise = 1e100
+    return float(noise) if noise >= 1e-6 else 0.0  # the rounding of float32 sums would hide smaller noise
+
+
+def _count(key: str, value: int) -> int:
+    require(value >= 0, key, "be at least 0", value)
+    return value

@@ -1,7 +1,5 @@
 """The guarantee of a client: its epsilon together with everything that the epsilon depends on."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter
@@ -19,7 +17,6 @@ from dpfl_lightning.privacy.accounting.accountant import (
 from dpfl_lightning.privacy.accounting.events import (
     Caveat,
     Event,
-    GaussianEvent,
     LaplaceEvent,
     NoisedEvent,
     NonPrivateEvent,
@@ -45,17 +42,9 @@ NOT_COVERED = (
 class Guarantee:
     """The guarantee of a client. An epsilon is always shown together with it.
 
-    Args:
-        epsilon: upper bound, >= 0, rounded up to 1e-6; inf means no guarantee.
-        delta: in (0, 1).
-        sampling: how batches are drawn.
-        accountant: how epsilon was computed.
-        unit: the unit whose contribution is protected.
-        adjacency: relation between neighbouring data sets.
-        covers: releases that epsilon covers; empty if epsilon is infinite.
-        not_covered: what epsilon does not cover; includes `unprotected` and the caveats.
-        caveats: what epsilon does not cover in this run.
-        unprotected: what is released without noise, so that epsilon is infinite.
+    `epsilon` is an upper bound, rounded up to 1e-6; inf means no guarantee. `sampling` says how batches are drawn,
+    `accountant` how epsilon was computed. `covers` names the releases that epsilon covers, none if it is infinite;
+    `not_covered` includes the caveats and `unprotected`, what is released without noise, so that epsilon is infinite.
     """
 
     epsilon: float
@@ -104,33 +93,17 @@ def guarantee(
     accountant: Accountant,
     sampling: str | None = None,
     releases: Sequence[int] = (),
-    found: tuple[float, str] | None = None,
+    bound: tuple[float, str] | None = None,
 ) -> Guarantee:
-    """Return the guarantee of composed events. It lists the words of each `Caveat` and `NonPrivateEvent` once.
+    """Return the guarantee of everything that one client releases; each `Caveat` and `NonPrivateEvent` is listed once.
 
-    Args:
-        events: everything that one client releases.
-        delta: in (0, 1).
-        accountant: accountant from `get_accountant`.
-        sampling: how batches are drawn (add a `Caveat` for shuffled batches). It is ignored if all batches are full,
-            which follows from the sample rates.
-        releases: number of releases of each of the first events; 1 for the others, as in a ledger.
-        found: the result of `accountant.bound`, if it is already known.
-
-    **Privacy** Arithmetic on public facts.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> events = [GaussianEvent(1.0, 2.0), SelectionEvent(0.1, 5), Caveat("data sizes are public")]
-    >>> promise = guarantee(events, 1e-5, get_accountant("rdp"))
-    >>> promise.covers, promise.caveats
-    (('1 noised full-batch step in 1 release', '5 selections'), ('data sizes are public',))
+    `sampling` says how batches are drawn, if they are not all full (add a `Caveat` for shuffled batches). `releases`
+    are the numbers of releases of the first events; 1 for the others, as in a ledger. `bound` is what the accountant
+    returned, if known.
     """
-    epsilon, method = accountant.bound(events, delta) if found is None else found
-    caveats, unprotected, releases_text = (
-        _words_of(events, Caveat),
-        _words_of(events, NonPrivateEvent),
-        _released(events, releases),
-    )
+    epsilon, method = accountant.bound(events, delta) if bound is None else bound
+    caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)
+    releases_text = _released(events, releases)
     bounded = math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
@@ -162,11 +135,7 @@ def _words_of(events: Sequence[Event], kind: type[Caveat] | type[NonPrivateEvent
 
 
 def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ...]:
-    """Describe the events, counted by kind.
-
-    >>> _released([GaussianEvent(1.0, 5.0), GaussianEvent(0.1, 1.0, 19), GaussianEvent(0.1, 1.0, 19)], [])
-    ('1 noised full-batch step in 1 release', '38 noised gradient steps in 2 releases')
-    """
+    """Describe the events, counted by kind."""
     times, steps = Counter[str](), Counter[str]()
     for event, count in itertools.zip_longest(events, releases, fillvalue=1):
         if isinstance(event, SelectionEvent):
@@ -194,14 +163,8 @@ def _counted(count: int, noun: str) -> str:
 
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:
-    """Describe how batches are drawn; `drawn` describes batches that are not full.
-
-    >>> sampling_words([GaussianEvent(1.0, 2.0)], "Poisson sampling"), sampling_words([GaussianEvent(0.1, 2.0)])
-    ('full batches', 'Poisson-sampled batches')
-    """
-    full = {event.sample_rate == 1 for event in events if isinstance(event, GaussianEvent) and event.steps}
-    if any(isinstance(event, LaplaceEvent) and event.steps for event in events):
-        full.add(True)
+    """Describe how batches are drawn; `drawn` describes batches that are not full."""
+    full = {event.sample_rate == 1 for event in events if isinstance(event, NoisedEvent) and event.steps}
     if full == {True}:
         return "full batches"
     if drawn is not None:

@@ -1,25 +1,22 @@
-"""Planned releases of one client."""
+"""Planned releases of one client, and what it has spent of them."""
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from dpfl_lightning.privacy.accounting.accountant import Accountant
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, NonPrivateEvent, repeated
 
 
 @dataclass(frozen=True)
 class Planned:
-    """`count` releases of one purpose.
+    """`count` >= 0 releases of one purpose ("train", "first_round", ...), which is unique in a schedule.
 
-    Args:
-        purpose: name of the releases in the ledger ("train", "first_round", ...); unique in a schedule.
-        event: ONE release, for example a round of 38 steps. Its noise_multiplier is None if it has to be solved. A
-            release without protection is a `NonPrivateEvent`.
-        count: number of releases, >= 0.
-
-    Raises:
-        TypeError: the event is a `Caveat`, which is not a release.
+    `event` is ONE release, for example a round of 38 steps. Its noise_multiplier is None if it has to be solved. A
+    release without protection is a `NonPrivateEvent`; a `Caveat` raises TypeError, because it is no release.
     """
 
     purpose: str
@@ -53,13 +50,6 @@ class ClientSchedule:
     Args:
         target_epsilon: privacy budget, > 0; inf means no budget: epsilon is only reported.
         delta: in (0, 1); 0 where no release is Gaussian.
-        planned: every release of the run.
-
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> run = ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, None, steps=50), 30),))
-    >>> run.with_noise(1.5).events()
-    [GaussianEvent(sample_rate=0.02, noise_multiplier=1.5, steps=1500)]
     """
 
     target_epsilon: float
@@ -77,34 +67,13 @@ class ClientSchedule:
 
     @property
     def protected(self) -> ClientSchedule:
-        """The schedule without `NonPrivateEvent` releases. Calibration uses it, because no noise can pay for those."""
+        """The schedule without `NonPrivateEvent` releases, which no noise can pay for."""
         lines = tuple(line for line in self.planned if not isinstance(line.event, NonPrivateEvent))
         return replace(self, planned=lines)
 
     @property
-    def main(self) -> NoisedEvent:
-        """One of the most frequent noised sums. It defines the noise and the sample rate of the client.
-
-        Raises:
-            KeyError: no noised sum is planned.
-        """
-        event = self.main_line.event
-        assert isinstance(event, NoisedEvent)  # for mypy
-        return event
-
-    def batch_size(self, num_records: int) -> int:
-        """Return the expected batch size of a step of `main` for this number of records.
-
-        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-        >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-        >>> ClientSchedule(2.0, 1e-4, (Planned("train", GaussianEvent(0.02, 1.0), 30),)).batch_size(2400)
-        48
-        """
-        return round(self.main.sample_rate * num_records)
-
-    @property
     def main_line(self) -> Planned:
-        """The line of `main`."""
+        """One of the most frequent noised sums (KeyError without one). It defines the noise and the sample rate."""
         noised = [line for line in self.planned if isinstance(line.event, NoisedEvent)]
         if not noised:
             raise KeyError("no noised sum is planned")
@@ -116,16 +85,23 @@ class ClientSchedule:
         noise = self.main.noise_multiplier
         return math.isfinite(self.target_epsilon) if noise is None else noise > 0
 
+    @property
+    def main(self) -> NoisedEvent:
+        """The event of `main_line`."""
+        event = self.main_line.event
+        assert isinstance(event, NoisedEvent)  # for mypy
+        return event
+
+    def batch_size(self, num_records: int) -> int:
+        """Return the expected batch size of a step of `main`."""
+        return round(self.main.sample_rate * num_records)
+
     def count_of(self, purpose: str) -> int:
-        """Return the number of planned releases of a purpose; 0 if the purpose is not planned."""
+        """Return the number of planned releases of a purpose."""
         return sum(line.count for line in self.planned if line.purpose == purpose)
 
     def noise_multiplier(self, purpose: str) -> float:
-        """Return noise std (or Laplace scale) / clip norm of the releases of a purpose.
-
-        Raises:
-            KeyError: no noised sum of that purpose is planned, or its noise is not solved yet.
-        """
+        """Return noise std (or Laplace scale) / clip norm of a purpose. KeyError if it is not planned or not solved."""
         events = [line.event for line in self.planned if line.purpose == purpose]
         noises = [event.noise_multiplier for event in events if isinstance(event, NoisedEvent)]
         if not noises or noises[0] is None:
@@ -135,3 +111,29 @@ class ClientSchedule:
     def with_noise(self, noise_multiplier: float) -> ClientSchedule:
         """Return the schedule with every unsolved noise set to this value."""
         return replace(self, planned=tuple(line.with_noise(noise_multiplier) for line in self.planned))
+
+
+class SpentEpsilon:
+    """Computes what a client has spent after a number of releases of each purpose, for progress and curves.
+
+    Each curve is computed once. The values never exceed the epsilon of the whole schedule and are infinite from the
+    first `NonPrivateEvent` release on. The final values come from composing the ledger again.
+    """
+
+    def __init__(self, accountant: Accountant) -> None:
+        self._curve = functools.cache(accountant.curve)
+        self._search = functools.cache(lambda events, delta: float(accountant.search([(events, delta)])[0]))
+
+    def __call__(self, schedule: ClientSchedule, used: Callable[[str], int]) -> float:
+        """Return epsilon at `schedule.delta`, rounded up; `used(purpose)` is the ledger's counter."""
+        counts = {line.purpose: min(used(line.purpose), line.count) for line in schedule.planned}
+        if any(isinstance(line.event, NonPrivateEvent) and counts[line.purpose] for line in schedule.planned):
+            return math.inf
+        schedule = schedule.protected  # no unprotected release has been made yet
+        if not any(counts[line.purpose] for line in schedule.planned):
+            return 0.0
+        main = max(schedule.planned, key=lambda line: line.count)
+        before = tuple(repeated(line.event, counts[line.purpose]) for line in schedule.planned if line is not main)
+        curve = self._curve(main.event, range(main.count + 1), schedule.delta, before)
+        whole = self._search(tuple(schedule.events()), schedule.delta)
+        return min(float(curve[counts[main.purpose]]), whole)

@@ -1,12 +1,9 @@
-"""Calibration: the noise that a client's budget requires for all releases of a run.
+"""Calibration: the noise, or the number of releases, that a client's budget allows for a whole run.
 
-The noise depends on the whole run, so a plan lists every release with its count before the first one.
+All of it is arithmetic on public facts.
 """
 
-from __future__ import annotations
-
 import math
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -22,7 +19,6 @@ from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 _TOLERANCE = 1e-6  # relative tolerance of the solved noise
 _DIGITS = 7  # digits of the solved noise
 _MOST_NOISE = 1e9  # a schedule that does not fit with this noise never fits
-_NO_LIMIT = 2**50  # number of releases that counts as unlimited
 
 Offer = tuple[Event, float, float, Sequence[Event]]  # one release, target epsilon, delta, other events of the client
 
@@ -36,36 +32,21 @@ def calibrate(
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
     Args:
-        schedules: one for each client; releases with noise_multiplier None share the client's one free noise. Schedules
-            without such releases are returned unchanged; with an infinite target the noise is 0 (a run without
-            privacy).
-        accountant: the accountant that also reports the result.
+        schedules: one for each client. Releases with noise_multiplier None share the client's one free noise, which is
+            0 if the target is infinite. Schedules without such releases are returned unchanged.
         on_progress: called with (solved, all) distinct schedules, also while one is solved; equal ones are solved once.
         cache: noises solved earlier; new ones are added to it.
-    Returns:
-        The schedules in order, with all noise set.
 
-    **Guarantees** The result is on the safe side: the noise is rounded up, and so is the epsilon that it is checked
-    against, composed again by `accountant.epsilon`. The noise is within 0.1 % of the smallest that fits. Cached noise
-    is composed again, too, and solved again if it does not fit; that it is the smallest rests on the cache entry.
+    The noise is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is the epsilon of
+    `accountant`, with which it is composed again. Cached noise is composed again, too, and solved again if it does not
+    fit; that it is the smallest rests on the cache entry.
 
-    `NonPrivateEvent` releases are left out, because no noise makes the epsilon of such a schedule finite. The other
-    releases get the noise with which they alone fit the target, so that methods which release something without noise
-    can be reproduced. The whole schedule costs `accountant.epsilon(schedule.events(), delta)`, which is infinite.
-
-    **Privacy** Arithmetic on public facts.
+    `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others get the noise with
+    which they alone fit the target, but the whole schedule still costs an infinite epsilon.
 
     Raises:
         UserError: epsilon <= 0, delta is outside (0, 1), or the target is at or below what the accountant can certify
             together with the releases whose noise is given; the message names that floor.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> from dpfl_lightning.privacy.accounting.planned import Planned
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, None), 4),))
-    >>> round(calibrate([run], get_accountant("gdp"))[0].noise_multiplier("train"), 3)
-    7.461
     """
     for schedule in schedules:
         _check(schedule)
@@ -82,16 +63,15 @@ def calibrate(
         known = {} if cache is None else _still_fitting(chunk, accountant, cache)
         missing = [schedule for schedule in chunk if schedule not in known]
         noises = _certified(missing, _smallest_noise(missing, accountant, report), accountant)
-        solved_noises = dict(zip(missing, noises, strict=True))
-        if cache is not None and any(solved_noises.values()):
-            cache.keep({schedule: noise for schedule, noise in solved_noises.items() if noise > 0}, accountant)
-        for schedule, noise in (known | solved_noises).items():
+        new = dict(zip(missing, noises, strict=True))
+        if cache is not None and any(noises):
+            cache.keep({schedule: noise for schedule, noise in new.items() if noise > 0}, accountant)
+        for schedule, noise in (known | new).items():
             solved[schedule] = noise
             report(len(solved))
-    pairs = zip(schedules, protected, strict=True)
     return [
-        schedule.with_noise(solved[protected_schedule]) if protected_schedule in solved else schedule
-        for schedule, protected_schedule in pairs
+        schedule.with_noise(solved[key]) if key in solved else schedule
+        for schedule, key in zip(schedules, protected, strict=True)
     ]
 
 
@@ -100,26 +80,9 @@ def cut_to_budgets(
 ) -> list[ClientSchedule]:
     """Reduce the count of the most frequent noised sum to what the budget allows together with all other releases.
 
-    This applies to schedules whose noise is given; if noise is free, `calibrate` makes the whole schedule fit.
-    `NonPrivateEvent` releases are left out, as in `calibrate`.
-
-    Args:
-        schedules: one for each client; those with free noise or an infinite target are returned unchanged.
-        accountant: the accountant that also reports the result.
-        on_progress: called with (counted, all) clients.
-
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: the other releases alone exceed the budget.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> from dpfl_lightning.privacy.accounting.planned import Planned
-    >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
-    >>> from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-    >>> run = ClientSchedule(1.0, 1e-5, (Planned("train", GaussianEvent(1.0, 7.5), 30),))
-    >>> cut_to_budgets([run], get_accountant("gdp"))[0].count_of("train")
-    4
+    This applies to schedules whose noise is given. Those with free noise or an infinite target are returned unchanged.
+    `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the
+    other releases alone exceed the budget.
     """
     fixed = [
         i
@@ -127,17 +90,17 @@ def cut_to_budgets(
         if math.isfinite(schedule.target_epsilon) and not any(line.unsolved for line in schedule.planned)
     ]
     mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
-    remaining_schedules = [
+    remaining = [
         replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main)).protected
         for i, main in zip(fixed, mains, strict=True)
     ]
     offers = [
-        (main.event, remaining.target_epsilon, remaining.delta, remaining.events())
-        for main, remaining in zip(mains, remaining_schedules, strict=True)
+        (main.event, others.target_epsilon, others.delta, others.events())
+        for main, others in zip(mains, remaining, strict=True)
     ]
     most = max((main.count for main in mains), default=0)
     counts = affordable_counts(offers, accountant, most, on_progress)
-    for i, main, others, count in zip(fixed, mains, remaining_schedules, counts, strict=True):
+    for i, main, others, count in zip(fixed, mains, remaining, counts, strict=True):
         if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
             raise _below_floor(others, floor, accountant)
         shorter = replace(main, count=min(count, main.count))
@@ -145,49 +108,17 @@ def cut_to_budgets(
     return cut
 
 
-def affordable_count(
-    event: Event, target_epsilon: float, delta: float, accountant: Accountant, before: Sequence[Event] = ()
-) -> int:
-    """Return how many releases with fixed noise fit: the largest n with epsilon(before + n * event) <= target.
-
-    Args:
-        event: one release with given noise.
-        target_epsilon: >= 0; inf means no budget.
-        delta: in (0, 1).
-        accountant: the accountant that also reports the result.
-        before: releases that the client makes in any case.
-    Returns:
-        The count; `sys.maxsize` if it is unlimited.
-
-    **Privacy** Arithmetic on public facts.
-
-    >>> from dpfl_lightning.privacy.accounting.accountant import get_accountant
-    >>> affordable_count(GaussianEvent(1.0, 7.5), 1.0, 1e-5, get_accountant("gdp"))
-    4
-    """
-    most = count = 1
-    while count == most and most <= _NO_LIMIT and math.isfinite(target_epsilon):
-        most *= 2
-        (count,) = affordable_counts([(event, target_epsilon, delta, before)], accountant, most)
-    return sys.maxsize if count == most or math.isinf(target_epsilon) else count
-
-
 def affordable_counts(
     offers: Sequence[Offer], accountant: Accountant, most: int, on_progress: Callable[[int, int], None] | None = None
 ) -> list[int]:
-    """Return `affordable_count` of many clients, limited to `most`, in vectorised batches.
+    """Return how many releases with fixed noise fit: the largest n <= most with epsilon(before + n * event) <= target.
 
-    Args:
-        offers: (event, target_epsilon, delta, other releases) of each client.
-        accountant: the accountant that also reports the result.
-        most: largest count to consider, >= 0.
-        on_progress: called with (counted, all) clients.
+    `offers` are (event, target epsilon, delta, before) of each client; a target of inf means no budget.
     """
     counts: list[int] = []
     for start in range(0, len(offers), accountant.together):
         chunk = offers[start : start + accountant.together]
-        largest_counts = _largest_counts(chunk, accountant, most)
-        for (event, target, delta, before), count in zip(chunk, largest_counts, strict=True):
+        for (event, target, delta, before), count in zip(chunk, _largest_counts(chunk, accountant, most), strict=True):
             while count and accountant.epsilon([*before, repeated(event, count)], delta) > target:
                 count -= 1  # `search` is approximate, `epsilon` is authoritative
             counts.append(count)
@@ -274,7 +205,7 @@ def _smallest_noise(
     for i, too_much in zip(bounded, least, strict=True):
         if too_much > 0:
             raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
-    unsolved = [i for i in bounded if _unsolved_steps(schedules[i])]
+    unsolved = [i for i in bounded if any(_is_unsolved(event) for event in schedules[i].events())]
     if not unsolved:
         return noise
     clients = np.array(unsolved)
@@ -289,10 +220,8 @@ def _smallest_noise(
     return noise
 
 
-def _unsolved_steps(schedule: ClientSchedule) -> int:
-    """Number of noised steps whose noise has to be solved."""
-    lines = [line for line in schedule.planned if line.unsolved]
-    return sum(line.count * line.event.steps for line in lines if isinstance(line.event, NoisedEvent))
+def _is_unsolved(event: Event) -> bool:
+    return isinstance(event, NoisedEvent) and event.noise_multiplier is None and event.steps > 0
 
 
 def _guess(schedule: ClientSchedule) -> float:

@@ -1,14 +1,13 @@
 """Exact clipped sums of per-record gradients, without computing summed weight gradients.
 
 One forward pass runs with weights that require no gradient, and one backward pass to the outputs of the layers with
-parameters. Each record's gradients then follow layer by layer (`layer_rules.py`). A convolution on a CPU has a special
-backward pass that skips the zeros of max-pooling (`sparse_conv.py`). `clipped_sum_for` compares the result with
-`VmapClippedSum` on random data before it is used.
+parameters. Each record's gradients then follow layer by layer (`layer_rules.py`, `sparse_conv.py`).
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     any_module_rule,
     conv2d_backward,
     conv2d_dx,
-    has_own_backward,
+    has_special_backward,
 )
 from dpfl_lightning.privacy.clipping.reference import (
     DEFAULT_CHUNK,
@@ -70,11 +69,6 @@ class Unit:
     def rule(self) -> Rule:
         return RULES.get(type(self.module), any_module_rule)
 
-    def gradients(self, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
-        """Return each record's gradients by the rule, under the parameters' names in the net."""
-        unit_params = {local: params[full] for local, full in self.names.items() if full in params}
-        return self.in_net(self.rule(self.module, unit_params, inputs, dy), params) if unit_params else {}
-
     def in_net(self, by_name: ByName, params: Params) -> ByName:
         """Select the gradients of `params` by local name, and return them under their names in the net."""
         return {full: by_name[local] for local, full in self.names.items() if full in params}
@@ -111,36 +105,21 @@ class _Seam(torch.autograd.Function):
 class FastClippedSum:
     """The same `ClippedSum` as `VmapClippedSum`, by one exact rule for each layer; `vmap` for modules without a rule.
 
-    Use it through `clipped_sum_for`, which checks that it is correct for the model.
+    Use it through `clipped_sum_for`, which checks that it is correct for the model. It equals the reference up to
+    rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
+    module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
     Args:
         net: the module that `sample_loss` runs with `params` in place of its parameters; hooked during a call only.
         sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; None is cross entropy.
-        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It changes the sum only by
-            rounding.
+        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It only affects rounding.
         channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU.
             Pooling is then ten times faster, but a net that calls `.view` on a feature map does not support it.
         sparse: names of convolutions whose output gradients are mostly zeros, as `sparse_layers` finds them on random
             data. Private records never influence how a pass is computed.
 
-    Guarantees:
-        Equal to the reference up to rounding (1e-5 relative in float32), if each parameter is used only in the module
-        that holds it, and each such module once in a forward pass.
-
-    Raises:
-        Unsupported: the rules do not support the model's structure.
-        UserError: `chunk` or `clip_norm` is not positive.
-
-    Reference:
-        Goodfellow (2015), https://arxiv.org/abs/1510.01799: norms of a product.
-        Li et al. (2022), https://arxiv.org/abs/2110.05679: ghost norms.
-        Rochette et al. (2019), https://arxiv.org/abs/1912.06015: records as groups of a convolution.
-
-    >>> net = nn.Linear(2, 2, bias=False)
-    >>> clipped_sum = FastClippedSum(net)
-    >>> params = {"weight": torch.zeros(2, 2)}
-    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(math.inf))[0]
-    tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
+    Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
+    https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
     """
 
     def __init__(
@@ -169,20 +148,13 @@ class FastClippedSum:
         return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
-    def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        request: ClipRequest,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         params = {name: p.detach() for name, p in params.items()}
         if not params.keys() <= self._known:
             raise Unsupported(f"`{min(params.keys() - self._known)}` is not a trainable parameter of the net")
         chunk = self.chunk or (CPU_CHUNK if x.device.type == "cpu" else ACCELERATOR_CHUNK)
-        x, wanted = self.enter(x), request.chosen(params)
-        totals, group = Totals(wanted, request.num_groups), request.group
-        norms = [torch.empty(0, device=x.device)]
+        x, wanted, group = self.enter(x), request.chosen(params), request.group
+        totals, norms = Totals(wanted, request.num_groups), [torch.empty(0, device=x.device)]
         for rows in chunks_of(len(x), chunk):
             grads = ChunkGradients(self._gradients(params, wanted, x[rows], y[rows]), request.order)
             require_proved(len(x), chunk, grads.terms)
@@ -196,19 +168,25 @@ class FastClippedSum:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return `x` in the memory format that suits every forward pass of the net."""
-        return _channels_last(x) if x.device.type == "cpu" and self.channels_last and x.dim() == 4 else x
+        if x.device.type != "cpu" or not self.channels_last or x.dim() != 4:
+            return x
+        if x.shape[1] > 1:
+            return x.contiguous(memory_format=torch.channels_last)
+        height, width = x.shape[2:]  # a tensor with one channel needs the strides set explicitly
+        return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
 
     def signals(self, params: Params, x: Tensor, y: Tensor) -> dict[str, list[Tensor]]:
         """Return what the rules read, by unit: the inputs and any gradient of the output, each `[B, ...]`."""
-        dys: dict[str, Tensor] = {}
         with torch.no_grad():
-            calls = self._pass(params, x, y, {}, {}, dys)
+            calls, dys, _ = self._pass(params, x, y, {})
         return {name: [*inputs, *([dys[name]] if name in dys else [])] for name, inputs in calls.items()}
 
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         signals = self.signals(params, x, y)
-        convolutions = [name for name, unit in self._units.items() if has_own_backward(unit.module) and name in signals]
+        convolutions = [
+            name for name, unit in self._units.items() if has_special_backward(unit.module) and name in signals
+        ]
         return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
@@ -219,23 +197,22 @@ class FastClippedSum:
 
     def _gradients(self, params: Params, wanted: Params, x: Tensor, y: Tensor) -> ByName:
         """Return each record's gradients by the names in `wanted`, without parameters that no loss depends on."""
-        grads: ByName = {}
-        dys: dict[str, Tensor] = {}
-        calls = self._pass(params, x, y, wanted, grads, dys)
+        calls, dys, grads = self._pass(params, x, y, wanted)
         for name, dy in dys.items():
-            grads |= self._units[name].gradients(wanted, calls[name], dy)
+            unit = self._units[name]
+            if unit_params := {local: wanted[full] for local, full in unit.names.items() if full in wanted}:
+                grads |= unit.in_net(unit.rule(unit.module, unit_params, calls[name], dy), wanted)
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
 
-    def _pass(
-        self, params: Params, x: Tensor, y: Tensor, wanted: Params, grads: ByName, dys: dict[str, Tensor]
-    ) -> Calls:
-        """Run one forward and backward pass, and return the units' inputs.
+    def _pass(self, params: Params, x: Tensor, y: Tensor, wanted: Params) -> tuple[Calls, dict[str, Tensor], ByName]:
+        """Run one forward and backward pass, and return the units' inputs and output gradients.
 
-        Output gradients are stored in `dys`, or the gradients computed from them in `grads`. Without wanted parameters,
-        all output gradients are stored in `dys`.
+        Where a convolution on a CPU computes the gradients of `wanted` parameters itself, these are returned instead.
         """
+        dys: dict[str, Tensor] = {}
+        grads: ByName = {}
         with torch.enable_grad(), self._watched(wanted, grads, dys) as (calls, edges, anchor):
             losses = self._sample_loss(params, x, y)
         if losses.shape != (len(x),):
@@ -246,59 +223,48 @@ class FastClippedSum:
         for name, inputs in calls.items():
             if any(a.shape[:1] != (len(x),) for a in (*inputs, *([dys[name]] if name in dys else []))):
                 raise Unsupported(f"the inputs and outputs of `{name}` do not have one row for each record")
-        return calls
+        return calls, dys, grads
 
     @contextmanager
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
         """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
 
-        A convolution on a CPU gets a special backward pass instead of an edge. It fills `grads`, or `dys` if no
-        gradient is wanted. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads`, or `dys` without
+        wanted parameters. The graph begins at the first units' outputs, with an anchor behind them.
         """
         calls: Calls = {}
         edges: Edges = {}
         anchor = torch.zeros((), requires_grad=True)
 
-        def watch(name: str, unit: Unit) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
-            def hook(module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
-                if name in calls:
-                    raise Unsupported(f"`{name}` is used twice in one forward pass")
-                if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
-                    raise Unsupported(f"`{name}` does not map tensors to one tensor")
-                calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
-                if output.device.type == "cpu" and has_own_backward(module):
-                    weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
+        def hook(name: str, unit: Unit, module: nn.Module, inputs: tuple, output: Tensor) -> Tensor:
+            if name in calls:
+                raise Unsupported(f"`{name}` is used twice in one forward pass")
+            if not inputs or not all(isinstance(a, Tensor) for a in (output, *inputs)):
+                raise Unsupported(f"`{name}` does not map tensors to one tensor")
+            calls[name] = detached = tuple(a.detach() for a in inputs)  # the graph would cause a reference cycle
+            if output.device.type == "cpu" and has_special_backward(module):
+                weight = module.weight.detach()  # the weight of this call: `functional_call` may swap it out again
 
-                    def own_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
-                        if not wanted:
-                            dys[name] = dy
-                            return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
-                        by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
-                        grads.update(unit.in_net(by_name, wanted))
-                        return (dx,)
+                def special_backward(dy: Tensor, needs: tuple[bool, ...]) -> tuple[Tensor | None]:
+                    if not wanted:
+                        dys[name] = dy
+                        return (conv2d_dx(module, weight, detached[0], dy) if needs[0] else None,)
+                    by_name, dx = conv2d_backward(module, weight, detached[0], dy, needs[0], name in self.sparse)
+                    grads.update(unit.in_net(by_name, wanted))
+                    return (dx,)
 
-                    return _Seam.apply(output.detach(), anchor, own_backward, *inputs)
-                entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
-                edges[name] = get_gradient_edge(entered)
-                return entered
+                return _Seam.apply(output.detach(), anchor, special_backward, *inputs)
+            entered = output if output.requires_grad else _Seam.apply(output, anchor, None)
+            edges[name] = get_gradient_edge(entered)
+            return entered
 
-            return hook
-
-        handles = [unit.module.register_forward_hook(watch(name, unit)) for name, unit in self._units.items()]
+        handles = [u.module.register_forward_hook(functools.partial(hook, name, u)) for name, u in self._units.items()]
         handles += [pool.register_forward_hook(_keep_format) for pool in self._pools]
         try:
             yield calls, edges, anchor
         finally:
             for handle in handles:
                 handle.remove()
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    """Return `x` `[B, C, H, W]` in channels-last strides; a tensor with one channel needs them set explicitly."""
-    if x.shape[1] > 1:
-        return x.contiguous(memory_format=torch.channels_last)
-    height, width = x.shape[2:]
-    return x.contiguous().as_strided(x.shape, (height * width, 1, width, 1))
 
 
 def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
@@ -308,31 +274,16 @@ def _keep_format(pool: nn.Module, inputs: tuple, output: Tensor) -> None:
         output.register_hook(lambda grad: grad.contiguous(memory_format=form))
 
 
-# --- choice of the implementation
-
-
 def clipped_sum_for(
     net: nn.Module, sample_loss: SampleLoss | None, example_x: Tensor, example_y: Tensor, chunk: int | None = None
 ) -> tuple[ClippedSum, str]:
-    """Return the fastest clipped sum that is correct for this model, and a description with the reason.
+    """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
 
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
     in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
     (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
-    another. Dropout layers are off in the check.
-
-    Args:
-        net: the model; `params` will hold its trainable parameters.
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`; None is cross entropy of `net`'s logits.
-        example_x: records `[B, *X]`, B >= 0; only shape and dtype are read.
-        example_y: labels `[B, ...]`; only shape and dtype are read. Integer labels are drawn from 0 and 1.
-        chunk: number of records in a pass, >= 1; None chooses it for model and device, from shapes alone.
-
-    Returns:
-        The clipped sum, and the reason: "fast: ..." or "vmap: ...".
-
-    Privacy:
-        No record is read: the check runs on random data.
+    another. Dropout layers are off in the check. Without `chunk`, shapes alone decide the number of records in a pass.
+    No record is read, only shape and dtype of the examples `[B, ...]`, B >= 0. Integer labels are drawn from 0 and 1.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -340,9 +291,13 @@ def clipped_sum_for(
     """
     sample_loss = sample_loss or cross_entropy_of(net)
     device = next(net.parameters()).device
-    cause = ""
+    cause, tolerance = "", 1e-8
     with evaluating(*_dropout_of(net)), torch.random.fork_rng([device] if device.type == "cuda" else []):
-        loss, example, expected, tolerance = _reference_answers(net, sample_loss, example_x, example_y)
+        try:  # in float64, rounding cannot be mistaken for an error or push an activation across a kink
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float64)
+        except Exception:  # a device or loss without float64; any other error is raised again
+            loss, example, expected = _reference_answers(net, sample_loss, example_x, example_y, torch.float32)
+            tolerance = 1e-4
         for channels_last in (True, False):
             try:
                 fast = FastClippedSum(net, loss, channels_last=channels_last)
@@ -377,28 +332,17 @@ Example = tuple[Params, Tensor, Tensor]
 
 
 def _reference_answers(
-    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor
-) -> tuple[SampleLoss, Example, list[Tensor], float]:
-    """Return the loss, a random example, the reference's answers to it, and the tolerance.
-
-    In float64, rounding cannot be mistaken for an error or push an activation across a kink.
-    """
-
-    def answered(dtype: torch.dtype, tolerance: float) -> tuple[SampleLoss, Example, list[Tensor], float]:
-        loss, example = _in(dtype, net, sample_loss), random_example(net, x, y, dtype)
-        return loss, example, _answers(VmapClippedSum(loss), *example), tolerance
-
-    try:
-        return answered(torch.float64, 1e-8)
-    except Exception:  # a device or loss without float64; any other error is raised again
-        return answered(torch.float32, 1e-4)
-
-
-def _in(dtype: torch.dtype, net: nn.Module, sample_loss: SampleLoss) -> SampleLoss:
-    """Return the loss with frozen parameters and buffers in `dtype`, too."""
+    net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor, dtype: torch.dtype
+) -> tuple[SampleLoss, Example, list[Tensor]]:
+    """Return the loss with all parameters and buffers in `dtype`, a random example, and the reference's answers."""
     fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
-    return lambda params, x, y: sample_loss({**fixed, **params}, x, y)
+
+    def loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
+        return sample_loss({**fixed, **params}, x, y)
+
+    example = random_example(net, x, y, dtype)
+    return loss, example, _answers(VmapClippedSum(loss), *example)
 
 
 def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
@@ -429,12 +373,11 @@ def _answers(clipped_sum: ClippedSum, params: Params, x: Tensor, y: Tensor) -> l
 
 def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolerance: float) -> str | None:
     """Return the first parameter in which some record's gradients differ by more than rounding, or None."""
+    sizes = [p.numel() for p in params.values()]
     for actual, exact in zip(answers, expected, strict=True):
-        sizes = [p.numel() for p in params.values()]
-        total_norm = exact.norm(dim=1)
         for name, a, b in zip(params, actual.split(sizes, dim=1), exact.split(sizes, dim=1), strict=True):
             # A parameter whose gradient is zero up to rounding is compared with the whole gradient.
-            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * total_norm)).all():
+            if not ((a - b).norm(dim=1) <= tolerance * (b.norm(dim=1) + 1e-2 * exact.norm(dim=1))).all():
                 return name
     return None
 
@@ -442,10 +385,7 @@ def _apart(params: Params, answers: list[Tensor], expected: list[Tensor], tolera
 def _reached_in_company(
     fast: FastClippedSum, params: Params, x: Tensor, y: Tensor, most: int, tolerance: float
 ) -> str | None:
-    """Return the first unit whose inputs or output gradient for a record of `x` change with other records, or None.
-
-    The rules read only these, record by record.
-    """
+    """Return the first unit of which what the rules read for a record of `x` changes with other records, or None."""
     alone = [fast.signals(params, x[row : row + 1], y[row : row + 1]) for row in range(len(x))]
 
     def look(some_x: Tensor, some_y: Tensor, places: Tensor) -> str | None:
@@ -462,14 +402,10 @@ def _reached_in_company(
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed tensors' memory for the next ones instead of returning it many times in a step.
+    """Let this process keep freed tensors' memory for the next ones. Return whether it does: only glibc has the switch.
 
-    Per-record gradients are large and short-lived. By default glibc returns them to the system at once, and each chunk
-    pays for fresh pages (1,500 page faults in a pass). Call it once in a process that trains on a CPU; the process then
-    keeps at most 512 MiB more.
-
-    Returns:
-        Whether it was done: only glibc has the switch; elsewhere nothing happens.
+    By default glibc returns large, short-lived gradients to the system at once, and each chunk pays for fresh pages
+    (1,500 page faults in a pass). The process then keeps at most 512 MiB more.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

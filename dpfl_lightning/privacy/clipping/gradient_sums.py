@@ -1,7 +1,5 @@
 """Norms and sums `[G, P]` of the per-record gradients of a chunk of records."""
 
-from __future__ import annotations
-
 import functools
 
 import torch
@@ -13,13 +11,9 @@ from dpfl_lightning.privacy.clipping.reference import Params
 
 
 class ChunkGradients:
-    """The gradients of a chunk's records with respect to several parameters.
+    """The gradients of a chunk's records with respect to at least one parameter, and their norms of `order` 2 or 1.
 
     Gradients that are products in float32 on a CPU are measured and summed together, which saves many small operations.
-
-    Args:
-        grads: parameter name -> its gradients, at least one.
-        order: order of the norm, 2 or 1.
     """
 
     def __init__(self, grads: ByName, order: int) -> None:
@@ -66,11 +60,7 @@ class Totals:
             chunk.products.add(places, factors, group)
 
     def _place(self, name: str, grads: Grads, strided: bool) -> Tensor:
-        """Return the tensor `[G, n]` that accumulates a parameter's sum: part of the result if it is in order.
-
-        Args:
-            strided: whether rows may be apart in memory, as in the result.
-        """
+        """Return the tensor `[G, n]` that accumulates a parameter's sum; its rows may be apart if it is `strided`."""
         part, key = self._parts[name], (name, grads.order)
         if not grads.order and (strided or part.is_contiguous()):
             return part

@@ -1,7 +1,5 @@
 """Test batches that show whether one record of a batch influences another."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import TypeVar
@@ -23,13 +21,9 @@ def in_companies(
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
-    If a net or a loss raises an error for the other records, copies of the watched records replace them.
-
-    Args:
-        look: called with records `[N, *X]`, labels `[N]` and the positions of the watched records in them `[W]`.
-        x: the watched records, `[W, *X]`.
-        y: their labels, `[W]`.
-        most: number of records in the large batch.
+    `look` gets records `[N, *X]`, labels `[N]` and the positions `[W]` of the watched records `x` `[W, *X]` in them;
+    the large batch has at most `most` records. If a net or a loss raises an error for the other records, copies of the
+    watched records replace them.
     """
     answers = []
     for multiples, records in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
@@ -42,19 +36,11 @@ def in_companies(
 
 
 def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Build a batch with the watched records `x` at the first position, the last and positions between.
+    """Build a batch of N `records` with the W >= 1 watched records `x` at the first position, the last and between.
 
-    The other records are multiples of the watched records, and constants. Integer records, which may be rows of a
-    table, are rolled within the record. Labels are permuted.
-
-    Args:
-        x: `[W, *X]`, W >= 1.
-        y: `[W]`.
-        multiples: multiples for the other records.
-        records: N, at least W.
-
-    Returns:
-        All records `[N, *X]`, all labels `[N]`, the positions of the watched records `[W]`.
+    The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
+    table, are rolled within the record. Labels are permuted. Returns records, labels, and positions of the watched
+    ones.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()

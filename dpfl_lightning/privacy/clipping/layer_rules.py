@@ -1,15 +1,16 @@
 """Each record's gradient with respect to one layer, from the layer's input and the gradient of its output.
 
-A rule (`RULES`) is one formula for a layer type. It returns gradients in the cheapest form: in full, or as the factors
-of a product, whose norm and weighted sum do not need the full gradient.
+A rule (`RULES`) returns gradients in the cheapest form: in full, or as the factors of a product, whose norm and
+weighted sum do not need the full gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeGuard
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 
 from dpfl_lightning.kernels import LANES, sparse_conv
 from dpfl_lightning.kernels.float64_sums import kept, one_hot, row_norms, summing_dtype
-from dpfl_lightning.privacy.clipping.reference import CANCELLING
+from dpfl_lightning.privacy.clipping.reference import CANCELLING, Params
 
 NARROW = 8  # input channels; below this, a matmul over patches is faster than a CPU's blocked convolution
 
@@ -27,40 +28,46 @@ class Unsupported(Exception):
     """The fast pass does not support the model; the message says why."""
 
 
-# --- forms of gradients
-
-
-class Grads(Protocol):
+class Grads(ABC):
     """Gradients `g_j`, j = 1..B, with respect to one parameter of n numbers."""
 
     @property
     def terms(self) -> int:
         """Number of terms of one gradient that are summed together with those of the other records."""
+        return 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Dimensions of a gradient that is not in the order of the parameter."""
+        return ()
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Permutation of the dimensions of a sum `[G, ...]` into those of the parameter; empty if it is in order."""
+        """Permutation of the dimensions of a sum `[G, *shape]` into those of the parameter; empty if it is in order."""
+        return ()
 
     def pair(self) -> tuple[Tensor, Tensor] | None:
         """Return left `[B, p]` and right `[B, d]` if the gradients are `left[j]^T right[j]` (n = p d) in this order."""
+        return None
 
     def measurable(self, order: int) -> Grads:
         """Return the same gradients in a form that has norms of this order."""
+        return self
 
+    @abstractmethod
     def norms(self, order: int = 2) -> Tensor:
         """Return norms `|g_j|`, `[B]` float64: L2, or L1 for `order` 1. They are never too small by more than 2^-27."""
 
+    @abstractmethod
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         """Add `factors[j] g_j` to row `group[j]` of `totals` (None: to its only row); a factor of 0 adds nothing.
 
-        Args:
-            totals: `[G, n]` float64, contiguous, reordered later by `arranged`.
-            factors: `[B]` float64.
-            group: `[B]` int64.
+        `totals` `[G, n]` is float64, contiguous, reordered later by `arranged`; `factors` `[B]` float64, `group` `[B]`.
         """
 
     def arranged(self, totals: Tensor) -> Tensor:
         """Return a view of `totals` `[G, n]` in the order of the parameter, `[G, ...]`."""
+        return totals.view(-1, *self.shape).permute(self.order) if self.order else totals
 
 
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,18 +84,18 @@ def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @dataclass(frozen=True)
-class Dense:
-    """Gradients in full, `[B, ...]`; `order` permutes a sum `[G, ...]` into the parameter's dimensions."""
+class Dense(Grads):
+    """Gradients in full, `[B, ...]`."""
 
     grads: Tensor
     order: tuple[int, ...] = ()
-    terms = 1
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.grads.shape[1:]
 
     def pair(self) -> tuple[Tensor, Tensor]:
         return self.grads.new_ones(len(self.grads), 1), self.grads.flatten(1)
-
-    def measurable(self, order: int) -> Grads:
-        return self
 
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.grads.flatten(1), order)
@@ -96,12 +103,9 @@ class Dense:
     def add(self, totals: Tensor, factors: Tensor, group: Tensor | None) -> None:
         totals += one_hot(factors, group, len(totals)) @ kept(self.grads.flatten(1), factors)
 
-    def arranged(self, totals: Tensor) -> Tensor:
-        return totals.view(-1, *self.grads.shape[1:]).permute(self.order) if self.order else totals
-
 
 @dataclass(frozen=True)
-class Outer:
+class Outer(Grads):
     """`g_j = sum_t l_jt r_jt^T`, never formed; `left` `[B, T, p]`, `right` `[B, T, d]`.
 
     `|g_j|^2 = sum_tt' (l_jt . l_jt') (r_jt . r_jt')`, the ghost norm; with T = 1 it is `|l_j|^2 |r_j|^2`. The L1 norm
@@ -155,12 +159,9 @@ class Outer:
             chosen = one_hot(torch.ones_like(factors), group, len(totals))
             by_group += (chosen[:, :, None, None] * left).flatten(1, 2).mT @ right.flatten(0, 1)
 
-    def arranged(self, totals: Tensor) -> Tensor:
-        return totals.view(-1, *self.shape).permute(self.order) if self.order else totals
-
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Grads):
     """Gradients of a table: `g_j[r]` is the sum of `dy_jt` over t with `ids_jt = r`; ids `[B, T]`, dy `[B, T, d]`.
 
     Positions that read the same row are merged into the first of them, so that no terms can cancel.
@@ -169,19 +170,12 @@ class Lookup:
     ids: Tensor
     dy: Tensor
     rows: int
-    terms, order = 1, ()
 
     @classmethod
     def merged(cls, ids: Tensor, dy: Tensor, rows: int) -> Lookup:
         same = ids[:, :, None] == ids[:, None, :]
         first = ~same.tril(-1).any(dim=2)
         return cls(ids, torch.where(first[:, :, None], same.to(dy.dtype) @ dy, 0.0), rows)
-
-    def pair(self) -> None:
-        return None
-
-    def measurable(self, order: int) -> Grads:
-        return self
 
     def norms(self, order: int = 2) -> Tensor:
         return row_norms(self.dy.flatten(1), order)
@@ -191,13 +185,7 @@ class Lookup:
         places = self.ids if group is None else self.ids + self.rows * group[:, None]
         totals.view(-1, dy.shape[2]).index_add_(0, places.flatten(), dy.flatten(0, 1))
 
-    def arranged(self, totals: Tensor) -> Tensor:
-        return totals
 
-
-# --- rules
-
-Params = Mapping[str, Tensor]
 Inputs = tuple[Tensor, ...]
 ByName = dict[str, Grads]
 # (layer, its parameters by local name, its inputs, gradient of its output) -> gradients by local name
@@ -219,8 +207,8 @@ def linear_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
 def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:
     """`dW_j[o,c,u,v] = sum_hw dy_j[o,h,w] x_j[c, s h + d u, s w + d v]` (x padded), `db_j = sum_hw dy_j`.
 
-    It uses one of three ways: the gradient is never formed if the map is small compared with the kernel; one
-    convolution whose groups are the records; or a matmul over patches, for few input channels and on accelerators.
+    One of three ways: the gradient is never formed if the map is small compared with the kernel; one convolution whose
+    groups are the records; or a matmul over patches, for few input channels and on accelerators.
     """
     assert isinstance(layer, nn.Conv2d)
     (x,) = inputs
@@ -239,7 +227,7 @@ def conv2d_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) ->
     return {"weight": weight, "bias": Dense(dy.sum(dim=(2, 3)))}
 
 
-def has_own_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
+def has_special_backward(layer: nn.Module) -> TypeGuard[nn.Conv2d]:
     """Return whether `conv2d_backward` supports the layer."""
     return type(layer) is nn.Conv2d and layer.padding_mode == "zeros" and not isinstance(layer.padding, str)
 
@@ -249,8 +237,7 @@ def conv2d_backward(
 ) -> tuple[ByName, Tensor | None]:
     """Return the result of `conv2d_rule`, and the gradient of the input.
 
-    Args:
-        sparse: whether `dy` is known to be mostly zeros (after max-pooling), which makes both cheap.
+    `sparse` means that `dy` is known to be mostly zeros (after max-pooling), which makes both cheap.
     """
     if sparse and sparse_conv.suits(layer, x):
         dw, db, dx = sparse_conv.sparse_backward(layer, weight, x, dy, need_dx)
@@ -260,7 +247,7 @@ def conv2d_backward(
 
 def conv2d_dx(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
     """Return the gradient of the input."""
-    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)
+    form = (layer.stride, layer.padding, layer.dilation, False, [0, 0], layer.groups)  # not transposed
     wanted = [True, False, False]  # gradients of input, weight and bias
     return torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[0]
 
@@ -293,22 +280,13 @@ def _grouped_weight_grads(layer: nn.Conv2d, x: Tensor, dy: Tensor) -> Tensor:
     padding = layer.padding
     if layer.padding_mode != "zeros" or isinstance(padding, str):
         x, padding = _padded(layer, x), (0, 0)
-    out, *kernel = layer.weight.shape
-    weight = x.new_empty(len(x) * out, *kernel)  # only its shape matters
-    _, grads, _ = torch.ops.aten.convolution_backward(
-        dy.reshape(1, -1, *dy.shape[2:]),
-        x.reshape(1, -1, *x.shape[2:]),
-        weight,
-        None,  # bias
-        layer.stride,
-        padding,
-        layer.dilation,
-        False,  # transposed
-        [0, 0],  # output padding
-        len(x) * layer.groups,
-        [False, True, False],  # gradients of input, weight and bias
-    )
-    return grads.view(len(x), out, *kernel)
+    records, out, *kernel = len(x), *layer.weight.shape
+    weight = x.new_empty(records * out, *kernel)  # only its shape matters
+    form = (layer.stride, padding, layer.dilation, False, [0, 0], records * layer.groups)
+    wanted = [False, True, False]  # gradients of input, weight and bias
+    dy, x = (a.reshape(1, -1, *a.shape[2:]) for a in (dy, x))
+    grads = torch.ops.aten.convolution_backward(dy, x, weight, None, *form, wanted)[1]
+    return grads.view(records, out, *kernel)
 
 
 def group_norm_rule(layer: nn.Module, params: Params, inputs: Inputs, dy: Tensor) -> ByName:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -43,18 +44,10 @@ def evaluating(*nets: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class ClipRequest:
-    """How gradients are clipped and which sums are computed.
+    """How gradients are clipped in the norm of `order` 2 or 1 (not at all if `clip_norm` is inf), and what is summed.
 
-    Args:
-        clip_norm: bound on the norm of one record's gradient, > 0; `math.inf` does not clip.
-        order: order of the norm, 2 or 1.
-        group: group of each record, `[B]` int64 in [0, num_groups); None puts all records into group 0.
-        num_groups: number of rows G of the sums, >= 1.
-        only: names of the parameters to which the norm, clipping and sum are restricted, in the order of the
-            parameters; None means all.
-
-    Raises:
-        UserError: `clip_norm` is not positive.
+    `group` `[B]` int64 in [0, num_groups) puts each record into a row of the sums; None puts all into row 0. `only`
+    restricts norm, clipping and sum to the parameters with these names.
     """
 
     clip_norm: float
@@ -74,17 +67,10 @@ class ClipRequest:
 class ClippedSum(Protocol):
     """`sum_j min(1, clip_norm / |g_j|) g_j` over each group's records j, where `g_j` is the gradient of j's loss.
 
-    The norm |.| is L2 for Gaussian noise, or L1 for Laplace noise.
-
-    Args (of a call):
-        params: name -> tensor, the trainable parameters; concatenated in this order they are the vector `[P]`.
-        x: records `[B, *X]`, B >= 0.
-        y: labels `[B, ...]`.
-        request: how to clip and group.
-
-    Returns:
-        The sums `[G, P]` in float64 (on MPS in the dtype of the parameters); a group without records has zeros. And the
-        norms `[B]` of the gradients before clipping; those that are not finite are infinite or NaN.
+    A call gets the trainable parameters by name, which concatenated in this order are the vector `[P]`, records
+    `[B, *X]`, B >= 0, labels `[B, ...]`, and how to clip and group. The norm |.| is L2 for Gaussian noise, or L1 for
+    Laplace noise. It returns the sums `[G, P]` in float64 (on MPS in the dtype of the parameters), zeros for a group
+    without records; and the norms `[B]` before clipping, infinite or NaN where they are not finite.
 
     Guarantees:
         `g_j` is the gradient as it was computed, mostly in float32. Its norm is computed in float64, where squares and
@@ -113,13 +99,7 @@ class ClippedSum(Protocol):
         Sum and norms are private: they must pass a mechanism before the client releases them.
     """
 
-    def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        request: ClipRequest,
-    ) -> tuple[Tensor, Tensor]: ...
+    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]: ...
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
         """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
@@ -131,13 +111,7 @@ class ClippedSum(Protocol):
 
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
-    """Return the default loss of each record: cross entropy of `net`'s logits, `(params, x [B, *X], y [B]) -> [B]`.
-
-    >>> net = nn.Linear(2, 3)
-    >>> params = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
-    >>> cross_entropy_of(net)(params, torch.ones(2, 2), torch.tensor([0, 1]))
-    tensor([1.0986, 1.0986])
-    """
+    """Return the default loss of each record: cross entropy of `net`'s logits."""
 
     def sample_loss(params: Params, x: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(functional_call(net, dict(params), (x,)), y, reduction="none")
@@ -146,16 +120,10 @@ def cross_entropy_of(net: nn.Module) -> SampleLoss:
 
 
 def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
-    """Return `min(1, (1 - 2^-26) clip_norm / norm)`, and 0 for a norm that is not finite.
+    """Return `min(1, (1 - 2^-26) clip_norm / norm)`, and 0 for a norm that is not finite, in the dtype of the norms.
 
-    The distance to 1 exceeds the rounding error of a norm of 2^27 numbers in float64.
-
-    Args:
-        norms: norms of gradients, `[B]` or `[S, B]`, >= 0, infinite or NaN.
-        clip_norm: > 0, may be infinite; one value, or one for each client `[S, 1]`.
-
-    Returns:
-        Factors in [0, 1], in the shape and dtype of `norms`.
+    The distance to 1 exceeds the rounding error of a norm of 2^27 numbers in float64. `norms` are `[B]` or `[S, B]`;
+    `clip_norm` > 0 may be infinite, and one for each client `[S, 1]`.
 
     >>> clip_factors(torch.tensor([0.0, 1.0, 4.0, float("nan"), float("inf")]), clip_norm=2.0)
     tensor([1.0000, 1.0000, 0.5000, 0.0000, 0.0000])
@@ -167,10 +135,7 @@ def clip_factors(norms: Tensor, clip_norm: float | Tensor) -> Tensor:
 def require_proved(records: int, chunk: int, terms: int = 1) -> None:
     """Raise UserError if the rounding of a sum could exceed `SUM_ROUNDING`; the proof is in `ClippedSum`.
 
-    Args:
-        records: number of records in the batch, B.
-        chunk: number of records that are summed at once.
-        terms: number of terms of one record's gradient that are summed with those of other records, T.
+    `chunk` records are summed at once, and of each record's gradient T `terms` with those of other records.
     """
     depth = terms * min(chunk, records) + math.ceil(records / chunk) + 8
     rounding = 1.01 * depth * 2**-53 * records * (1 if terms == 1 else CANCELLING)
@@ -178,19 +143,16 @@ def require_proved(records: int, chunk: int, terms: int = 1) -> None:
     require(rounding <= SUM_ROUNDING, "batch", must, records)
 
 
-def chunks_of(num_records: int, chunk: int) -> Iterator[slice]:
-    """Yield the fewest slices of at most `chunk` records that cover `num_records`, as even as possible.
+def chunks_of(num_records: int, chunk: int) -> list[slice]:
+    """Return the fewest slices of at most `chunk` records that cover `num_records`, as even as possible.
 
-    >>> [(piece.start, piece.stop) for piece in chunks_of(33, 32)]
-    [(0, 17), (17, 33)]
+    >>> chunks_of(33, 32)
+    [slice(0, 17, None), slice(17, 33, None)]
     """
     pieces = math.ceil(num_records / chunk)
     size, longer = divmod(num_records, max(pieces, 1))
-    start = 0
-    for i in range(pieces):
-        stop = start + size + (i < longer)
-        yield slice(start, stop)
-        start = stop
+    ends = [i * size + min(i, longer) for i in range(pieces + 1)]
+    return [slice(*pair) for pair in itertools.pairwise(ends)]
 
 
 def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tensor], dict[str, Tensor]]:
@@ -205,26 +167,15 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tenso
 
 
 class VmapClippedSum:
-    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time.
+    """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time, at most `chunk` in memory at once.
 
     It is the ground truth in tests, and serves models that no fast rule covers. Under `vmap` the net sees batches of
     one record, so no record can influence another record's gradient, whatever the net computes.
 
-    Args:
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; it is called with B = 1.
-        chunk: number of records whose gradients are held at once, >= 1.
-
-    Raises:
-        UserError: `chunk` or `clip_norm` is not positive; `sample_loss` does not return one loss for each record.
-
     >>> net = nn.Linear(2, 2, bias=False)
-    >>> clipped_sum = VmapClippedSum(cross_entropy_of(net))
-    >>> params = {"weight": torch.zeros(2, 2)}
-    >>> clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(math.inf))[0]
+    >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])
+    >>> VmapClippedSum(cross_entropy_of(net))(params, x, y, ClipRequest(math.inf))[0]
     tensor([[-1.5000, -2.0000,  1.5000,  2.0000]], dtype=torch.float64)
-    >>> sums, norms = clipped_sum(params, torch.tensor([[3.0, 4.0]]), torch.tensor([0]), ClipRequest(1.0))
-    >>> round(float(sums.norm()), 5), round(float(norms), 5)
-    (1.0, 3.53553)
     """
 
     def __init__(self, sample_loss: SampleLoss, chunk: int = DEFAULT_CHUNK) -> None:
@@ -232,13 +183,7 @@ class VmapClippedSum:
         self.chunk = chunk
         self._grads = record_gradients(sample_loss)
 
-    def __call__(
-        self,
-        params: Params,
-        x: Tensor,
-        y: Tensor,
-        request: ClipRequest,
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
         require_proved(len(x), self.chunk)
         params = {name: p.detach() for name, p in params.items()}
         wanted, norms = request.chosen(params), [torch.empty(0, device=x.device)]

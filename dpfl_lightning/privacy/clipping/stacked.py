@@ -1,8 +1,6 @@
 """Clipped sums of many clients at once, in static shapes: a few large kernels replace many small ones."""
 
-from __future__ import annotations
-
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -11,53 +9,31 @@ from torch.func import vmap
 from dpfl_lightning.kernels.float64_sums import summing_dtype
 from dpfl_lightning.privacy.clipping.reference import Params, SampleLoss, clip_factors, record_gradients
 
-
-class StackedSums(Protocol):
-    """`ClippedSum` of S clients, each with its parameters, records and clip norm.
-
-    Args (of a call):
-        params: name -> `[S, *shape]`; concatenated in this order: the vectors `[S, P]`.
-        x: records `[S, B, *X]`; padding rows may hold anything, also NaN.
-        y: labels `[S, B]`.
-        mask: `[S, B]` bool, False for padding.
-        clip_norm: `[S]` in float64, > 0, may be infinite.
-        order: order of the norm, 2 or 1.
-
-    Returns:
-        `[S, P]` in float64, where row s equals the result of `VmapClippedSum` for client s up to rounding; and the
-        norms of the gradients before clipping, `[S, B]`, -1 for padding.
-
-    Guarantees:
-        Those of `ClippedSum`, for the row of each client. Padding contributes exactly zero.
-
-    Privacy:
-        Sums and norms are private: they must pass a mechanism before the client releases them.
-    """
-
-    def __call__(
-        self, params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
-    ) -> tuple[Tensor, Tensor]: ...
+StackedSums = Callable[..., tuple[Tensor, Tensor]]  # the function `sums` of `stacked_clipped_sums`
 
 
 def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
-    """Return `StackedSums` by `vmap` over clients and records: a pure function of its arguments that can be compiled.
+    """Return a function for `ClippedSum` of S clients, by `vmap` over clients and records; it can be compiled.
 
-    Args:
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; it is called with B = 1.
+    Every row has the guarantees of `ClippedSum`, and is as private. `sample_loss` is called with one record.
 
     >>> sums = stacked_clipped_sums(lambda params, x, y: ((x @ params["w"] - y) ** 2).sum(1, keepdim=True)[:, 0])
     >>> x, y = torch.ones(2, 2, 3), torch.zeros(2, 2, 1)
     >>> mask = torch.tensor([[True, True], [True, False]])
-    >>> clipped, norms = sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))
-    >>> clipped[:, 0], norms
-    (tensor([3.4641, 6.0000], dtype=torch.float64), tensor([[10.3923, 10.3923],
-            [10.3923, -1.0000]], dtype=torch.float64))
+    >>> sums({"w": torch.ones(2, 3, 1)}, x, y, mask, torch.tensor([3.0, 100.0]))[0][:, 0]
+    tensor([3.4641, 6.0000], dtype=torch.float64)
     """
     gradients = vmap(record_gradients(sample_loss), in_dims=(0, 0, 0), randomness="different")
 
     def sums(
         params: Params, x: Tensor, y: Tensor, mask: Tensor, clip_norm: Tensor, order: int = 2
     ) -> tuple[Tensor, Tensor]:
+        """Return `[S, P]` in float64, and the norms of the gradients before clipping, `[S, B]`, -1 for padding.
+
+        `params` are `[S, *shape]` by name, the records `x` `[S, B, *X]` and labels `y` `[S, B]`; `mask` `[S, B]` is
+        False for padding, which may be NaN and contributes exactly zero. `clip_norm` `[S]`, float64, is > 0 and may be
+        infinite.
+        """
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, size of the parameter]
         dtype = summing_dtype(grads[0])

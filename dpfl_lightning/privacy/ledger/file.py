@@ -1,7 +1,5 @@
 """File format of a ledger, and its verification: header, charges, chain, head."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import hashlib
@@ -25,8 +23,8 @@ _EVENTS = {
     "unprotected": NonPrivateEvent,
 }
 _KINDS = {kind: name for name, kind in _EVENTS.items()}
-_NO_CHAIN = b"0" * 32  # chain before the first line
-_TAIL = len(b', "chain": "%s"}\n' % _NO_CHAIN)
+_NO_CHAIN = "0" * 32  # chain before the first line
+_TAIL = len(f', "chain": "{_NO_CHAIN}"}}\n')
 _CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps one), or start a new run."
 
 
@@ -34,10 +32,8 @@ _CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps
 class Charge:
     """One release of one client, recorded before it happens.
 
-    Args:
-        purpose: purpose in the client's schedule ("train", ...).
-        event: accounting event of the release.
-        number: number of this charge among those of the client in this round, from 0; each has separate noise.
+    `purpose` is that of the client's schedule. `number` counts the client's charges in this round from 0; each has
+    separate noise.
     """
 
     client: int
@@ -51,16 +47,10 @@ class Charge:
 class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
-    Args:
-        accountant: name of the accountant.
-        adjacency: key of the adjacency, "add_remove" or "replace_one".
-        sampling: key of the sampling, "poisson" or "shuffle".
-        delta: delta of each client.
-        epsilon: budget of each client; inf means none.
-        caveats: additional caveats of every guarantee of the run.
-        identity: everything that determines the run's releases, ready for JSON, see `federated.identity`; a run can be
-            continued only with the same identity.
-        run: random name of the run, hexadecimal; distinguishes two ledgers of the same configuration.
+    `delta` and `epsilon`, the budget (inf means none), are those of each client. `caveats` are those of every guarantee
+    of the run. `identity` is everything that determines the run's releases, ready for JSON, see `federated.identity`; a
+    run can be resumed only with the same one. `run` is a random name, which tells apart two ledgers of one
+    configuration.
     """
 
     accountant: str
@@ -75,12 +65,9 @@ class Header:
 
 @dataclass(frozen=True)
 class Head:
-    """Position of a ledger's end. A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot.
+    """Position of a ledger's end: run, number of complete lines with the header, and chain of the last line.
 
-    Args:
-        run: run of the header.
-        lines: number of complete lines, including the header.
-        chain: chain of the last line, hexadecimal.
+    A copy kept elsewhere shows a cut end or a complete rewrite, which the chain cannot.
     """
 
     run: str
@@ -93,14 +80,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Verified:
-    """Result of `verify`.
+    """Result of `verify`: header, end of the file, and content of the head file, which is at most one charge earlier.
 
-    Args:
-        end: end of the file.
-        head: content of the head file, at most one charge earlier; None if there is no such file.
-        size: number of bytes of all complete lines.
-        torn: number of bytes after them: a line that is being written or that a crash interrupted. Its charge never
-            completed.
+    `size` is the number of bytes of all complete lines; `torn` bytes follow, of a line that is being written or that a
+    crash interrupted.
     """
 
     header: Header
@@ -114,18 +97,12 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
     """Read a ledger, `take` each charge, and check that the file is unchanged. It neither locks nor changes the file.
 
     Every line's `chain` is a digest of the line before's `chain` and of its content (blake2b, 16 bytes), and
-    `ledger.head` beside the file repeats the last one.
+    `ledger.head` beside the file repeats the last one. `checkpoint` is an earlier head, whose lines must be there.
 
-    **Guarantees** It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut
-    off the end; with a checkpoint, that both were cut or belong to another run. It does not detect a forger who
-    rewrites the whole file and its head, because the chain has no key (so that anybody can verify a copy): compare
-    `end` with the head in `result.json`, or in MLflow.
-
-    Args:
-        checkpoint: an earlier head of the ledger, whose lines it must still hold.
-
-    Raises:
-        UserError: the file was changed; the message names the line and the problem.
+    It detects lines that were changed, removed, moved, repeated or inserted; with the head, lines cut off the end; with
+    a checkpoint, that both were cut or belong to another run. It does not detect a forger who rewrites the whole file
+    and its head, because the chain has no key (so that anybody can verify a copy): compare `end` with the head in
+    `result.json`, or in MLflow. Raises UserError, which names the line and the problem, if the file was changed.
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
     heads = [(f"`{head_file(path).name}`", head), ("the checkpoint", checkpoint)]
@@ -138,15 +115,15 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
                 break
             lines += 1
             if not _follows(line, chain):
-                raise _changed(path, lines, _found(path, lines, head))
-            size, chain = size + len(line), _stated(line)
+                raise _changed(path, lines, _what_happened(path, lines, head))
+            size, chain = size + len(line), chain_of(line)
             if header is None:
                 header = _first(path, line)
                 _check_run(path, header, known_heads)
             else:
                 take(_charge(path, lines, line, len(header.delta)))
             for source, known_head in known_heads:
-                if lines == known_head.lines and chain.decode() != known_head.chain:
+                if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
                     raise _changed(path, lines, reason)
     for source, known_head in known_heads:
@@ -157,14 +134,10 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
             )
     if header is None:
         raise UserError(f"`{path}` must begin with a ledger's header, got no complete line. Is it the right file?")
-    return Verified(header, Head(header.run, lines, chain.decode()), head, size, torn)
-
-
-# ---- writing
+    return Verified(header, Head(header.run, lines, chain), head, size, torn)
 
 
 def header_line(header: Header) -> bytes:
-    """Return the first line."""
     fields = {
         "ledger": VERSION,
         "run": header.run,
@@ -182,18 +155,17 @@ def header_line(header: Header) -> bytes:
 
 def charge_lines(charges: Sequence[Charge], chain: str) -> Iterator[bytes]:
     """Yield the lines of these charges, after a line with this chain."""
-    previous = chain.encode()
     for charge in charges:
         place = f'"client": {charge.client}, "round": {charge.round}, "number": {charge.number}'
         body = f'{{{place}, "purpose": {json.dumps(charge.purpose)}, "event": {_event_json(charge.event)}'
-        line = _sealed(body.encode(), previous)
-        previous = _stated(line)
+        line = _sealed(body.encode(), chain)
+        chain = chain_of(line)
         yield line
 
 
 def chain_of(line: bytes) -> str:
     """Return the chain stored in a line."""
-    return _stated(line).decode()
+    return line[-35:-3].decode(errors="replace")
 
 
 def head_file(path: Path) -> Path:
@@ -207,11 +179,7 @@ def head_bytes(head: Head) -> bytes:
 
 
 def read_head(path: Path) -> Head | None:
-    """Return the head beside a ledger; None if there is none, or if it was never written.
-
-    Raises:
-        UserError: the file is damaged.
-    """
+    """Return the head beside a ledger, None if it was never written. Raises UserError if it is damaged."""
     path_of_head = head_file(path)
     try:
         content = path_of_head.read_bytes()
@@ -220,26 +188,21 @@ def read_head(path: Path) -> Head | None:
     if not content.strip(b"\0"):
         return None
     try:
-        head = Head(**json.loads(content))
+        return Head(**json.loads(content))
     except (ValueError, TypeError):
         raise UserError(
             f"`{path_of_head}` must hold the run, lines and chain of `{path.name}`, got {content[:80]!r}. {_CHANGED}"
         ) from None
-    return head
 
 
 def read_header(path: Path) -> Header | None:
-    """Return the header of a ledger; None if its first line is not written yet.
-
-    Raises:
-        UserError: the header was changed.
-    """
+    """Return the header of a ledger; None if it is not written yet. Raises UserError if it was changed."""
     with open(path, "rb") as file:
         line = file.readline()
     if not line.endswith(b"\n"):
         return None
     if not _follows(line, _NO_CHAIN):
-        raise _changed(path, 1, _found(path, 1, None))
+        raise _changed(path, 1, _what_happened(path, 1, None))
     return _first(path, line)
 
 
@@ -249,17 +212,13 @@ def is_begun(path: Path) -> bool:
         return b"\n" in file.readline() or read_head(path) is not None
 
 
-def _sealed(body: bytes, before: bytes) -> bytes:
+def _sealed(body: bytes, before: str) -> bytes:
     """Return a complete line from its content without the closing brace, with its chain."""
-    chain = hashlib.blake2b(before + body, digest_size=16).hexdigest().encode()
-    return b'%s, "chain": "%s"}\n' % (body, chain)
+    chain = hashlib.blake2b(before.encode() + body, digest_size=16).hexdigest()
+    return body + f', "chain": "{chain}"}}\n'.encode()
 
 
-def _stated(line: bytes) -> bytes:
-    return line[-35:-3]
-
-
-def _follows(line: bytes, before: bytes) -> bool:
+def _follows(line: bytes, before: str) -> bool:
     return line == _sealed(line[:-_TAIL], before)
 
 
@@ -270,9 +229,6 @@ def _event_json(event: Event) -> str:
 
 def _one_or_all(values: Sequence[float | None]) -> object:
     return values[0] if len(set(values)) == 1 else values
-
-
-# ---- reading
 
 
 def _first(path: Path, line: bytes) -> Header:
@@ -334,14 +290,11 @@ def _check_run(path: Path, header: Header, heads: Sequence[tuple[str, Head]]) ->
             )
 
 
-# ---- messages about changed lines
-
-
 def _changed(path: Path, number: int, reason: str) -> UserError:
     return UserError(f"`{path}` must be unchanged, got in line {number} {reason}. {_CHANGED}")
 
 
-def _found(path: Path, number: int, head: Head | None) -> str:
+def _what_happened(path: Path, number: int, head: Head | None) -> str:
     """Describe what happened to the first line whose chain does not fit."""
     with open(path, "rb") as file:
         lines = list(file)
@@ -358,7 +311,7 @@ def _found(path: Path, number: int, head: Head | None) -> str:
     if number == 1:
         return "a charge: the header was removed"
     for other, before in enumerate(lines, start=1):
-        if _follows(line, _stated(before)):
+        if _follows(line, chain_of(before)):
             return f"the line that belongs after line {other}: lines were moved"
     if head is not None and len(lines) < head.lines:
         return f"a line that does not follow line {number - 1}: {head.lines - len(lines)} of {head.lines} were removed"

@@ -1,7 +1,5 @@
 """The append-only record of what each client has released: the only source of spent epsilons."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections import Counter, defaultdict
@@ -23,20 +21,12 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    Each line is chained to the one before, and `ledger.head` beside the file stores the position of its end;
-    `ledger_file.verify` describes what this detects.
+    A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one whose charge
+    never completed, so nothing was released for it, and it is cut off; a complete line that the head does not count yet
+    is kept and counts as paid. `ledger_file.verify`, which also verifies a ledger to resume, describes further
+    guarantees.
 
-    Args:
-        path: path of a new ledger, or of one to continue, which is verified.
-        header: meaning of its charges.
-        checkpoint: an earlier head of the ledger, whose lines it must still hold.
-
-    **Guarantees** A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one
-    whose charge never completed, so nothing was released for it, and it is cut off; a complete line that the head does
-    not count yet is kept and counts as paid.
-
-    **Privacy** Holds public facts, and digests of private records that are keyed by the client: it may be shown to
-    others.
+    The file holds public facts, and digests of private records that are keyed by the client: it may be shown to others.
 
     Raises:
         UserError: another process writes the same ledger, the ledger was changed, or it belongs to another run.
@@ -53,16 +43,13 @@ class Ledger:
             if checkpoint is None and not ledger_file.is_begun(path):
                 self._begin(header)
             else:
-                self._go_on(header, checkpoint)
+                self._resume(header, checkpoint)
         except BaseException:
             self.close()
             raise
 
     def charge(self, charges: Sequence[Charge]) -> None:
-        """Write the charges and sync.
-
-        A failed write closes the ledger, because the state on disk is unknown until it is verified.
-        """
+        """Write the charges and sync. A failed write closes the ledger, whose state on disk is then unknown."""
         if not charges:
             return
         try:
@@ -100,9 +87,10 @@ class Ledger:
         self._append([ledger_file.header_line(header)])
         sync_folder(self.path.parent)
 
-    def _go_on(self, header: Header, checkpoint: Head | None) -> None:
+    def _resume(self, header: Header, checkpoint: Head | None) -> None:
         verified = ledger_file.verify(self.path, self._remember, checkpoint)
-        _check_same(self.path, verified.header, header)
+        identities = [{**h.identity, **vars(h), "run": None, "identity": None} for h in (verified.header, header)]
+        check_same(self.path.parent, *identities)
         if verified.head is None and verified.end.lines > 1:
             raise UserError(
                 f"`{ledger_file.head_file(self.path)}` must exist beside the ledger, got no such file: lines cut off "
@@ -138,18 +126,14 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> list[Charge]:
-    """Return the verified charges of a ledger file.
-
-    Raises:
-        UserError: the file was changed, see `ledger_file.verify`.
-    """
+    """Return the verified charges of a ledger file. Raises UserError if the file was changed."""
     charges: list[Charge] = []
     ledger_file.verify(path, charges.append)
     return charges
 
 
 def _locked(path: Path) -> FileIO:
-    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (held, and locked, as long as the ledger)
+    file = open(path, "a+b", buffering=0)  # noqa: SIM115 (open, and locked, as long as the ledger)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,18 +144,8 @@ def _locked(path: Path) -> FileIO:
     return file
 
 
-def _check_same(path: Path, begun: Header, now: Header) -> None:
-    """Raise UserError if the headers have different identities."""
-    fields = [{**header.identity, **vars(header), "run": None, "identity": None} for header in (begun, now)]
-    check_same(path.parent, *fields)
-
-
 def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Check that the run in `folder`, which began with the settings `begun`, is continued with the same ones.
-
-    Raises:
-        UserError: a setting differs; the message names it.
-    """
+    """Raise UserError, which names the setting, unless the run in `folder` is resumed with its settings `begun`."""
     if (difference := first_difference(begun, now)) is not None:
         key, before, after = difference
         raise UserError(
@@ -181,11 +155,7 @@ def check_same(folder: Path, begun: Mapping[str, Any], now: Mapping[str, Any]) -
 
 
 def first_difference(begun: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> tuple[str, Any, Any] | None:
-    """Return the first (dotted) key at which two nested mappings differ, and both values; None if they are equal.
-
-    >>> first_difference({"a": {"b": 1, "c": [1, 2]}}, {"a": {"b": 1, "c": [1, 3]}})
-    ('a.c of client 1', 2, 3)
-    """
+    """Return the first (dotted) key at which two nested mappings differ, and both values; None if they are equal."""
     for key in dict.fromkeys([*begun, *now]):
         before, after = begun.get(key), now.get(key)
         if before == after:

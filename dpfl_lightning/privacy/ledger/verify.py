@@ -1,7 +1,5 @@
 """`python -m dpfl_lightning.plan --ledger FILE...`: verify ledgers, and compute every epsilon again from them alone."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json
@@ -23,8 +21,7 @@ from dpfl_lightning.privacy.accounting.accountant import (
     rounded_up,
 )
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
-from dpfl_lightning.privacy.accounting.composition import composed
-from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent
+from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
 from dpfl_lightning.privacy.sampling import SAMPLINGS
@@ -52,11 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def ledger_of(folder: str | Path) -> Path:
-    """Return the ledger in a run's folder, or the file itself.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    """Return the ledger in a run's folder, or the file itself. Raises UserError if there is no such file."""
     path = Path(folder)
     path = path / "ledger.jsonl" if path.is_dir() else path
     require(path.is_file(), "--ledger", "be a ledger, or the folder of a run", str(path), "For example runs/digits.")
@@ -65,42 +58,23 @@ def ledger_of(folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Releases of one client.
+    """Releases of one client by purpose, and their noised steps.
 
-    Args:
-        releases: purpose -> number of releases.
-        steps: noised steps of all releases.
-        epsilon: epsilon of all releases, composed again; inf means no guarantee.
-        budget: budget of the run; inf means none. Several runs together have none.
+    `epsilon` is composed again; inf means no guarantee. Several runs together have no budget (inf).
     """
 
     releases: dict[str, int]
     steps: int
     epsilon: float
+    epsilon_budget: float
     delta: float
-    budget: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON; an infinite epsilon or budget is None."""
-        return {
-            "releases": self.releases,
-            "steps": self.steps,
-            "epsilon": finite_or_none(self.epsilon),
-            "epsilon_budget": finite_or_none(self.budget),
-            "delta": self.delta,
-        }
 
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """Verified and composed ledgers.
+    """Verified and composed ledgers: an account for each client, and the guarantee with the largest epsilon.
 
-    Args:
-        ledgers: the files, and the result of verifying each.
-        accountant: name of the accountant that composed them.
-        overrides: options that replace those of the headers.
-        accounts: account of each client.
-        weakest: the guarantee with the largest epsilon.
+    `overrides` are options that replace those of the headers.
     """
 
     ledgers: tuple[tuple[Path, Verified], ...]
@@ -110,11 +84,30 @@ class LedgerReport:
     weakest: Guarantee
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dictionary for JSON."""
-        rows = [{"client": client, **account.as_dict()} for client, account in enumerate(self.accounts)]
+        """Return a dictionary for JSON; an infinite epsilon or budget is None."""
+        rows = [
+            {
+                "client": client,
+                **vars(account),
+                "epsilon": finite_or_none(account.epsilon),
+                "epsilon_budget": finite_or_none(account.epsilon_budget),
+            }
+            for client, account in enumerate(self.accounts)
+        ]
         return {
             "verified": True,
-            "ledgers": [_as_dict(path, verified) for path, verified in self.ledgers],
+            "ledgers": [
+                {
+                    "ledger": str(path),
+                    **verified.end.as_dict(),
+                    "head_lines": None if verified.head is None else verified.head.lines,
+                    "torn_bytes": verified.torn,
+                    "adjacency": verified.header.adjacency,
+                    "sampling": verified.header.sampling,
+                    "caveats": list(verified.header.caveats),
+                }
+                for path, verified in self.ledgers
+            ],
             "accountant": self.accountant,
             "overrides": self.overrides,
             "guarantee": self.weakest.as_dict(),
@@ -130,12 +123,12 @@ class LedgerReport:
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
                 epsilon(account.epsilon),
-                "none" if math.isinf(account.budget) else f"{account.budget:g}",
+                "none" if math.isinf(account.epsilon_budget) else f"{account.epsilon_budget:g}",
                 f"{account.delta:g}",
             ]
             for client, account in enumerate(self.accounts)
         ]
-        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.budget]
+        over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
         return "\n".join(
             [
                 *(line for ledger in self.ledgers for line in _what_was_verified(*ledger)),
@@ -151,16 +144,9 @@ class LedgerReport:
 def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
     """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
-    Args:
-        paths: ledgers of different runs of the same clients: client 3 of one must be client 3 of the others, with the
-            same records, which a ledger cannot show.
-        accountant: accountant to use instead of the headers'.
-        delta: delta of every client instead of the headers' (the largest of a client's), in (0, 1).
-
-    **Privacy** Arithmetic on public facts.
-
-    Raises:
-        UserError: a ledger was changed, the accountant cannot compose the events, or the runs do not fit together.
+    `paths` are those of different runs of the same clients: client 3 of one must be client 3 of the others, with the
+    same records, which a ledger cannot show. `accountant` and `delta` (of every client, in (0, 1)) replace those of the
+    headers, otherwise the largest delta of a client counts.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
@@ -177,15 +163,17 @@ def read(paths: Sequence[Path], accountant: str | None = None, delta: float | No
     deltas = header.delta if delta is None else (delta,) * len(header.delta)
     keys = [(tuple(events[client]), client_delta) for client, client_delta in enumerate(deltas)]
     queries = {key: ([known_events[number] for number in key[0]], key[1]) for key in dict.fromkeys(keys)}
-    epsilons = dict(zip(queries, _epsilons(list(queries.values()), chosen), strict=True))
-    steps = {key: sum(_steps(event) for event in queries[key][0]) for key in queries}
+    values, size = list(queries.values()), chosen.together
+    chunks = [chosen.search(values[start : start + size]) for start in range(0, len(values), size)]
+    epsilons = dict(zip(queries, np.concatenate(chunks).tolist(), strict=True))
+    steps = {key: sum(event.steps for event in queries[key][0] if isinstance(event, NoisedEvent)) for key in queries}
     weakest = max(epsilons, key=lambda key: epsilons[key])
     return LedgerReport(
         ledgers,
         chosen.name,
         {name: value for name, value in (("accountant", accountant), ("delta", delta)) if value is not None},
         tuple(
-            Account(dict(releases[client]), steps[key], epsilons[key], key[1], header.epsilon[client])
+            Account(dict(releases[client]), steps[key], epsilons[key], header.epsilon[client], key[1])
             for client, key in enumerate(keys)
         ),
         _promise(*queries[weakest], epsilons[weakest], chosen, header),
@@ -202,37 +190,17 @@ def _together(headers: Sequence[Header], accountant: str | None) -> Header:
     accountants = list(dict.fromkeys(header.accountant for header in headers))
     must = "be given for runs with several accountants"
     require(accountant is not None or len(accountants) == 1, "--accountant", must, ", ".join(accountants))
+    first = dataclasses.replace(first, accountant=accountant or first.accountant)
     if len(headers) == 1:
-        return dataclasses.replace(first, accountant=accountant or first.accountant)
+        return first
     return dataclasses.replace(
         first,
-        accountant=accountant or first.accountant,
         # Poisson samples and shuffled batches together are proven no better than shuffled batches
         sampling=next((header.sampling for header in headers if header.sampling != "poisson"), first.sampling),
         delta=tuple(map(max, *(header.delta for header in headers))),
         epsilon=(math.inf,) * len(first.epsilon),
         caveats=tuple(dict.fromkeys(words for header in headers for words in header.caveats)),
     )
-
-
-def _as_dict(path: Path, verified: Verified) -> dict[str, Any]:
-    header, head = verified.header, verified.head
-    return {
-        "ledger": str(path),
-        **verified.end.as_dict(),
-        "head_lines": None if head is None else head.lines,
-        "torn_bytes": verified.torn,
-        "adjacency": header.adjacency,
-        "sampling": header.sampling,
-        "caveats": list(header.caveats),
-    }
-
-
-def _epsilons(queries: Sequence[tuple[list[Event], float]], accountant: Accountant) -> list[float]:
-    """Return the epsilon of each query; an accountant computes many at once."""
-    size = accountant.together
-    many = [accountant.search(queries[start : start + size]) for start in range(0, len(queries), size)]
-    return [float(epsilon) for epsilon in np.concatenate(many)]
 
 
 def _promise(events: list[Event], delta: float, epsilon: float, accountant: Accountant, header: Header) -> Guarantee:
@@ -243,11 +211,7 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
     else:
         method = accountant.bound(events, delta)[1]
     sampling = SAMPLINGS.get(header.sampling, header.sampling)
-    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, found=(epsilon, method))
-
-
-def _steps(event: Event) -> int:
-    return event.steps if isinstance(event, NoisedEvent) else 0
+    return guarantee([*events, *map(Caveat, header.caveats)], delta, accountant, sampling, bound=(epsilon, method))
 
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:

@@ -1,7 +1,5 @@
 """Tracks a training run in MLflow: options, metrics, ledger, model and figures."""
 
-from __future__ import annotations
-
 import json
 import time
 import warnings
@@ -19,33 +17,25 @@ from dpfl_lightning.federated.server.summary import accuracy_over_clients
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
 from dpfl_lightning.reporting.figures import figures, of_strategies, per_client
-from dpfl_lightning.reporting.mlflow.logged import shown
-from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics
+from dpfl_lightning.reporting.mlflow.store import Metric, Store, metrics, shown
+from dpfl_lightning.runtime.text import span
 from dpfl_lightning.strategies.distillation.artefact import CARD, TENSORS, DistilledSet
 
 # Never send the whole folder: checkpoint, counts and the key of the record digests belong to the clients only.
 _LEDGER = ("ledger.jsonl", "ledger.head")
+_SCORES = ("test_accuracy", "test_loss", "accuracy_mean", "accuracy_std", "accuracy_worst", "accuracy_gap")
+_RESULTS = (*_SCORES, "rounds", "wall_seconds", "training_seconds", "client_seconds", "records_per_second")
 _FILES = (*_LEDGER, "guarantees.json", "guarantee.html", "result.json", "model.pt", "model_*.pt", TENSORS, CARD)
 
 
 class Tracking(Callback):
-    """Tracks a run in MLflow: in an SQLite file in the working directory, or on any server.
+    """Tracks a run, also a resumed one, as one run of a `Store`, named after the output folder by default.
 
-    The store must answer within seconds when this object is created. A store that fails later never stops training: its
-    rounds are kept and sent when it answers again, and a warning at the end lists what is missing. Rounds that take
-    less time than ten writes are sent together. A resumed run continues in the same MLflow run.
-
-    Args:
-        experiment: name of the MLflow experiment; created if missing.
-        run_name: name of the run; None is the name of the output folder.
-        uri: see `store_uri`.
-        tags: additional tags of the run. They cannot replace the tags that describe the guarantee.
+    A store that fails later never stops training: its rounds are sent when it answers again, and a warning at the end
+    lists what is missing. Additional `tags` cannot replace the tags that describe the guarantee.
 
     **Privacy** Sends options, released models, the ledger, and accuracies on held-out records, which no
     guarantee covers. Never sends a checkpoint or the key of the record digests.
-
-    Raises:
-        UserError: the store cannot be reached or written, or the experiment was deleted.
     """
 
     def __init__(
@@ -57,23 +47,18 @@ class Tracking(Callback):
     ) -> None:
         self.store = Store(experiment, uri)
         self.how_to_open = self.store.how_to_open
-        self._run_name, self._own_tags = run_name, dict(tags or {})
-        self._run_id: str | None = None
-        self._resumed = False
+        self._run_name, self._tags = run_name, dict(tags or {})
+        self._run_id, self._resumed = "", False
         self._last_step = 0  # the last round that MLflow already has
         self._pending: list[Metric] = []
         self._send_at = 0.0
 
-    # -- hooks
-
     def on_fit_start(self, view: View) -> None:
         with self.store.reported():
-            self._run_id = self._earlier_run(view) if self._resumed else None
-            if self._run_id is None:
-                self._run_id = self._begun_run(view)
-            else:
-                self.store.go_on(self._run_id)
-                self.store.tag(self._run_id, {"status": "running"})
+            earlier = self._earlier_run(view) if self._resumed else None
+            self._run_id = earlier or self._begun_run(view)
+            if earlier is not None:
+                self.store.tag(earlier, {"status": "running"})
                 self._last_step = max(self._history("overall/participants"), default=0)
 
     def on_round_end(self, view: View, report: RoundReport) -> None:
@@ -84,7 +69,7 @@ class Tracking(Callback):
             self._guarded(self._send_pending)
 
     def on_fit_end(self, view: View, result: RunResult) -> None:
-        if self._run_id is None:
+        if not self._run_id:
             return  # the run ended before it started
         if result.finished:
             self._pending += metrics(_final_values(result), result.rounds)
@@ -98,25 +83,19 @@ class Tracking(Callback):
             if not self._guarded(lambda: self._send_status(view, result)):
                 missing.append("the run's status")
         if missing:
-            warnings.warn(
-                f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}. The result is complete in "
-                f"{result.output_dir}.",
-                UserNotice,
-                stacklevel=2,
-            )
+            words = f"MLflow at {shown(self.store.uri)} did not get: {', '.join(missing)}."
+            warnings.warn(f"{words} The result is complete in {result.output_dir}.", UserNotice, stacklevel=2)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"run_id": self._run_id}
+        return {"run_id": self._run_id or None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._run_id, self._resumed = state["run_id"], True
-
-    # -- what is sent
+        self._run_id, self._resumed = state["run_id"] or "", True
 
     def _begun_run(self, view: View) -> str:
         folder = view.run.output_dir.resolve()
         tags = {
-            **self._own_tags,
+            **self._tags,
             **_frame(view),
             "output_dir": str(folder),
             "status": "running",
@@ -124,27 +103,28 @@ class Tracking(Callback):
             "mlflow.note.content": _description(view.run.strategy_notes),
         }
         sizes = {"num_clients": view.facts.num_clients, "num_params": view.run.num_params}
-        return self.store.begin(self._run_name or folder.name, tags, view.run.options, beside=sizes)
+        return self.store.begin(self._run_name or folder.name, tags, view.run.options, sizes=sizes)
 
     def _earlier_run(self, view: View) -> str | None:
-        """Return the MLflow run of a resumed run: by its id, or by its output folder if it was killed at once."""
-        if self._run_id is not None and self.store.has(self._run_id):
+        """Resume the MLflow run with the same id, or with the same output folder if the run was killed at once."""
+        if self._run_id and self.store.resume(self._run_id):
             return self._run_id
-        return self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+        latest = self.store.latest("output_dir", str(view.run.output_dir.resolve()))
+        return latest if latest and self.store.resume(latest) else None
 
     def _send_pending(self) -> None:
-        self.store.log_metrics(self._known_run, self._pending)
+        self.store.log_metrics(self._run_id, self._pending)
 
     def _send_files(self, view: View, result: RunResult) -> None:
         folder = view.run.output_dir
         for pattern in _FILES if result.finished else _LEDGER:
             for path in sorted(folder.glob(pattern)):
-                self.store.log_file(self._known_run, path)
+                self.store.client.log_artifact(self._run_id, str(path))
         if not result.finished:
             return
         distilled = DistilledSet.load(folder) if (folder / TENSORS).is_file() else None
         for name, figure in figures(self._history, result, distilled).items():
-            self.store.log_figure(self._known_run, figure, f"figures/{name}.png")
+            self.store.client.log_figure(self._run_id, figure, f"figures/{name}.png")
 
     def _send_status(self, view: View, result: RunResult) -> None:
         tags = {
@@ -153,23 +133,18 @@ class Tracking(Callback):
             "ledger_head": json.dumps(result.ledger),
             "mlflow.note.content": _description(view.run.strategy_notes, result),
         }
-        self.store.tag(self._known_run, tags)
-        interrupted = "KILLED" if result.reason.startswith("interrupted") else "FAILED"
-        self.store.end(self._known_run, "FINISHED" if result.finished else interrupted)
+        self.store.tag(self._run_id, tags)
+        unfinished = "KILLED" if result.interrupted else "FAILED"
+        self.store.client.set_terminated(self._run_id, "FINISHED" if result.finished else unfinished)
 
     def _history(self, metric: str) -> dict[int, float]:
         """Return round -> value from MLflow, which also has the rounds before a resume."""
-        return self.store.history(self._known_run, metric)
-
-    @property
-    def _known_run(self) -> str:
-        assert self._run_id is not None  # for mypy: set when the run starts
-        return self._run_id
+        return self.store.history(self._run_id, metric)
 
     def _guarded(self, action: Callable[[], None]) -> bool:
         """Return whether `action` reached MLflow. The next write waits ten times as long as this one took."""
         begun = time.monotonic()
-        arrived = self.store.tried(action, "training goes on, and tracking is tried again")
+        arrived = self.store.tried(action, "training continues, and tracking is tried again")
         took = time.monotonic() - begun
         self._send_at = begun + took + max(10 * took, 0.0 if arrived else 30.0)
         return arrived
@@ -177,25 +152,21 @@ class Tracking(Callback):
 
 def _frame(view: View) -> dict[str, str]:
     """Return the assumptions behind every epsilon of the run, as tags."""
-    frame = {
-        "engine": view.run.engine,
-        "device": view.run.device,
-        "dpfl_lightning": dpfl_lightning.__version__,
-    }
+    frame = {"engine": view.run.engine, "device": view.run.device, "dpfl_lightning": dpfl_lightning.__version__}
     events = [line.event for schedule in view.schedule.clients for line in schedule.planned]
     if not any(event.noise_multiplier for event in events if isinstance(event, NoisedEvent)):
         return {**frame, "guarantee": "no privacy"}
-    one = view.expected_guarantee()
-    deltas = sorted({schedule.delta for schedule in view.schedule.clients})
+    guarantee = view.expected_guarantee()
+    if guarantee.unprotected or guarantee.simulated:
+        frame["guarantee"] = guarantee.words()
     return {
         **frame,
-        "unit": one.unit,
-        "adjacency": one.adjacency,
-        "sampling": one.sampling,
+        "unit": guarantee.unit,
+        "adjacency": guarantee.adjacency,
+        "sampling": guarantee.sampling,
         "noise": view.run.noise,
-        **({"guarantee": one.words()} if one.unprotected or one.simulated else {}),
-        "accountant": one.accountant,
-        "delta": f"{deltas[0]:g}" if len(deltas) == 1 else f"{deltas[0]:g} to {deltas[-1]:g}",
+        "accountant": guarantee.accountant,
+        "delta": span(schedule.delta for schedule in view.schedule.clients),
     }
 
 
@@ -222,31 +193,21 @@ def _round_values(report: RoundReport, groups: Sequence[int] | None) -> dict[str
     }
 
 
-def _diagnosed(shown: Diagnostics | None) -> dict[str, float | None]:
-    if shown is None or all(fraction is None for fraction in shown.clip_fraction):
+def _diagnosed(diagnostics: Diagnostics | None) -> dict[str, float | None]:
+    if diagnostics is None or all(fraction is None for fraction in diagnostics.clip_fraction):
         return {}
-    not_finite = per_client("per_client_gradients_not_finite", shown.not_finite)
-    return {**per_client("per_client_clip_fraction", shown.clip_fraction), **not_finite}
+    not_finite = per_client("per_client_gradients_not_finite", diagnostics.not_finite)
+    return {**per_client("per_client_clip_fraction", diagnostics.clip_fraction), **not_finite}
 
 
 def _final_values(result: RunResult) -> dict[str, float | None]:
     """Return the results of the run under plain names, by which the table of runs can be sorted and searched."""
     spent = [client["epsilon_spent"] for client in result.clients]
     return {
-        "test_accuracy": result.test_accuracy,
-        "test_loss": result.test_loss,
-        "accuracy_mean": result.accuracy_mean,
-        "accuracy_std": result.accuracy_std,
-        "accuracy_worst": result.accuracy_worst,
-        "accuracy_gap": result.accuracy_gap,
+        **{name: getattr(result, name) for name in _RESULTS},
         **{f"accuracy_{name}": result.accuracy_of_groups.get(name) for name in ("majority", "minority")},
         **{name: value for name, value in result.metrics.items() if name in MATCHES and not isinstance(value, list)},
         "epsilon_max": None if None in spent else max(spent),
-        "rounds": result.rounds,
-        "wall_seconds": result.wall_seconds,
-        "training_seconds": result.training_seconds,
-        "client_seconds": result.client_seconds,
-        "records_per_second": result.records_per_second,
     }
 
 
@@ -256,11 +217,5 @@ def _description(strategy_notes: Sequence[str], result: RunResult | None = None)
     if result is None:
         return "\n\n".join(["**Running.**", *plan])
     accuracy = [] if result.test_accuracy is None else [f"**Test accuracy {result.test_accuracy:.2%}**"]
-    return "\n\n".join(
-        [
-            *accuracy,
-            f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`.",
-            f"**Ended:** {result.reason}.",
-            *plan,
-        ]
-    )
+    guarantee = f"**Guarantee.** {result.guarantee} Details: see the artifact `guarantee.html`."
+    return "\n\n".join([*accuracy, guarantee, f"**Ended:** {result.reason}.", *plan])

@@ -1,7 +1,6 @@
 """Writes to an MLflow server or file with limits on the time it may take. This is the only import of mlflow."""
 
-from __future__ import annotations
-
+import json
 import logging
 import math
 import os
@@ -10,7 +9,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -24,24 +23,20 @@ from mlflow.entities import Param, RunTag
 from mlflow.tracking import MlflowClient
 
 from dpfl_lightning.errors import UserError, UserNotice, require
-from dpfl_lightning.reporting.mlflow.logged import flattened, loggable, shown
 
 for chatter in ("alembic", "mlflow.store.db.utils"):
     logging.getLogger(chatter).setLevel(logging.WARNING)
 logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)  # hide retries; failures are reported once
 
-_MOST_METRICS, _MOST_PARAMS = 1000, 100  # limits of one MLflow request
-_LONGEST_TAG = 8000  # maximal number of characters of a tag
+_MOST_METRICS = 1000  # in one request
+_LONGEST_TAG, _LONGEST_PARAM = 8000, 6000  # characters
 
 
 class Store:
-    """One experiment of an MLflow server, or of an SQLite file.
+    """One experiment, created if missing, of an MLflow server or of an SQLite file (see `store_uri`).
 
-    Methods that write raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into a warning.
-
-    Args:
-        experiment: name of the experiment; created if missing.
-        uri: see `store_uri`.
+    Methods, and those of `client`, raise the exceptions of MLflow. `reported` turns them into a UserError, `tried` into
+    a warning.
 
     Raises:
         UserError: the store does not answer within seconds or cannot be written, or the experiment was deleted.
@@ -49,14 +44,12 @@ class Store:
 
     def __init__(self, experiment: str, uri: str | None = None) -> None:
         self.uri, self._warned = store_uri(uri), False
-        with _patience(seconds=10), _reported(self.uri):
+        with _reported(self.uri, seconds=10):
             if not self.uri.startswith(("http:", "https:")):
                 mlflow.store.db.utils.MAX_RETRY_COUNT = 1  # ten attempts to reach a database would take 100 s
             self.client = MlflowClient(self.uri)
             self._experiment_id = _experiment(self.client, self.uri, experiment)
         self.how_to_open = how_to_open(self.uri, self._experiment_id)
-
-    # -- creating and ending runs
 
     def begin(
         self,
@@ -64,41 +57,36 @@ class Store:
         tags: Mapping[str, Any],
         options: Mapping[str, Any] | None = None,
         file: str = "options.yaml",
-        beside: Mapping[str, Any] | None = None,
+        sizes: Mapping[str, int] | None = None,
         begun: int | None = None,
     ) -> str:
         """Create a run and return its id.
 
         Args:
-            name: name of the run.
-            tags: tags of the run.
             options: stored without secrets as parameters and, if `file` is not empty, as that file.
-            file: name of the options file.
-            beside: additional parameters that are not options.
+            sizes: additional parameters that are not options.
             begun: start time in milliseconds; None is now.
         """
-        run = self.client.create_run(
-            self._experiment_id,
-            start_time=begun,
-            run_name=name,
-            tags={key: str(value)[:_LONGEST_TAG] for key, value in tags.items()},
-        )
-        run_id, logged_options = run.info.run_id, loggable(options or {})
-        params = [Param(key, text) for key, text in {**flattened(logged_options), **flattened(beside or {})}.items()]
-        for first in range(0, len(params), _MOST_PARAMS):
-            self.client.log_batch(run_id, params=params[first : first + _MOST_PARAMS])
-        if logged_options and file:
-            self.client.log_dict(run_id, logged_options, file)
+        texts = {key: str(value)[:_LONGEST_TAG] for key, value in tags.items()}
+        run = self.client.create_run(self._experiment_id, start_time=begun, run_name=name, tags=texts)
+        run_id, public_options = run.info.run_id, loggable(options or {})
+        params = flattened({**public_options, **(sizes or {})})
+        self.client.log_batch(run_id, params=[Param(key, text) for key, text in params.items()])
+        if public_options and file:
+            self.client.log_dict(run_id, public_options, file)
         return run_id
 
-    def has(self, run_id: str) -> bool:
-        """Return whether the run exists and was not deleted."""
+    def resume(self, run_id: str) -> bool:
+        """Set the status of a run to running; return False if it does not exist or was deleted."""
         try:
-            return self.client.get_run(run_id).info.lifecycle_stage == "active"
+            exists = self.client.get_run(run_id).info.lifecycle_stage == "active"
         except mlflow.MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
             return False
+        if exists:
+            self.client.update_run(run_id, status="RUNNING")
+        return exists
 
     def latest(self, tag: str, value: str) -> str | None:
         """Return the last run of the experiment with that tag, or None."""
@@ -107,27 +95,11 @@ class Store:
         runs = self.client.search_runs([self._experiment_id], same, max_results=1, order_by=["start_time DESC"])
         return runs[0].info.run_id if runs else None
 
-    def go_on(self, run_id: str) -> None:
-        """Set the status of the run to running again."""
-        self.client.update_run(run_id, status="RUNNING")
-
-    def end(self, run_id: str, status: str = "FINISHED", ended: int | None = None) -> None:
-        """End the run.
-
-        Args:
-            run_id: id of the run.
-            status: FINISHED, FAILED or KILLED.
-            ended: end time in milliseconds; None is now.
-        """
-        self.client.set_terminated(run_id, status, ended)
-
-    # -- content of runs
-
     def log_metrics(self, run_id: str, pending: list[Metric]) -> None:
         """Send metrics, and remove those that have arrived from `pending`."""
         while pending:
             batch = pending[:_MOST_METRICS]
-            self.client.log_batch(run_id, metrics=batch, synchronous=True)
+            self.client.log_batch(run_id, metrics=batch)
             del pending[: len(batch)]
 
     def history(self, run_id: str, metric: str) -> dict[int, float]:
@@ -138,31 +110,12 @@ class Store:
     def tag(self, run_id: str, tags: Mapping[str, str]) -> None:
         self.client.log_batch(run_id, tags=[RunTag(key, text[:_LONGEST_TAG]) for key, text in tags.items()])
 
-    def log_file(self, run_id: str, path: Path) -> None:
-        self.client.log_artifact(run_id, str(path))
-
-    def log_text(self, run_id: str, text: str, name: str) -> None:
-        self.client.log_text(run_id, text, name)
-
-    def log_figure(self, run_id: str, figure: Any, name: str) -> None:
-        """Log a matplotlib figure."""
-        self.client.log_figure(run_id, figure, name)
-
-    # -- failures
-
-    @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self) -> AbstractContextManager[None]:
         """Turn failures of the store inside the block into a UserError."""
-        with _patience(), _reported(self.uri):
-            yield
+        return _reported(self.uri)
 
     def tried(self, action: Callable[[], None], unharmed: str) -> bool:
-        """Return whether `action` reached the store. The first failure issues a warning.
-
-        Args:
-            action: writes to the store.
-            unharmed: what continues in spite of the failure, for the warning.
-        """
+        """Return whether `action` reached the store. The first failure warns, with the words what is `unharmed`."""
         try:
             with _patience():
                 action()
@@ -175,52 +128,47 @@ class Store:
             return False
 
 
+def log_report(
+    experiment: str, name: str, tags: Mapping[str, str], text: str, figure: Any = None, uri: str | None = None
+) -> None:
+    """Log a table, and a matplotlib figure if there is one, as a finished run; UserError if the store fails."""
+    store = Store(experiment, uri)
+    with store.reported():
+        run_id = store.begin(name, tags)
+        store.client.log_text(run_id, text, "table.md")
+        if figure is not None:
+            store.client.log_figure(run_id, figure, "figure.png")
+        store.client.set_terminated(run_id)
+
+
 def metrics(values: Mapping[str, float | None], step: int) -> list[Metric]:
-    """Return the finite values as MLflow metrics, because MLflow charts neither infinite nor missing values."""
+    """Return the finite values as MLflow metrics; MLflow charts no others."""
     now = int(time.time() * 1000)
     return [Metric(k, float(v), now, step) for k, v in values.items() if v is not None and math.isfinite(v)]
 
 
 @contextmanager
 def downloaded(run_id: str, names: Sequence[str], uri: str | None = None) -> Iterator[Path]:
-    """Provide a temporary folder with artifacts of a run.
-
-    Args:
-        run_id: id of the run.
-        names: names of the artifacts.
-        uri: see `store_uri`.
-
-    Raises:
-        UserError: the store cannot be reached, or has no such run or artifact.
-    """
+    """Provide a temporary folder with the artifacts `names` of a run; UserError if there are none."""
     uri = store_uri(uri)
     with tempfile.TemporaryDirectory() as folder:
-        with _patience(), _reported(uri):
+        with _reported(uri):
             client = MlflowClient(uri)
-            has = {one.path for one in client.list_artifacts(run_id)}
+            stored = sorted(artifact.path for artifact in client.list_artifacts(run_id))
             for name in names:
                 must = f"have the artifact {name}"
-                require(name in has, f"run {run_id}", must, sorted(has) or "none", "Was it finished?")
+                require(name in stored, f"run {run_id}", must, stored or "none", "Was it finished?")
                 client.download_artifacts(run_id, name, folder)
         yield Path(folder)
 
 
 def store_uri(uri: str | None = None) -> str:
-    """Return the URI of the store: `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory.
-
-    >>> store_uri("http://localhost:5000")
-    'http://localhost:5000'
-    """
+    """Return `uri`, else MLFLOW_TRACKING_URI, else `mlflow.db` (SQLite) in the working directory."""
     return uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{Path.cwd() / 'mlflow.db'}"
 
 
 def how_to_open(uri: str | None = None, experiment_id: str | None = None) -> str:
-    """Describe in one line how to open the runs of a store in a browser.
-
-    >>> how_to_open("sqlite:///mlflow.db", "1")  # doctest: +NORMALIZE_WHITESPACE
-    'mlflow ui --backend-store-uri sqlite:///mlflow.db, then open
-     http://127.0.0.1:5000/#/experiments/1/runs?workflowType=machine_learning'
-    """
+    """Describe in one line how to open the runs of a store in a browser."""
     uri = shown(store_uri(uri))
     # MLflow's default page is the one for language models, which does not show these runs.
     page = "" if experiment_id is None else f"/#/experiments/{experiment_id}/runs?workflowType=machine_learning"
@@ -240,9 +188,9 @@ def _experiment(client: MlflowClient, uri: str, name: str) -> str:
     if known is not None:
         return known.experiment_id
     database = re.fullmatch(r"sqlite:///(.+?)(\?.*)?", uri)
-    beside = None if database is None else Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ")
+    folder = Path(database[1]).resolve().parent / "mlruns" / quote(name, safe=" ") if database else None
     kind = {"mlflow.experimentKind": "custom_model_development"}  # makes the page show training runs first
-    return client.create_experiment(name, artifact_location=None if beside is None else beside.as_uri(), tags=kind)
+    return client.create_experiment(name, artifact_location=folder and folder.as_uri(), tags=kind)
 
 
 @contextmanager
@@ -263,10 +211,11 @@ def _patience(seconds: int = 30) -> Iterator[None]:
 
 
 @contextmanager
-def _reported(uri: str) -> Iterator[None]:
+def _reported(uri: str, seconds: int = 30) -> Iterator[None]:
     """Turn failures of the store inside the block into a UserError."""
     try:
-        yield
+        with _patience(seconds):
+            yield
     except UserError:
         raise
     except Exception as error:  # MLflow, its database and its HTTP layer raise different types
@@ -283,3 +232,42 @@ def _why(error: BaseException, uri: str) -> str:
         error = inner
     lines = str(error).replace(uri, shown(uri)).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"
+
+
+def loggable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options with the passwords of all URIs removed, at any depth.
+
+    >>> loggable({"rounds": 3, "tracking": {"uri": "http://me:secret@host"}})
+    {'rounds': 3, 'tracking': {'uri': 'http://host'}}
+    """
+    public: dict[str, Any] = {}
+    for name, value in options.items():
+        nested = loggable(value) if isinstance(value, Mapping) else value
+        public[name] = shown(nested) if isinstance(nested, str) else nested
+    return public
+
+
+def flattened(options: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return dotted name -> text, shortened to what MLflow accepts; a list is one value.
+
+    >>> flattened({"seed": 0, "model": {"name": "cnn"}, "strategies": {"uniform": {}}, "budgets": [1.5, 2]})
+    {'seed': '0', 'model.name': 'cnn', 'strategies.uniform': '{}', 'budgets': '[1.5, 2]'}
+    """
+    flat: dict[str, str] = {}
+    for name, value in options.items():
+        key = prefix + re.sub(r"[^\w\-. :/]", "_", str(name))
+        if isinstance(value, Mapping) and value:
+            flat.update(flattened(value, f"{key}."))
+        else:
+            text = value if isinstance(value, str) else json.dumps(value, default=str)
+            flat[key] = text if len(text) <= _LONGEST_PARAM else text[: _LONGEST_PARAM - 3] + "..."
+    return flat
+
+
+def shown(uri: str) -> str:
+    """Return the URI without user name and password.
+
+    >>> shown("postgresql://me:secret@db.example.org/runs")
+    'postgresql://db.example.org/runs'
+    """
+    return re.sub(r"(?<=://)[^/@]*@", "", uri)

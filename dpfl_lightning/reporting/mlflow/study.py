@@ -1,7 +1,5 @@
 """Tracking of a search and its trials in MLflow."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -13,17 +11,9 @@ _PROGRAM = {"mlflow.source.name": "dpfl_lightning.sweep"}
 
 
 class StudyTracking:
-    """Tracks a search as one run, and each of its trials as a run nested in it.
+    """Tracks a search as one run of a `Store`, and each of its trials as a run nested in it.
 
-    A store that fails later never stops a trial. One warning states that tracking failed.
-
-    Args:
-        experiment: name of the MLflow experiment; created if missing.
-        uri: see `store_uri`.
-        tags: tags of the search's run.
-
-    Raises:
-        UserError: the store cannot be reached or written, or the experiment was deleted.
+    A store that fails later never stops a trial; one warning states that tracking failed.
     """
 
     def __init__(self, experiment: str, uri: str | None = None, tags: Mapping[str, Any] | None = None) -> None:
@@ -33,8 +23,7 @@ class StudyTracking:
     def begin(self, name: str, options: Mapping[str, Any], run_id: str | None = None) -> str:
         """Start or resume the run of the search, and return its id."""
         with self.store.reported():
-            if run_id is not None and self.store.has(run_id):
-                self.store.go_on(run_id)
+            if run_id is not None and self.store.resume(run_id):
                 return run_id
             return self.store.begin(name, {**self._tags, **_PROGRAM}, options, "sweep.yaml")
 
@@ -50,14 +39,14 @@ class StudyTracking:
         status: str,
     ) -> None:
         """Log a finished trial: drawn values, scores, accuracy after each step, start and end time, and status."""
-        begun, ended = (None if one is None else int(one.timestamp() * 1000) for one in when)
+        begun, ended = (None if time is None else int(time.timestamp() * 1000) for time in when)
 
         def log() -> None:
             trial_tags = {**tags, "mlflow.parentRunId": parent, **_PROGRAM}
             run = self.store.begin(name, trial_tags, params, file="", begun=begun)
             curve = [metric for step, one in steps.items() for metric in metrics({"accuracy_so_far": one}, step)]
             self.store.log_metrics(run, [*metrics(values, 0), *curve])
-            self.store.end(run, status, ended)
+            self.store.client.set_terminated(run, status, ended)
 
         self._tried(log)
 
@@ -66,16 +55,16 @@ class StudyTracking:
 
         def log() -> None:
             self.store.log_metrics(run_id, metrics(values, 0))
-            self.store.log_text(run_id, text, "trials.txt")
+            self.store.client.log_text(run_id, text, "trials.txt")
             for path in files:
-                self.store.log_file(run_id, path)
-            self.store.end(run_id)
+                self.store.client.log_artifact(run_id, str(path))
+            self.store.client.set_terminated(run_id)
 
         self._tried(log)
 
     def stopped(self, run_id: str) -> None:
         """Mark the search as stopped; `begin` resumes it."""
-        self._tried(lambda: self.store.end(run_id, "KILLED"))
+        self._tried(lambda: self.store.client.set_terminated(run_id, "KILLED"))
 
     def _tried(self, action: Callable[[], None]) -> None:
-        self.store.tried(action, "trials go on")
+        self.store.tried(action, "trials continue")

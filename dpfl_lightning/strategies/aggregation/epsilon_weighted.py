@@ -1,7 +1,5 @@
 """WeiAvg: weights by budget."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

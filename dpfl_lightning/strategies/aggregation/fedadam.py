@@ -1,7 +1,5 @@
 """FedAdam: Adam on the server."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """FedProx: local training is pulled towards the round's model."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dpfl_lightning.errors import require

@@ -1,7 +1,5 @@
 """FedYogi: Yogi on the server."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dpfl_lightning.strategies.aggregation.fedadam import FedAdam

@@ -1,7 +1,5 @@
 """Weights by the inverse variance of the noise."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

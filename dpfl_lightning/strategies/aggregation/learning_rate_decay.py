@@ -1,7 +1,5 @@
 """Decay of the local learning rate over the rounds."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

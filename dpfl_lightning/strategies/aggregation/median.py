@@ -1,7 +1,5 @@
 """The coordinate-wise median of the clients' updates."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from dpfl_lightning.strategies.aggregation.trimmed_mean import TrimmedMean

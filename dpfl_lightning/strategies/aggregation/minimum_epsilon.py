@@ -1,7 +1,5 @@
 """DPFedAvg with the smallest budget for all clients."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dpfl_lightning.federated.messages.schedule import RunSchedule

@@ -1,7 +1,5 @@
 """Robust-HDP: weights by the noise variance of each update, estimated from the updates themselves."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping, Sequence

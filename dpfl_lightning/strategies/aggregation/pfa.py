@@ -1,7 +1,5 @@
 """PFA: updates of clients with small budgets are projected onto a subspace of updates of clients with large budgets."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

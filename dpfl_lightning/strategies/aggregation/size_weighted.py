@@ -1,7 +1,5 @@
 """DPFedAvg: weights by data size."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

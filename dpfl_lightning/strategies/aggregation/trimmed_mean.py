@@ -1,7 +1,5 @@
 """Coordinate-wise trimmed mean and median of the clients' updates."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

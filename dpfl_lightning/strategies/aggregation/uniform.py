@@ -1,7 +1,5 @@
 """Equal weights for all participants."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

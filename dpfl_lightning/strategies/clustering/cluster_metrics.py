@@ -1,7 +1,5 @@
 """Base class of strategies that form groups: the metric `group` of a round."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 

@@ -1,7 +1,5 @@
 """Robust clustered DPFL: groups of clients are found by full-batch updates in round 1, then train separate models."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The first round of `clustered`, with full batches: its plan, its noise, and which groups it can separate."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """IFCA: the server has M models, and every client trains the model that fits its records best."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

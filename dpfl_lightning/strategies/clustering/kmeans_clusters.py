@@ -1,7 +1,5 @@
 """KM-CDPFL: k-means on the updates of each round decides which clients share their updates."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """One model for each client: without a federation, or pulled towards the mean of all models."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dpfl_lightning.federated.server.strategy import Strategy

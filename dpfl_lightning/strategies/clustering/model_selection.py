@@ -1,7 +1,5 @@
 """Clients choose among the server's models by their losses; the choices are planned with the run and charged."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any
@@ -15,7 +13,7 @@ from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.events import Event, NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.selection import ExponentialMechanism
+from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 
 #: text of a guarantee for `paper_argmin`
 PLAIN_CHOICES = "which model each client chooses is released without noise"

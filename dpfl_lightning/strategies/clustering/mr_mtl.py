@@ -1,7 +1,5 @@
 """MR-MTL: one model for each client, pulled towards the mean of all models."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dpfl_lightning.errors import require

@@ -1,7 +1,5 @@
 """Upper bound for clustering: the true groups are known, and each has a separate model from the first round on."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from dpfl_lightning.errors import UserError

@@ -1,7 +1,5 @@
 """Traffic and costs of a distillation run, the paper's formula for epsilon, and the card of a distilled set."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Data distillation: the server learns a small synthetic set from class gradients, and trains nets on it."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import Counter
 from collections.abc import Mapping

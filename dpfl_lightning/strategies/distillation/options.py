@@ -1,7 +1,5 @@
 """Options of the distillation strategy: their names, their defaults by mode, and their checks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any

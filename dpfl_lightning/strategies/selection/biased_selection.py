@@ -3,8 +3,6 @@
 The functions compute how noise grows with participations; `allocation.py` turns this into quotas.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

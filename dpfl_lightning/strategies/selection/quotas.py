@@ -1,7 +1,5 @@
 """Selection of clients: a cohort in each round, and a quota of rounds for each client."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any

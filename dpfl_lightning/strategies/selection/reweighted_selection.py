@@ -1,7 +1,5 @@
 """Biased selection whose weights remove the bias: an ablation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """DPFL-BCS as in the paper: in a first stage clients report noised losses; then quotas avoid dissimilar clients."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

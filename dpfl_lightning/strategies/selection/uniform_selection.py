@@ -1,7 +1,5 @@
 """Uniform selection: all clients take part equally often."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from dpfl_lightning.algorithms.allocation import allocate_int

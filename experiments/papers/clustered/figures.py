@@ -1,7 +1,5 @@
 """Figures of the clustering papers that need more than one line per row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

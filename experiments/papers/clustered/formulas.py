@@ -1,10 +1,8 @@
-"""What the papers' formulas give without any training: noise multipliers, noise of updates, prices of releases.
+"""The papers' formulas: noise multipliers, noise of updates, prices of releases.
 
 The setting is that of the revised paper's Figure 3: N = 6,600 records, batch 32, one local epoch a round, 200 rounds,
 delta 1e-4, clip norm 3, learning rate 5e-4 and the 11,181,642 parameters of a ResNet-18.
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -34,19 +32,13 @@ def noise_multiplier(
     epochs: int = 1,
     accountant: str = "rdp",
 ) -> float:
-    """z of the rounds after the first one, for a budget that pays for everything.
+    """z of the rounds after the first one, for a budget `epsilon` that pays for the whole run.
 
     Args:
-        epsilon: of the whole run.
-        first_batch: of round 1; None is a round like the others.
-        batch: of the others.
+        first_batch: batch size of round 1; None is a round like the others.
         first_noise: noise multiplier of round 1; None is that of the others, as in the papers.
-        selections: choices by loss.
-        selection_epsilon: range of one of them.
-        records: N.
-        rounds: E.
-        epochs: K.
-        accountant: its name.
+        selections: number of choices by loss, each of range `selection_epsilon`.
+        records: N; `rounds` E; `epochs` K.
 
     >>> round(noise_multiplier(5.0, first_batch=None), 3), round(noise_multiplier(5.0), 3)
     (1.078, 1.31)
@@ -63,7 +55,7 @@ def noise_multiplier(
 
 
 def epsilon_alone(event: Event, times: int = 1, accountant: str = "rdp") -> float:
-    """What so many such releases cost if there is nothing else.
+    """The cost of so many such releases alone.
 
     >>> round(epsilon_alone(GaussianEvent(1.0, 1.31)), 2)
     3.05
@@ -74,7 +66,7 @@ def epsilon_alone(event: Event, times: int = 1, accountant: str = "rdp") -> floa
 def update_variance(batch: int, noise_multiplier: float, epochs: int = 1) -> float:
     """Noise variance of one round's update, all parameters together: `K N lr^2 P c^2 z^2 / b^3`.
 
-    Reference: Lemma 4.1, which neglects what drawing batches adds, and takes N / b for the number of steps.
+    Reference: Lemma 4.1, which neglects the sampling of batches, and takes N / b for the number of steps.
 
     >>> f"{update_variance(6600, 1.3104):.2e}"
     '9.92e-07'
@@ -83,13 +75,13 @@ def update_variance(batch: int, noise_multiplier: float, epochs: int = 1) -> flo
 
 
 def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
-    """What private choices among models cost, in the noise of training beside a full-batch round of the same noise.
+    """Cost of private choices among models, in the noise of training beside a full-batch round of the same noise.
 
     Returns:
-        Noise multipliers: `free` (choices are not paid for, as the papers have it), `joint` (20 choices composed with
-        training), `subtracted` (their epsilon is taken off the budget, as later published code has it), `every_round`
-        (100 choices, composed); `joint_increase` and `subtracted_increase` over `free`, in per cent. And epsilons of
-        the choices alone: `alone`, `alone_every_round`.
+        Noise multipliers: `free` (choices are not paid for, as in the papers), `joint` (20 choices composed with
+        training), `subtracted` (their epsilon is subtracted from the budget), `every_round` (100 choices, composed);
+        `joint_increase` and `subtracted_increase` over `free`, in per cent. Epsilons of the choices alone: `alone`,
+        `alone_every_round`.
     """
     event = SelectionEvent(SHARE * epsilon)
     alone = epsilon_alone(event, SELECTIONS, accountant)
@@ -111,7 +103,7 @@ def selection_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
 
 
 def full_batch_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]:
-    """What a full-batch first round costs the others.
+    """Cost of a full-batch first round for the others.
 
     Returns:
         Noise multipliers: `without` it, with it at the `same` noise, and with 3 or 5 in it, `own3` and `own5`;
@@ -127,7 +119,7 @@ def full_batch_cost(epsilon: float, accountant: str = "rdp") -> dict[str, float]
 
 
 def noise_by_sample_rate(rate: float, accountant: str = "rdp") -> dict[str, float]:
-    """Noise multipliers by epsilon, for any number of records: they depend on sample rate and number of steps."""
+    """Noise multipliers by epsilon; they depend on sample rate and number of steps only."""
     records = 60_000
     return {
         f"eps{epsilon}": noise_multiplier(epsilon, None, round(rate * records), records=records, accountant=accountant)
@@ -142,8 +134,8 @@ def noise_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
 
 
 def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float]:
-    """log10 of the noise variance of an update of the first round and of a later one, and the factor of a tenth of the
-    first batch (`tenfold`)."""
+    """log10 of the noise variance of an update of the first round and of later ones; `tenfold`: factor of a tenth of
+    `first`."""
     multipliers = {int(name[1:]): z for name, z in noise_by_batches(first, accountant).items()}
     values = {f"first_b{later}": math.log10(update_variance(first, z)) for later, z in multipliers.items()}
     values |= {f"later_b{later}": math.log10(update_variance(later, z)) for later, z in multipliers.items()}
@@ -154,17 +146,10 @@ def variances_by_batches(first: int, accountant: str = "rdp") -> dict[str, float
 
 
 def learning_rate(row: str, column: str, scale: str, cifar10: bool = False, batch_size: int = 32) -> float:
-    """The revised paper's rate for CIFAR-10, else one chosen on public records (`learning_rates` of the YAML file).
+    """The revised paper's rate for CIFAR-10, else one chosen on public records; in proportion to `batch_size`.
 
     The noise of T steps has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T.
-
-    Args:
-        row: method.
-        column: epsN; budgets without a rate take that of a neighbour.
-        scale: small or paper.
-        cifar10: whether it is CIFAR-10.
-        batch_size: the rate is in proportion to it.
+    whole run depends on T. Budgets without a rate take that of a neighbour.
     """
     records = {"small": 1904, "paper": 6600} if cifar10 else {"small": 2285, "paper": 8000}
     steps = {name: count * math.ceil(records[name] / 32) for name, count in (("small", 60), ("paper", ROUNDS))}

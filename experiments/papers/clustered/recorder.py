@@ -1,7 +1,5 @@
 """Read a run with true groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +13,6 @@ from dpfl_lightning.federated.server.group_metrics import (
     MATCHES,
     accuracy_of_groups,
     clustering,
-    fairness_gap,
     true_groups,
 )
 from dpfl_lightning.federated.server.results import RoundReport, RunResult
@@ -31,11 +28,9 @@ _SHARES = ("clustering_accuracy", "minority_recall")  # in per cent here
 class GroupRecorder(Recorder):
     """Accuracy of groups, how well clusters match them, and what was sent.
 
-    Values beside those of `Recorder`, in per cent: `accuracy_majority`, `accuracy_minority`, `accuracy_<group>`,
-    `clustering_accuracy` and `minority_recall` of the last round; `adjusted_rand_index`; `clusters_perfect`, 1 or 0;
-    `models_down` and `models_up`, sent to and from a client on average; and every number among the strategies' metrics.
-    `curves`: name -> {round: value} of groups and of `clustering_accuracy`, in per cent. `clients` have also loss,
-    true_group and model.
+    Further values, in per cent: `accuracy_<group>` and `clustering_accuracy`, `minority_recall` of the last round;
+    `adjusted_rand_index`; `clusters_perfect`, 1 or 0; `models_down` and `models_up`, per client; and the strategies'
+    metrics. `curves`: name -> {round: per cent}. `clients` have also loss, true_group and model.
     """
 
     def __init__(self) -> None:
@@ -91,9 +86,8 @@ def matches(metrics: Mapping[str, float]) -> dict[str, float]:
 class FirstRound(GroupRecorder, Strategy):
     """Ends the run after its first round, to read the clusters that this round alone shows.
 
-    Values beside those of `GroupRecorder`: `num_clusters`, `separation`, `confident` (1 or 0), and their matches;
-    `silhouette` of the true groups in `points`, each client's update along the two directions in which updates differ
-    most, in units of the largest distance from their mean.
+    Further values: `num_clusters`, `separation`, `confident` (1 or 0), and their matches; `silhouette` of the true
+    groups in `points`, each client's update in two principal components.
     """
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:
@@ -136,8 +130,8 @@ def fairness(cell: Mapping[str, Any], reference: Mapping[str, Any]) -> Values:
     """F_acc in points and F_loss in nats, from a cell's file and that of the reference models on the same clients."""
     clients, best = cell["clients"], reference["clients"]
     return {
-        "fairness_gap_accuracy": 100 * fairness_gap(clients["accuracy"], best["accuracy"]),
-        "fairness_gap_test_loss": fairness_gap(clients["loss"], best["loss"]),
+        "fairness_gap_accuracy": 100 * float(np.ptp(np.subtract(best["accuracy"], clients["accuracy"]))),
+        "fairness_gap_test_loss": float(np.ptp(np.subtract(best["loss"], clients["loss"]))),
     }
 
 

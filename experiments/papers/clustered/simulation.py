@@ -1,10 +1,8 @@
-"""Made-up updates of a first round in known groups: the separation from which each method finds the groups.
+"""Simulated updates of a first round in known groups: the separation from which each method finds the groups.
 
-Means lie `2 * separation` apart, noise has standard deviation 1 in every parameter, and nothing else differs: real
-updates differ in more, so this is the easiest case there is.
+Means lie `2 * separation` apart, noise has standard deviation 1 in every parameter, and nothing else differs, which is
+the easiest case.
 """
-
-from __future__ import annotations
 
 import math
 import warnings
@@ -25,7 +23,6 @@ RUNS = 40
 
 
 def true_groups(sizes: Sequence[int] = SIZES) -> np.ndarray:
-    """The group of each client."""
     return np.repeat(range(len(sizes)), sizes)
 
 
@@ -44,7 +41,7 @@ def group_means(separation: float, nested: bool = False) -> np.ndarray:
 def updates_at(
     separation: float, num_params: int, seed: int, nested: bool = False, sizes: Sequence[int] = SIZES
 ) -> Updates:
-    """Exactly the law of such updates, at a cost that does not grow with the number of parameters.
+    """Updates of exactly this law, at a cost that does not grow with the number of parameters.
 
     Five dimensions hold the means; noise in all others is a Wishart Gram matrix.
     """
@@ -57,12 +54,11 @@ def updates_at(
 
 
 def methods_at(separation: float, num_params: int) -> dict[str, float]:
-    """What each method makes of 21 updates, mean of six draws: adjusted Rand indices, separations, numbers of groups.
+    """Results of each method for 21 updates, mean of six draws: adjusted Rand indices, separations, numbers of groups.
 
     Returns:
         `raw_...`: a spherical mixture of the updates as they are, best of 20 starts; `paper_...`: the papers' in two
-        dimensions; `ward_...`: Ward's four groups and their separation without noise; `split_...`: our default, which
-        is not told their number.
+        dimensions; `ward_...`: Ward's four groups and their separation without noise; `split_...`: our default.
     """
     drawn = [_methods_once(separation, num_params, seed) for seed in SEEDS]
     return {name: fmean(one[name] for one in drawn) for name in drawn[0]}
@@ -106,17 +102,13 @@ def _raw_mixture(x: np.ndarray, seed: int) -> tuple[np.ndarray, float]:
 def recovery(
     ratio: float, num_params: int, rule: str, nested: bool = False, sizes: Sequence[int] = SIZES
 ) -> dict[str, float]:
-    """How often a rule finds the number of groups, in per cent of 40 draws, and the mean adjusted Rand index.
+    """How often a rule finds the number of groups, in per cent of 40 draws (`found`), and the mean adjusted Rand index
+    (`ari`).
 
     Args:
-        ratio: separation / `num_params^(1/4)`; 0: there are no groups.
-        num_params: of an update.
+        ratio: separation / `num_params^(1/4)`; 0: there are no groups, and the right number is one.
         rule: split or mss.
         nested: see `group_means`.
-        sizes: of the four groups.
-
-    Returns:
-        `found` (of the right number: four, or one where there are none), `ari` where there are groups.
     """
     true = true_groups(sizes) if ratio else np.zeros(sum(sizes), dtype=int)
     options, right, rand = GroupOptions(choose=rule), 0, []

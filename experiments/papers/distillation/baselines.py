@@ -1,9 +1,4 @@
-"""References for a federated set: sets and records that a simulation can make because it holds all data.
-
-Nothing here is private: they are made from clients' records without noise.
-"""
-
-from __future__ import annotations
+"""References for a federated set, which a simulation can make because it holds all data. Nothing here is private."""
 
 import math
 import tempfile
@@ -31,13 +26,12 @@ from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 
 def whole(population: Population) -> tuple[Tensor, Tensor]:
-    """Every client's training records together."""
     rows = torch.cat(population.train_of)
     return population.x[rows], population.y[rows]
 
 
 def random_subset(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """So many real records of each class, drawn from all clients' without replacement; all, where there are fewer."""
+    """So many real records of each class, drawn from all clients' without replacement; all, if there are fewer."""
     x, y = whole(population)
     generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "random subset")))
     order = torch.randperm(len(y), generator=generator).to(y.device)
@@ -46,7 +40,7 @@ def random_subset(population: Population, images_per_class: int, seed: int = 0) 
 
 
 def noise_set(population: Population, images_per_class: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Images of noise: what distillation begins with."""
+    """The images of noise with which distillation begins."""
     generator = torch.Generator().manual_seed(torch_seed(public_generator(seed, "images")))
     images = SyntheticSet.of_noise(population.num_classes, images_per_class, population.input_shape, generator)
     x, y = images.records
@@ -56,19 +50,14 @@ def noise_set(population: Population, images_per_class: int, seed: int = 0) -> t
 def centralised_matching(
     population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
 ) -> DistilledSet:
-    """The set of one client that holds everything, after as many rounds of the same strategy.
-
-    Args:
-        new_net: builds the net from a seed.
-        options: of `Distillation`.
-    """
+    """The set of one client with all records, after as many rounds of `Distillation(**options)`."""
     return _matched(one_client(population), new_net, rounds, seed, device, options)
 
 
 def local_matching(
     population: Population, new_net: NewNet, rounds: int, seed: int = 0, device: str = "auto", **options: Any
 ) -> list[DistilledSet]:
-    """The set that each client would make by itself, of the classes that it has."""
+    """The set that each client would make alone, of the classes that it has."""
     sets = []
     for rows in population.train_of:
         images = _matched(one_client(population, rows), new_net, rounds, seed, device, options)
@@ -78,7 +67,6 @@ def local_matching(
 
 
 def pooled(sets: Sequence[DistilledSet]) -> tuple[Tensor, Tensor]:
-    """The records of several sets together: local matching with `images_for_each` at every client."""
     return torch.cat([images.x for images in sets]), torch.cat([images.y for images in sets])
 
 

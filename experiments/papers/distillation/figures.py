@@ -1,7 +1,5 @@
 """Figures and summaries of the distillation paper: searches, noise, and costs."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import NamedTuple
 
@@ -12,15 +10,9 @@ from experiments.papers.figures import mean_of
 
 
 class Judgement(NamedTuple):
-    """Agreement of one scorer's order of candidates with that of their federated test accuracy.
-
-    Args:
-        candidates: their number.
-        spearman, kendall: rank correlations over all of them.
-        spearman_top5: over the five that are best in the federation.
-        winner: test accuracy of the scorer's choice in the federation, %.
-        regret: points from there to the best candidate.
-        seconds: mean of a candidate's training.
+    """Agreement of a scorer's order of candidates with that of their federated test accuracy: rank correlations over
+    all and over the federation's best five, test accuracy of its choice in %, points to the best one, mean seconds of a
+    training.
     """
 
     candidates: int
@@ -33,7 +25,8 @@ class Judgement(NamedTuple):
 
 
 def judged(experiment: Experiment, cells: Cells, scorer: str) -> Judgement | None:
-    """One scorer's ranking by hold-out accuracy against federated test accuracies; None for fewer than three."""
+    """One scorer's ranking by hold-out accuracy against federated test accuracies; None for fewer than three
+    candidates."""
     both = [row for row in experiment.rows if cells.get((row, scorer)) and cells.get((row, "federated"))]
     if len(both) < 3:
         return None
@@ -55,7 +48,6 @@ def judged(experiment: Experiment, cells: Cells, scorer: str) -> Judgement | Non
 
 
 def _mean(cells: Cells, row: str, column: str, value: str) -> float:
-    """Over seeds."""
     return fmean(cell["values"][value] for cell in cells[row, column])
 
 
@@ -107,8 +99,8 @@ def best_of_first(experiment: Experiment, cells: Cells) -> list[Panel]:
 
 
 def costs_of_tunings(experiment: Experiment, cells: Cells) -> list[Panel]:
-    """Figure 5: hours and gigabytes of n tunings: a distillation, n trainings on its set and a federated one; or n
-    federated ones."""
+    """Figure 5: hours and gigabytes of n federated tunings, or of a distillation, n trainings on its set and a
+    federated one."""
     on_set = [run for (_, scorer), runs in cells.items() if scorer == "distilled" for run in runs]
     federated = [run for (_, scorer), runs in cells.items() if scorer == "federated" for run in runs]
     if not (on_set and federated):

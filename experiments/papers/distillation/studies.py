@@ -3,8 +3,6 @@
 Choices depend on the accuracy on the server's public records alone; test accuracies are for reports.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -60,7 +58,7 @@ SEARCH_SET = Cell("distillation.search_set", "distdd", "set", "small")
 
 
 class RunRecorder(Recorder):
-    """Test accuracy of what a run delivers over rounds (`curve`, in %), what was sent, and how near gradients came.
+    """Test accuracy of the delivered model over rounds (`curve`, in %), and what was sent.
 
     Values: `delivered_accuracy` in %, `gigabytes` sent both ways, `run_seconds`, and the strategies' metrics.
     """
@@ -96,7 +94,7 @@ def distilled(context: CellContext) -> Content:
 
 
 def federated(context: CellContext) -> Content:
-    """The cell's run as it is: what it delivers."""
+    """The accuracy of the cell's run."""
     recorder = RunRecorder()
     result = context.run([recorder])
     return _content(result, recorder, {"test_accuracy": 100 * (result.test_accuracy or 0.0)})
@@ -115,12 +113,8 @@ def random_records(context: CellContext) -> Content:
 
 def noise(context: CellContext) -> Content:
     """Nets trained on the images of noise that distillation begins with."""
-    options = distillation_options(context.options)
-    return {
-        "values": _of_nets(
-            context, noise_set(population_of(context), options["images_per_class"], context.options.seed)
-        )
-    }
+    images_per_class = distillation_options(context.options)["images_per_class"]
+    return {"values": _of_nets(context, noise_set(population_of(context), images_per_class, context.options.seed))}
 
 
 def all_records(context: CellContext) -> Content:
@@ -132,7 +126,7 @@ def all_records(context: CellContext) -> Content:
 
 
 def local(context: CellContext) -> Content:
-    """Each client's own set, and a net trained on each: the mean over clients, and the worst and the best."""
+    """Each client's separate set, and a net trained on each: the mean over clients, the worst and the best."""
     options, population = context.options, population_of(context)
     some = dataclasses.replace(population, train_of=population.train_of[: LOCAL_CLIENTS[context.cell.scale]])
     build, training = new_net(options, population), _training(distillation_options(options))
@@ -144,14 +138,15 @@ def local(context: CellContext) -> Content:
 
 
 def union(context: CellContext) -> Content:
-    """Nets trained on all clients' own sets together, which have about as many images as one set in the other rows."""
+    """Nets trained on all clients' separate sets together, which have about as many images as one set in the other
+    rows."""
     population = population_of(context)
     each = images_for_each(distillation_options(context.options)["images_per_class"], population.num_clients)
     return {"values": _of_nets(context, pooled(_of_clients(context, population, images_per_class=each)))}
 
 
 def _of_clients(context: CellContext, population: Population, **changed: Any) -> list[DistilledSet]:
-    """The set that each client of `population` makes by itself, by the cell's options."""
+    """The set that each client of `population` makes alone, by the cell's options."""
     options = context.options
     common = {name: value for name, value in distillation_options(options).items() if name != "participation_fraction"}
     build, device = new_net(options, population), str(population.x.device)
@@ -167,7 +162,7 @@ def _of_nets(context: CellContext, records: tuple[Tensor, Tensor]) -> dict[str, 
 
 
 def _training(options: Mapping[str, Any]) -> Training:
-    """Of fresh nets on a set: augmented where the set was made so."""
+    """Training of fresh nets on a set, augmented if the set was made so."""
     augmentations = AUGMENTATIONS[options.get("augmentation", "none")]
     if not augmentations:
         return ON_A_SET
@@ -180,8 +175,8 @@ def _training(options: Mapping[str, Any]) -> Training:
 def given_away(context: CellContext) -> Content:
     """The similarity of a client's records to the images that the server makes of its gradients.
 
-    Values: over the classes that the client has, the mean correlation of a class's image with the nearest record of
-    that class: among the client's records (`own`), and among as many of the test set (`strangers`).
+    Values: over the client's classes, the mean correlation of a class's image with the nearest record of that class:
+    among the client's records (`own`), and among as many of the test set (`strangers`).
     """
     recorder = RunRecorder()
     result = context.run([recorder])
@@ -214,41 +209,30 @@ _PASSES = 60
 
 def candidate_net(context: CellContext) -> Content:
     """A candidate net by the scorer of the column: a federated run, or trained on a set."""
-    if context.cell.column in ("federated", "early"):
-        return _candidate(context)
-    return _proxy(context, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
+    return _candidate(context, dataclasses.replace(ON_A_SET, epochs=_NET_EPOCHS))
 
 
 def candidate_hyperparameters(context: CellContext) -> Content:
     """A candidate's hyperparameters by the scorer of the column; on a set the net trains as a client would."""
-    if context.cell.column in ("federated", "early"):
-        return _candidate(context)
     clients = context.options.clients
     epochs, batch_size = clients.local_epochs, clients.batch_size
     assert isinstance(epochs, int) and isinstance(batch_size, int) and isinstance(clients.learning_rate, float)
-    return _proxy(context, Training(_PASSES * epochs, clients.learning_rate, batch_size=batch_size))
+    return _candidate(context, Training(_PASSES * epochs, clients.learning_rate, batch_size=batch_size))
 
 
-def _candidate(context: CellContext) -> Content:
-    """The federated run of a candidate."""
-    recorder, last = RunRecorder(), LastModel()
-    result = context.run([recorder, last])
-    population = population_of(context)
-    scores = scored(new_net(context.options, population), population, last.model.to(population.x.device))
-    return _content(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
-
-
-def _proxy(context: CellContext, training: Training) -> Content:
-    """The candidate's net trained on the distilled set or on random records, as the column says."""
-    population, options = population_of(context), context.options
-    cost = {}
+def _candidate(context: CellContext, training: Training) -> Content:
+    """The candidate's federated run, or its net trained on the distilled set or on random records, by the column."""
+    population, options, recorder = population_of(context), context.options, RunRecorder()
+    build, cost = new_net(options, population), {}
+    if context.cell.column in ("federated", "early"):
+        result = context.run([recorder, last := LastModel()])
+        scores = scored(build, population, last.model.to(population.x.device))
+        return _content(result, recorder, {**scores, "trial_seconds": result.wall_seconds})
     if context.cell.column == "distilled":
-        recorder = RunRecorder()
         records = DistilledSet.load(context.run_of(SEARCH_SET, [recorder]).output_dir).records
         cost = {f"set_{name}": recorder.record["values"][name] for name in ("gigabytes", "run_seconds")}
     else:
         records = random_subset(population, distillation_options(context.options)["images_per_class"], options.seed)
-    build = new_net(options, population)
     begin, order = (torch_seed(public_generator(options.seed, "candidate", which)) for which in (0, 1))
     records = records[0].to(population.x), records[1].to(population.y)
     begun = time.perf_counter()
@@ -260,7 +244,8 @@ def _proxy(context: CellContext, training: Training) -> Content:
 
 def scored(build: Callable[[int], nn.Module], population: Population, model: Tensor) -> dict[str, float]:
     """Accuracies of parameters `[P]` in %: `holdout_accuracy` on the server's public records, which chooses, and
-    `test_accuracy`, which is reported; and `parameters`."""
+    `test_accuracy`, which is reported; and `parameters`.
+    """
     require(population.public is not None, "data.public_records", "be some: they choose", None)
     assert population.public is not None  # for mypy
     both = dataclasses.replace(
@@ -280,14 +265,12 @@ def scored(build: Callable[[int], nn.Module], population: Population, model: Ten
 
 
 def distillation_options(options: Options) -> dict[str, Any]:
-    """The options of the strategy, with the defaults of those that studies read."""
+    """The options of the strategy, with the default of `images_per_class`."""
     return {"images_per_class": 10, **(options.strategies.get("distillation") or {})}
 
 
 def population_of(context: CellContext) -> Population:
-    """The clients, on the device of the run."""
-    on_gpu = torch.cuda.is_available() and context.options.engine.device != "cpu"
-    return build_population(context.options).to("cuda" if on_gpu else "cpu")
+    return build_population(context.options).to(context.device)
 
 
 def new_net(options: Options, population: Population) -> Callable[[int], nn.Module]:

@@ -1,7 +1,5 @@
 """The paper's estimator of noise beside others on made-up updates, as the common signal grows."""
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import torch
@@ -21,16 +19,14 @@ _ESTIMATORS = {name: EstimatorOptions(name) for name in ("hetero_pca", "raw_norm
 
 
 def updates(signal: str, ratio: float, seed: int, accountant: str = "rdp") -> tuple[Tensor, list[float]]:
-    """Made-up updates of the 20 clients of Dist1 (learning rate 1), and the true noise variance of each.
+    """Simulated updates of the 20 clients of Dist1 (learning rate 1), and the true noise variance of each.
 
     Args:
         signal: `equal`: as long for every client; `steps`: in proportion to its local steps.
         ratio: length of the quietest client's signal / length of its noise.
-        seed: of directions and noise.
-        accountant: whose noise multipliers.
 
     Returns:
-        `[20, 28938]` float32: one direction for all, a direction of its own a tenth as long, and noise; and
+        `[20, 28938]` float32: one common direction, a separate one of each client a tenth as long, and noise; and
         `[20]` variances summed over coordinates.
     """
     sizes = BATCH_SIZES[CLIENTS]

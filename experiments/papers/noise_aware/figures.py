@@ -1,7 +1,5 @@
 """Figures of the noise-aware paper that need more than one line per row."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from experiments.papers.experiment import Cells, Experiment, Panel

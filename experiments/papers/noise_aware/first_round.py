@@ -1,7 +1,5 @@
 """One round of real training: the estimates of its updates' noise beside the true noise."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,15 +21,13 @@ class FirstRound(Recorder, Strategy):
     """Ends the run after its first round, whose noise is that of the whole run's plan.
 
     Values for each estimator: `<name>_noise`, the noise variance of the sum under its weights, per parameter at
-    learning rate 1; `<name>_excess`, the same divided by the least possible. `oracle_noise` is that least. The lists in
-    `first_round` have a number for each client: `truth` and `<name>_variance` (as `truth`, but for a common factor),
-    `<name>_weights`, `oracle_weights`, `epsilon`; and, if asked for, `singular_values` of the updates and of their
-    low-rank part.
+    learning rate 1; `<name>_excess`, divided by the least possible, `oracle_noise`. Lists in `first_round`, a number
+    for each client: `truth`, `<name>_variance` (up to a common factor), `<name>_weights`, `oracle_weights`, `epsilon`.
 
     Args:
-        names: of estimators with their default options.
-        rows: numbers of parameters: robust PCA of the first ones, as in the paper's figures (`rpca_<number>`).
-        singular_values: whether to keep them.
+        names: estimators with their default options.
+        rows: numbers of first parameters for robust PCA (`rpca_<number>`), as in the paper's figures.
+        singular_values: whether to store those of the updates and of their low-rank part.
     """
 
     def needs_updates(self, plan: RoundPlan, view: View) -> bool:

@@ -1,10 +1,8 @@
-"""What the paper's formulas give without any training: noise multipliers, noise of updates and sums, best weights.
+"""The paper's formulas: noise multipliers, noise of updates and sums, best weights.
 
 Everything is "per parameter, at learning rate 1": the variance of one coordinate of an update, divided by the squared
 learning rate, `ceil(N / b) (c z / b)^2` (its Eqs. 3, 5 and 7 without the sampling term).
 """
-
-from __future__ import annotations
 
 import functools
 import math
@@ -43,7 +41,7 @@ def noise_vars(
 ) -> list[float]:
     """Noise variance of each client's update, per parameter at learning rate 1.
 
-    With the paper's accountant z has two decimals, rounded down too, as in the paper's code: for its tables only.
+    With the paper's accountant z is rounded to two decimals, also down, as in the paper's code: for its tables only.
     """
     multipliers = noise_multipliers(tuple(epsilons), tuple(batch_sizes), records, accountant)
     rounded = [round(z, 2) if accountant == "paper_ma" else z for z in multipliers]
@@ -62,9 +60,7 @@ def of_sum(weights: Sequence[float], variances: Sequence[float]) -> float:
 
 
 def oracle_weights(variances: Sequence[float]) -> list[float]:
-    """The weights of the least noise, ~ 1 / variance.
-
-    Reference: Eq. 8 of the paper.
+    """The weights of least noise, ~ 1 / variance (Eq. 8).
 
     >>> oracle_weights([1.0, 3.0])
     [0.75, 0.25]
@@ -74,10 +70,7 @@ def oracle_weights(variances: Sequence[float]) -> list[float]:
 
 
 def table3(dist: str, accountant: str = "paper_ma") -> dict[str, float]:
-    """The noise of the sum under each method's weights, for 20 clients of a published list.
-
-    The paper's caption has the weights, its numbers the squared weights.
-    """
+    """The noise of the sum under each method's weights, for 20 clients of a published list."""
     epsilons, batch_sizes = EPSILONS[dist][CLIENTS], BATCH_SIZES[CLIENTS]
     variances = noise_vars(epsilons, batch_sizes, accountant=accountant)
     of_smallest = noise_vars([min(epsilons)] * CLIENTS, batch_sizes, accountant=accountant)
@@ -103,7 +96,7 @@ def weights_of_60(batch_sizes: Sequence[int], dist: str = "dist1", accountant: s
 
 
 def falsified_noise(claims: Sequence[float], liar: int = 0, dist: str = "dist5") -> list[tuple[float, float]]:
-    """WeiAvg when one client claims another budget: for each claim the noise of the sum, and the liar's weight.
+    """WeiAvg when one client claims another budget: for each claim the noise of the sum, and that client's weight.
 
     >>> [round(number, 2) for number in falsified_noise([10.0])[0]]
     [7.45, 0.38]
@@ -118,17 +111,11 @@ def falsified_noise(claims: Sequence[float], liar: int = 0, dist: str = "dist5")
 
 
 def learning_rate(row: str, column: str, scale: str, data: str, dist: str | None = None) -> float:
-    """The paper's choice (`learning_rates` of the YAML file); our row takes Robust-HDP's.
+    """The paper's choice for a method and a distribution of budgets (`dist`, else the column); our row takes
+    Robust-HDP's.
 
     The noise of T rounds has a multiplier ~ sqrt(T): with a learning rate ~ 1 / T neither the path nor the noise of the
-    whole run depends on T. The small scale has 60 rounds in place of 200.
-
-    Args:
-        row: method, also of real CIFAR-100.
-        column: dist1 ... dist9, unless `dist` is given.
-        scale: small or paper.
-        data: a key of `learning_rates`.
-        dist: the distribution of budgets that the rate was chosen for.
+    whole run depends on T. The small scale has 60 rounds instead of 200.
     """
     method = row.removesuffix("_cifar100")
     rates = read_paper("noise_aware")["learning_rates"][data]["robust_hdp" if method == "ours" else method]
@@ -137,7 +124,7 @@ def learning_rate(row: str, column: str, scale: str, data: str, dist: str | None
 
 
 def claimed_budgets(claim: float, **_: str) -> list[float]:
-    """The budgets that the clients of Dist5 claim if the first one, with epsilon 0.95 and batch 32, says `claim`."""
+    """The budgets that the clients of Dist5 claim if the first one, with epsilon 0.95 and batch 32, reports `claim`."""
     return [float(claim), *EPSILONS["dist5"][CLIENTS][1:]]
 
 
@@ -157,7 +144,7 @@ def noise_by_batch_size(size: int, accountant: str = "paper_ma") -> dict[str, ob
 
 
 def noise_by_sample_rate(rate: float, accountant: str = "paper_ma") -> dict[str, float]:
-    """Figure 8: noise multipliers by epsilon, for any number of records: they depend on sample rate and steps."""
+    """Figure 8: noise multipliers by epsilon; they depend on sample rate and steps only."""
     records, epsilons = 60_000, (0.5, 1.0, 2.0, 5.0)
     multipliers = noise_multipliers(epsilons, (round(rate * records),) * len(epsilons), records, accountant)
     return {f"eps{epsilon:g}": z for epsilon, z in zip(epsilons, multipliers, strict=True)}

@@ -1,7 +1,5 @@
 """Figures of the selection paper that are not of one value per cell."""
 
-from __future__ import annotations
-
 from experiments.papers.experiment import Cells, Experiment, Panel
 
 

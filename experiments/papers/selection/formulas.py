@@ -1,7 +1,5 @@
 """Numbers by formula: quotas of three clients, noise of a round, calibrations, and fitted constants."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -45,13 +43,7 @@ def three_clients(ratio: float, exponent: float) -> dict[str, float]:
 
 
 def noise_of_a_round(mechanism: str, budgets: Sequence[float]) -> dict[str, float]:
-    """Noise in a round's mean update, as a multiple of that of quotas of least noise, equal numbers of records.
-
-    Mean of 200 draws of budgets, each with 50 cohorts.
-
-    Args:
-        mechanism: gaussian or laplace.
-        budgets: the smallest and the largest epsilon.
+    """Noise in a round's mean update, as a multiple of that of quotas of least noise; mean of 200 draws of budgets.
 
     Returns:
         `uniform`, `weiavg` and `inverse`: equal quotas, weighted equally, by epsilon and by inverse noise.
@@ -91,14 +83,11 @@ def deciding(gamma: float, smoothness: float, convexity: float) -> dict[str, flo
 
 
 def fitted_constants(start: Sequence[float]) -> dict[str, float]:
-    """The paper's constants of one and the same made-up first stage (100 clients, 10 rounds, a mean loss of 2).
+    """The paper's constants of one simulated first stage (100 clients, 10 rounds, a mean loss of 2), and the
+    `residual`.
 
     Args:
-        start: where the search begins: |w_0 - w*|^2, gamma, sigma^2, L, mu.
-
-    Returns:
-        `gamma`, `smoothness`, `convexity`, `offset` (8 L / mu, which gamma must be), `decides` (L + 3/8 mu (gamma +
-        190), to which the ratio of bias to noise is proportional) and `residual`.
+        start: start of the search: |w_0 - w*|^2, gamma, sigma^2, L, mu.
     """
     draw = np.random.default_rng(0)
     epsilon, delta = draw.uniform(0.1, 3, CLIENTS), draw.uniform(*DELTAS, CLIENTS)

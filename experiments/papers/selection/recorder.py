@@ -1,7 +1,5 @@
 """Read a run of the selection paper."""
 
-from __future__ import annotations
-
 from statistics import fmean
 from typing import Any
 
@@ -16,11 +14,10 @@ _OF_CLIENTS = ("quota", "participations", "unlikeness")
 class SelectionRecorder(Recorder):
     """Accuracy on the common test set over rounds, participations, and accuracy by budget.
 
-    Values beside those of `Recorder`: `test_loss`; `equality`, Jain's index of participation; `never`, clients without
-    participation, %; `budget_gap`, accuracy of the quarter with the largest budgets minus that of the quarter with the
-    smallest, in points; every number among the strategies' metrics, and `offset` and `decides`, see `deciding`.
-    `test_curve`: round -> test accuracy in per cent, or test loss of a regression. `clients` have also quota,
-    participations and, where it was estimated, unlikeness.
+    Further values: `test_loss`; `equality`, Jain's index of participation; `never`, clients without participation, %;
+    `budget_gap`; the strategies' metrics, and `offset` and `decides`, see `deciding`. `test_curve`: round -> test
+    accuracy in per cent, or test loss of a regression. `clients` have also quota, participations and, if estimated,
+    unlikeness.
     """
 
     def __init__(self) -> None:
@@ -61,7 +58,8 @@ class SelectionRecorder(Recorder):
 
 
 def budget_gap(result: RunResult) -> dict[str, float]:
-    """Accuracy of the clients with the largest budgets, a quarter of all, minus that of those with the smallest."""
+    """Accuracy of the quarter of clients with the largest budgets minus that of the quarter with the smallest, in
+    points."""
     known = [(row["epsilon_budget"], 100 * row["accuracy"]) for row in result.clients if row["accuracy"] is not None]
     if not known or any(budget is None for budget, _ in known):
         return {}

@@ -1,11 +1,11 @@
-"""A made-up problem of ten classes and thirty clients, to compare ways to select and to weigh clients.
+"""A simulated problem of ten classes and thirty clients, to compare ways to select and to weigh clients.
 
-A linear softmax model, whose clipped gradients have a closed form; quotas, cohorts and noise are the strategies' own.
+A linear softmax model, whose clipped gradients have a closed form, with the strategies' quotas, cohorts and noise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
@@ -19,6 +19,7 @@ from dpfl_lightning.algorithms.selection_estimates import NoiseModel, gaussian_n
 from dpfl_lightning.data.partition import partition
 
 Vector = NDArray[np.float64]
+Quota = NDArray[np.int64]  # participations of each client, `[N]`
 
 CLIENTS, COHORT, ROUNDS, SEEDS = 30, 6, 100, range(6)
 DELTA = 1e-5
@@ -32,13 +33,7 @@ _WEIGHTS = {"weiavg": "epsilon", "inverse": "noise"}
 
 @dataclass(frozen=True)
 class Setting:
-    """One column: noise, how unequally classes are dealt, and budgets uniform between two ends.
-
-    Args:
-        mechanism: gaussian or laplace.
-        alpha: of the Dirichlet distribution.
-        low: smallest epsilon; `high` the largest.
-    """
+    """One column: mechanism, Dirichlet parameter of the classes, and budgets uniform between two ends."""
 
     mechanism: str
     alpha: float
@@ -47,19 +42,13 @@ class Setting:
 
     @property
     def clip_norm(self) -> float:
-        """Of a record's gradient: L2 for Gaussian noise, L1 for Laplace noise."""
+        """L2 norm of a record's gradient for Gaussian noise, L1 norm for Laplace noise."""
         return 1.0 if self.mechanism == "gaussian" else 4.0
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Records of length 1 with a constant 0.3, and who has which.
-
-    Args:
-        x: `[n, 65]`; `y` `[n]` classes.
-        rows_of: each client's records; `test` those of nobody.
-        epsilon: `[N]`.
-    """
+    """Records of length 1 with a constant 0.3, `x [n, 65]` and `y [n]`; `test`: rows of nobody; `epsilon [N]`."""
 
     x: Vector
     y: NDArray[np.int64]
@@ -81,11 +70,10 @@ class Problem:
 
     @property
     def records(self) -> Vector:
-        """`[N]`, of each client."""
         return np.array([len(rows) for rows in self.rows_of], dtype=float)
 
     def accuracy(self, model: Vector) -> float:
-        """Of a model `[65, 10]` on the test records, in per cent."""
+        """Accuracy of a model `[65, 10]` on the test records, in per cent."""
         return 100 * float((np.argmax(self.x[self.test] @ model, axis=1) == self.y[self.test]).mean())
 
     def loss(self, model: Vector, client: int) -> float:
@@ -110,7 +98,7 @@ def _softmax(logits: Vector) -> Vector:
 
 
 def noise_of(problem: Problem, setting: Setting) -> NoiseModel:
-    """Of one update; neighbours differ in one replaced record."""
+    """Noise of one update; neighbours differ in one replaced record."""
     num_params = (_FEATURES + 1) * _CLASSES
     if setting.mechanism == "gaussian":
         return gaussian_noise(setting.clip_norm, num_params, problem.epsilon, DELTA, problem.records)
@@ -118,10 +106,10 @@ def noise_of(problem: Problem, setting: Setting) -> NoiseModel:
 
 
 def quotas(method: str, problem: Problem, setting: Setting, bias_cost: Vector | float = 0.0) -> NDArray[np.int64]:
-    """Of a whole run, `[N]`: equal ones unless `method` is `least_noise` or `anchored`.
+    """Quotas of a whole run, `[N]`: equal ones unless `method` is `least_noise` or `anchored`.
 
     Args:
-        bias_cost: of one participation, in the unit of the noise.
+        bias_cost: cost of one participation, in the unit of the noise.
     """
     noise, total = noise_of(problem, setting), COHORT * ROUNDS
     if method not in ("least_noise", "anchored"):
@@ -136,12 +124,7 @@ def quotas(method: str, problem: Problem, setting: Setting, bias_cost: Vector | 
 
 
 def accuracy_of(method: str, problem: Problem, setting: Setting, seed: int, quota: NDArray[np.int64]) -> float:
-    """Test accuracy after the last round, in per cent.
-
-    Args:
-        method: `fedsgd` adds no noise and does not clip; `weiavg` weighs by epsilon, `inverse` by inverse noise.
-        quota: `[N]`.
-    """
+    """Test accuracy after the last round, in per cent; `fedsgd` has neither noise nor clipping."""
     draw = np.random.default_rng([seed, 1])
     order, private = (2 if setting.mechanism == "gaussian" else 1), method != "fedsgd"
     variance = noise_of(problem, setting).variance(quota) / ((_FEATURES + 1) * _CLASSES)  # of one number
@@ -170,22 +153,17 @@ def _noise(draw: np.random.Generator, mechanism: str, variance: float, shape: tu
 METHODS = ("fedsgd", "uniform", "weiavg", "inverse", "least_noise", "anchored")
 
 
-def methods_at(setting: Setting) -> dict[str, float]:
-    """Mean test accuracy of each method over six draws, in per cent, and `..._std`, their standard deviation."""
-    accuracies: dict[str, list[float]] = {method: [] for method in METHODS}
+def methods_of(**fields: Any) -> dict[str, float]:
+    """Mean test accuracy of each method over six draws, in per cent, and `..._std`; `fields` are those of `Setting`."""
+    return _accuracies(Setting(**fields), lambda problem, setting: {m: quotas(m, problem, setting) for m in METHODS})
+
+
+def _accuracies(setting: Setting, quotas_of: Callable[[Problem, Setting], Mapping[str, Quota]]) -> dict[str, float]:
+    accuracies: dict[str, list[float]] = {}
     for seed in SEEDS:
         problem = Problem.drawn(setting, seed)
-        for method in METHODS:
-            accuracies[method].append(accuracy_of(method, problem, setting, seed, quotas(method, problem, setting)))
-    return _summary(accuracies)
-
-
-def methods_of(**setting: Any) -> dict[str, float]:
-    """`methods_at` of the fields of `Setting`."""
-    return methods_at(Setting(**setting))
-
-
-def _summary(accuracies: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        for name, quota in quotas_of(problem, setting).items():
+            accuracies.setdefault(name, []).append(accuracy_of(name, problem, setting, seed, quota))
     means = {name: fmean(values) for name, values in accuracies.items()}
     return means | {f"{name}_std": stdev(values) for name, values in accuracies.items()}
 
@@ -196,7 +174,7 @@ RATIOS = (0, 3, 30, 300)
 
 
 def true_heterogeneity(problem: Problem) -> Vector:
-    """`F_n(w*) - F_n*` of each client, `[N]`; w* and each client's own optimum are approached without noise."""
+    """`F_n(w*) - F_n*` of each client, `[N]`; all optima are approached without noise."""
     everyone = [problem.rows_of[client] for client in range(CLIENTS)]
     common = _optimum(problem, everyone)
     return np.array(
@@ -205,7 +183,7 @@ def true_heterogeneity(problem: Problem) -> Vector:
 
 
 def _optimum(problem: Problem, parts: Sequence[NDArray[np.int64]]) -> Vector:
-    """Of the mean over parts of their mean losses: one weighted set of records."""
+    """Optimum of the mean over parts of their mean losses."""
     rows = np.concatenate(parts)
     weight = np.concatenate([np.full(len(part), 1 / (len(part) * len(parts))) for part in parts])
     x, model = problem.x[rows], np.zeros((_FEATURES + 1, _CLASSES))
@@ -221,14 +199,11 @@ def ratios_of(**fields: Any) -> dict[str, float]:
 
     A ratio is the cost of one unit of heterogeneity over the geometric mean of the noise factors.
     """
-    setting = Setting(**fields)
-    accuracies: dict[str, list[float]] = {}
-    for seed in SEEDS:
-        problem = Problem.drawn(setting, seed)
+
+    def quotas_of(problem: Problem, setting: Setting) -> dict[str, Quota]:
         noise, unlike = noise_of(problem, setting), true_heterogeneity(problem)
         unit = noise.scale * float(np.exp(np.log(noise.factor).mean()))
         quota_of = {name: quotas(name, problem, setting) for name in ("uniform", "anchored")}
-        quota_of |= {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
-        for name, quota in quota_of.items():
-            accuracies.setdefault(name, []).append(accuracy_of(name, problem, setting, seed, quota))
-    return _summary(accuracies)
+        return quota_of | {f"ratio{r}": quotas("least_noise", problem, setting, r * unit * unlike) for r in RATIOS}
+
+    return _accuracies(Setting(**fields), quotas_of)

@@ -1,11 +1,9 @@
-"""Rounds of Flower's simulation (Ray) whose clients train with Opacus, as Flower's own Opacus example does it.
+"""Rounds of Flower's simulation (Ray) whose clients train with Opacus, as in Flower's Opacus example.
 
-Run by `speed/peers.py` in an environment with flwr[simulation], opacus and torch; the package is not needed there.
-One CPU and one torch thread a client, as many clients side by side as there are CPUs, no evaluation. A round is from
-the server's choice of clients, for which it waits to be asked on standard input, to the end of its aggregation.
+Run by `speed/peers.py` in an environment with flwr[simulation], opacus and torch, without this package. One CPU and one
+torch thread a client, as many clients side by side as there are CPUs, no evaluation. A round is from the server's
+choice of clients, for which it waits on standard input, to the end of its aggregation.
 """
-
-from __future__ import annotations
 
 import json
 import os

@@ -1,11 +1,8 @@
-"""Rounds of pfl-research's simulation without any privacy: federated averaging of plain SGD on its PyTorch backend.
+"""Rounds of pfl-research's simulation without privacy: federated averaging of plain SGD on its PyTorch backend.
 
-Run by `speed/peers.py` in an environment with pfl and torch; the package is not needed there. One process with
-torch's default threads, as pfl runs on one machine without Horovod. A round is a central iteration; each waits to be
-asked for on standard input. Only the first, which does not count, evaluates.
+Run by `speed/peers.py` in an environment with pfl and torch, without this package. One process with torch's default
+threads. A round is a central iteration, which waits on standard input; only the first, a warm-up, evaluates.
 """
-
-from __future__ import annotations
 
 import json
 import sys

@@ -136,7 +136,7 @@ def test_the_kept_files_are_what_is_computed(request, monkeypatch):
         row = next(iter(experiment.rows))
         assert found[row, column] == pytest.approx(dict(experiment.cells[cell].compute(column, {})), rel=1e-6, abs=1e-6)
     monkeypatch.setattr(simulation, "SEEDS", range(2))
-    two = simulation.methods_at(Setting("laplace", 0.5, 5.0, 150.0))
+    two = simulation.methods_of(mechanism="laplace", alpha=0.5, low=5.0, high=150.0)
     values = kept("verification", request)["uniform", "laplace_a0.5_5"]
     for method in simulation.METHODS:  # two of six draws: within their spread
         assert abs(two[method] - values[method]) <= 3 * values[f"{method}_std"] + 1

@@ -1,7 +1,5 @@
 """The protocol of engines: how clients carry out a round. Engines change speed, never results."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """The default engine: exact per-record gradients by layer rules, plain SGD on one flat vector."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import queue

@@ -1,7 +1,5 @@
 """Trains clients that take one step from the same model as one batch, which saves the fixed cost of a pass."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 

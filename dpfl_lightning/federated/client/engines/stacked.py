@@ -1,7 +1,5 @@
 """Many clients as one batch, for accelerators on which a client's step is bound by the launches of its kernels."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence

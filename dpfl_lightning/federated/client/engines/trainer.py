@@ -1,7 +1,5 @@
 """An engine that trains each client with a `lightning.Trainer`."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 
