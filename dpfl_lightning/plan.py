@@ -7,7 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jsonargparse
 
@@ -65,8 +65,8 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
     """Return jsonargparse's message as a UserError in the usual form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
-        whole = inspect.signature(plan).parameters[key].annotation.startswith("int")
-        kind = "a whole number" if whole else "a finite number"
+        annotation = inspect.signature(plan).parameters[key].annotation
+        kind = "a whole number" if int in (annotation, *get_args(annotation)) else "a finite number"
         return UserError(f"`{key}` must be {kind}, got {value!r}.")
     if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
         return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")

@@ -464,7 +464,7 @@ def scale(x: float, by: float, times: int = 1, unit: str = "", steps: Sequence[i
         ({"by": "3"}, "`thing.by` must be a number, got '3'"),
         ({"by": True}, "`thing.by` must be a number, got True"),
         ({"by": 3, "times": 1.0}, "`thing.times` must be a whole number, got 1.0"),
-        ({"by": 3, "unit": 5}, "`thing.unit` must be a word, got 5"),
+        ({"by": 3, "unit": 5}, "`thing.unit` must be text, got 5"),
         ({"by": 3, "steps": [1, 2.5]}, r"`thing.steps` must be a list of whole numbers, got \[1, 2.5\]"),
         ({"by": 3, "steps": "12"}, "`thing.steps` must be a list of whole numbers, got '12'"),
         ({"by": 3, "x": 1}, r"`thing.x` must be an option of scale \(by, times, unit, steps\), got 1"),
