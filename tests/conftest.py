@@ -105,6 +105,10 @@ def one_noise(monkeypatch):
 FIXED_KEY = "00112233445566778899aabbccddeeff"
 
 
+def private(epsilon=8.0, **options) -> PrivacyOptions:
+    return PrivacyOptions(**{"epsilon": epsilon, "delta": 1e-3, "noise_key": FIXED_KEY, **options})
+
+
 @pytest.fixture
 def make_loop(tmp_path):
     """`make_loop(rounds=3, ...)`: a loop over four small clients in its folder; without `privacy` a simulation."""
@@ -112,7 +116,7 @@ def make_loop(tmp_path):
 
     def make(population=None, module=None, privacy="default", clients=None, parts=(), **options) -> FederatedLoop:
         if privacy == "default":
-            privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
+            privacy = private([4.0, 6.0, 8.0, 10.0])
         made.append(1)
         options.setdefault("output_dir", tmp_path / f"run{len(made)}")
         options.setdefault("rounds", 3)

@@ -1,4 +1,4 @@
-"""What a loop would tell its watchers, without a loop: views, reports and results of made-up runs."""
+"""Views, reports and results without a loop, and strategies that watch or disturb a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from torch import nn
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.facts import Facts
 from dpfl_lightning.federated.messages.schedule import RunSchedule
+from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.results import RoundReport, RunInfo, RunResult
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.federated.server.view import ServerState, View
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, SelectionEvent
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee
@@ -126,3 +128,34 @@ def two_phases(schedule: RunSchedule, selections: int) -> RunSchedule:
         return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), selections)))
 
     return schedule.replan(change)
+
+
+class Absent(Strategy):
+    """Clients that miss a round: round -> clients."""
+
+    def __init__(self, absent):
+        self._absent = absent
+
+    def plan_round(self, plan, view):
+        return plan.only(lambda client: client not in self._absent.get(view.round, ()))
+
+
+class Recorder(Strategy, Callback):
+    """Keeps updates, models and report of every round; `updates` makes the round keep single updates."""
+
+    def __init__(self, updates: bool = False):
+        self._needs, self.updates, self.models, self.reports = updates, [], [], []
+
+    def needs_updates(self, plan, view):
+        return self._needs
+
+    def on_fit_start(self, view):
+        self.start = view.state
+
+    def after_step(self, state, updates, view):
+        self.updates.append(updates)
+        return state
+
+    def on_round_end(self, view, report):
+        self.models.append(view.state.models.clone())
+        self.reports.append(report)

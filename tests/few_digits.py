@@ -7,16 +7,13 @@ import dataclasses
 import pytest
 import reference
 import torch
-from conftest import FIXED_KEY
 from torch import nn
 
 from dpfl_lightning import data, models
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.federated.server.callback import Callback
-from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.strategies.distillation.distillation import Distillation
 
 CLASSES = 3
@@ -33,8 +30,8 @@ def digits(counts: list[list[int]], seed: int = 0) -> Population:
         for rows in ((dataset.y == label).nonzero().flatten() for label in range(CLASSES))
     ]
     pairs = []
-    for own in counts:
-        rows = [pools[label].pop() for label, count in enumerate(own) for _ in range(count)]
+    for of_client in counts:
+        rows = [pools[label].pop() for label, count in enumerate(of_client) for _ in range(count)]
         pairs.append((dataset.x[rows], dataset.y[rows]))
     test = dataset.test_y < CLASSES
     return Population.from_datasets(pairs, (dataset.test_x[test], dataset.test_y[test]), 0.0, num_classes=CLASSES)
@@ -68,38 +65,16 @@ SMALL = {
 }
 
 
-class Spy(Strategy, Callback):
-    """What arrived in each round, and what was told of it."""
-
-    def needs_updates(self, plan, view):
-        return True
-
-    def __init__(self):
-        self._updates, self._views, self._states, self._told = [], [], [], []
-
-    def after_step(self, state, updates, view):
-        self._updates.append(updates)
-        self._views.append(view)
-        self._states.append(state)
-        return state
-
-    def on_round_end(self, view, report):
-        self._told.append(report.metrics)
+def few(make_loop, *parts, counts=EQUAL, batch_size=None, **options):
+    """A loop over clients with a few digits each, on full batches unless a size is given, without privacy."""
+    clients = ClientOptions(count=len(counts), batch_size=batch_size or [sum(one) for one in counts])
+    usual = {"population": digits(counts), "module": a_net(), "new_net": new_net, "privacy": None, "clients": clients}
+    return make_loop(parts=parts, **usual | options)
 
 
-class Reports(Callback):
-    """Keeps each round's number of records."""
-
-    def __init__(self):
-        self.kept = []
-
-    def on_round_end(self, view, report):
-        self.kept.append(report.records)
-
-
-def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, engine=None, **options):
+def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, engine="serial", **options):
     """A finished run, its strategy."""
-    own = Distillation(**{**SMALL, **options})
+    strategy = Distillation(**{**SMALL, **options})
     population = digits(UNEQUAL) if population is None else population
     sizes = list(population.num_records)
     loop = make_loop(
@@ -107,55 +82,49 @@ def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net
         module=ClientModule(net(0)),
         new_net=net,
         clients=ClientOptions(count=len(sizes), batch_size=sizes),
-        parts=[own, *others],
+        parts=[strategy, *others],
         privacy=privacy,
         rounds=rounds,
         evaluate_every=rounds,
-        **({} if engine is None else {"engine": ENGINES[engine]()}),
+        engine=ENGINES[engine](),
     )
     loop.run()
-    return loop, own
+    return loop, strategy
 
 
-def images_of(own: Distillation) -> torch.Tensor:
-    return own.state_dict()["images"]
+def images_of(strategy: Distillation) -> torch.Tensor:
+    return strategy.state_dict()["images"]
 
 
-def class_means(population: Population, params, rows_of=None) -> list[torch.Tensor]:
-    """The gradient of each class's mean loss over all clients' records, of matrices only, `[d]`."""
-    rows = torch.cat(population.train_of) if rows_of is None else population.train_of[rows_of]
-    found = []
+def class_means(population: Population, params, client=None) -> list[torch.Tensor]:
+    """The gradient of each class's mean loss over the records of all clients or of one, of matrices only, `[d]`."""
+    rows = torch.cat(population.train_of) if client is None else population.train_of[client]
+    means = []
     for label in range(CLASSES):
-        own = rows[population.y[rows] == label]
-        if len(own) == 0:
-            found.append(None)
+        records = population.x[rows[population.y[rows] == label]]
+        if len(records) == 0:
+            means.append(None)
             continue
-        gradients = reference.class_gradient(a_net().net, params, population.x[own], label)
-        found.append(torch.cat([g.flatten() for g in gradients if g.dim() >= 2]))
-    return found
+        gradients = reference.class_gradient(a_net().net, params, records, label)
+        means.append(torch.cat([g.flatten() for g in gradients if g.dim() >= 2]))
+    return means
 
 
 class Target(Distillation):
     """Keeps the targets of its rounds."""
 
     def _target(self, combined):
-        found = super()._target(combined)
-        self.__dict__.setdefault("kept", []).append(found)
-        return found
+        target = super()._target(combined)
+        self.__dict__.setdefault("kept", []).append(target)
+        return target
 
 
 def target_of(make_loop, population, **options):
-    """The target of a first round without noise, `[num_classes, d]`, and which classes are there."""
-    own = Target(**{**SMALL, **options})
+    """The target of a first round without noise, `[num_classes, d]`, which classes have one, and the parameters."""
+    strategy = Target(**{**SMALL, **options})
     sizes = list(population.num_records)
     clients = ClientOptions(count=len(sizes), batch_size=sizes)
-    loop = make_loop(
-        population=population, module=a_net(), new_net=new_net, clients=clients, parts=[own], privacy=None, rounds=1
-    )
-    start = loop.module.unflatten(loop.module.flat)
+    loop = few(make_loop, strategy, population=population, clients=clients, rounds=1)
+    params = {name: value.clone() for name, value in loop.module.unflatten(loop.module.flat).items()}
     loop.run()
-    return *own.kept[0], {name: value.clone() for name, value in start.items()}
-
-
-def private(epsilon=8.0, **options) -> PrivacyOptions:
-    return PrivacyOptions(epsilon=epsilon, delta=1e-3, noise_key=FIXED_KEY, **options)
+    return *strategy.kept[0], params

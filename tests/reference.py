@@ -44,21 +44,17 @@ def fedavg_round(
 
 
 def principal_component_pursuit(
-    matrix: np.ndarray, mu: float, iterations: int, sign: float = 1.0, sparsity: float | None = None
+    matrix: np.ndarray, mu: float, iterations: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Algorithm 3 of the noise-aware paper on `[p, n]` as it is written, through full singular value decompositions.
+    """L, S, Y after so many iterations of Algorithm 3 of the noise-aware paper on `[p, n]`, through full SVDs.
 
-    Args:
-        sign: of Y in the step for L: +1 follows from the augmented Lagrangian, -1 is what the paper prints.
-        sparsity: lambda; None is 1 / sqrt(max(p, n)).
-    Returns:
-        L, S, Y after so many iterations.
+    The sign of Y in the step for L follows from the augmented Lagrangian; the paper prints the opposite one.
     """
-    lam = sparsity or 1 / math.sqrt(max(matrix.shape))
+    lam = 1 / math.sqrt(max(matrix.shape))
     shrink = lambda x, by: np.sign(x) * np.maximum(np.abs(x) - by, 0)  # noqa: E731
     sparse, dual = np.zeros_like(matrix), np.zeros_like(matrix)
     for _ in range(iterations):
-        u, s, vt = np.linalg.svd(matrix - sparse + sign * dual / mu, full_matrices=False)
+        u, s, vt = np.linalg.svd(matrix - sparse + dual / mu, full_matrices=False)
         low = (u * shrink(s, 1 / mu)) @ vt
         sparse = shrink(matrix - low + dual / mu, lam / mu)
         dual = dual + mu * (matrix - low - sparse)

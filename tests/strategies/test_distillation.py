@@ -1,4 +1,4 @@
-"""Distillation through the real loop: federated equals centralised, schedules, options."""
+"""Distillation in runs: federated equals centralised, rounds, options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import warnings
 import pytest
 import reference
 import torch
-from conftest import FIXED_KEY, blobs, small_net
+from conftest import FIXED_KEY, blobs, private, small_net
+from fakes import Recorder
 from few_digits import (
     CLASSES,
     EQUAL,
@@ -16,15 +17,13 @@ from few_digits import (
     SHAPE,
     SMALL,
     UNEQUAL,
-    Spy,
     Target,
     a_net,
     class_means,
     digits,
     distilled,
+    few,
     images_of,
-    new_net,
-    private,
     target_of,
     together,
 )
@@ -33,7 +32,7 @@ from torch import nn
 from dpfl_lightning import strategies
 from dpfl_lightning.algorithms.gradient_matching import matched_names
 from dpfl_lightning.algorithms.server_training import public_generator, torch_seed
-from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, UserNotice
 from dpfl_lightning.federated.client.module import ClientModule
@@ -43,11 +42,36 @@ from dpfl_lightning.strategies.aggregation.uniform import Uniform
 from dpfl_lightning.strategies.distillation.distillation import Distillation, mean_of_holders
 from dpfl_lightning.strategies.distillation.options import loops
 
-# --- federated and centralised
+pytestmark = NOTICE
+
+
+def metric_of(make_loop, name="classes_left_out", others=(), **options):
+    """What a run reported under a name in each of its rounds."""
+    distilled(make_loop, others=[*others, seen := Recorder()], **options)
+    return [report.metrics[name] for report in seen.reports]
+
+
+def first_images():
+    seed = torch_seed(public_generator(0, "images"))
+    return torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
+
+
+def spied(loop):
+    """The arguments of every round that the loop will train: (plan, raw weights)."""
+    calls, train = [], loop.clients.engine.train
+
+    def spy(plan, state, charge_numbers, raw_weights):
+        calls.append((plan, raw_weights))
+        return train(plan, state, charge_numbers, raw_weights)
+
+    loop.clients.engine.train = spy
+    return calls
+
+
+# ---- federated and centralised
 
 
 @pytest.mark.slow
-@NOTICE
 @pytest.mark.parametrize("sampling", ["full", "fixed"])
 def test_sums_of_all_records_are_the_gradient_of_their_union(sampling, make_loop):
     population = digits(UNEQUAL)
@@ -57,39 +81,30 @@ def test_sums_of_all_records_are_the_gradient_of_their_union(sampling, make_loop
 
 
 @pytest.mark.slow
-@NOTICE
 def test_means_of_clients_count_as_the_aggregation_says(make_loop):
+    def assert_close(ours, theirs):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
     population = digits([*UNEQUAL[:3], [3, 2, 0]])
-    uniform, _, params = target_of(make_loop, population, aggregation="uniform")
+    target, params = {}, {}
+    for aggregation in ("uniform", "class_count", "median"):
+        target[aggregation], _, params = target_of(make_loop, population, aggregation=aggregation)
     each = [class_means(population, params, client) for client in range(4)]
-    holders = [[own[label] for own in each if own[label] is not None] for label in range(CLASSES)]
+    holders = [torch.stack([means[label] for means in each if means[label] is not None]) for label in range(CLASSES)]
     assert list(map(len, holders)) == [4, 4, 3]
-    expected = torch.stack([torch.stack(rows).mean(dim=0) for rows in holders])
-    torch.testing.assert_close(uniform, expected, rtol=1e-4, atol=1e-6)
+    assert_close(target["uniform"], torch.stack([rows.mean(dim=0) for rows in holders]))
+    assert_close(target["median"], torch.stack([rows.quantile(0.5, dim=0) for rows in holders]))
     union = torch.stack(class_means(population, params))
-    assert float((uniform - union).norm() / union.norm()) > 0.01
-    by_count, _, _ = target_of(make_loop, population, aggregation="class_count")
-    torch.testing.assert_close(by_count, union, rtol=1e-4, atol=1e-6)
-    median, _, _ = target_of(make_loop, population, aggregation="median")
-    expected = torch.stack([torch.stack(rows).quantile(0.5, dim=0) for rows in holders])
-    torch.testing.assert_close(median, expected, rtol=1e-4, atol=1e-6)
+    assert_close(target["class_count"], union)
+    assert float((target["uniform"] - union).norm() / union.norm()) > 0.01
+    equal = digits(EQUAL)
+    assert_close(target_of(make_loop, equal, aggregation="uniform")[0], target_of(make_loop, equal)[0])
 
 
-@pytest.mark.slow
-@NOTICE
-def test_equal_counts_make_uniform_and_sampled_the_same(make_loop):
-    population = digits(EQUAL)
-    uniform, _, _ = target_of(make_loop, population, aggregation="uniform")
-    sampled, _, _ = target_of(make_loop, population)
-    torch.testing.assert_close(uniform, sampled, rtol=1e-4, atol=1e-6)
-
-
-def reference_run(population, rounds, steps, reinit_every, epochs, augmented=False):
+def reference_run(population, rounds, steps, reinit_every, epochs):
     """Centralised condensation, class by class, with torch's optimisers and the run's public seeds."""
     theta, net = a_net().flat, a_net().net
-    seed = torch_seed(public_generator(0, "images"))
-    start = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
-    images = [one.clone().requires_grad_() for one in start]
+    images = [one.clone().requires_grad_() for one in first_images()]
     optimizers = [torch.optim.SGD([leaf], lr=0.1, momentum=0.5) for leaf in images]
     rows = torch.cat(population.train_of)
     for round in range(1, rounds + 1):
@@ -101,270 +116,197 @@ def reference_run(population, rounds, steps, reinit_every, epochs, augmented=Fal
         else:
             x, y = torch.cat([leaf.detach() for leaf in images]), torch.arange(CLASSES).repeat_interleave(2)
             theta = reference.sgd_epochs(net, theta, x, y, epochs, 0.01, torch_seed(public_generator(0, "net", round)))
-    return torch.stack([leaf.detach() for leaf in images]), theta, start
+    return torch.stack([leaf.detach() for leaf in images]), theta
 
 
 @pytest.mark.slow
-@NOTICE
 @pytest.mark.parametrize("steps", [1, 2])
 def test_one_client_is_centralised_condensation(steps, make_loop):
     """Five rounds, a new net after each second one, against loops over classes with torch's own optimisers."""
     population = together(digits([[5, 3, 4]]))
     options = {"image_steps": steps, "image_learning_rate": 0.1, "reinit_every": 2, "net_epochs": 3}
-    loop, own = distilled(make_loop, population, rounds=5, **options)
-    images, theta, start = reference_run(population, 5, steps, reinit_every=2, epochs=3)
-    torch.testing.assert_close(images_of(own), images, rtol=1e-4, atol=1e-5)
+    loop, strategy = distilled(make_loop, population, rounds=5, **options)
+    images, theta = reference_run(population, 5, steps, reinit_every=2, epochs=3)
+    torch.testing.assert_close(images_of(strategy), images, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(loop.state.models[0], theta, rtol=1e-4, atol=1e-5)
-    assert float((images - start).abs().max()) > 0.01
+    assert float((images - first_images()).abs().max()) > 0.01
 
 
 @pytest.mark.slow
-@NOTICE
 @pytest.mark.parametrize("counts", [EQUAL, UNEQUAL], ids=["equal", "unequal"])
 @pytest.mark.parametrize("augmentation", ["none", "dsa"])
 def test_clients_are_as_good_as_one_that_holds_everything(counts, augmentation, make_loop):
     population = digits(counts)
     options = {"rounds": 4, "reinit_every": 3, "augmentation": augmentation, "image_steps": 2}
-    many, one = (distilled(make_loop, own, **options)[1] for own in (population, together(population)))
+    many, one = (distilled(make_loop, of, **options)[1] for of in (population, together(population)))
     torch.testing.assert_close(images_of(many), images_of(one), rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.slow
-@NOTICE
-def test_sums_are_streamed_and_single_updates_are_kept_for_who_needs_them(make_loop):
+def test_sums_are_streamed_and_single_updates_are_kept_where_they_are_needed(make_loop):
     for aggregation, kept in (("sampled", False), ("uniform", True), ("class_count", True), ("median", True)):
-        loop = make_loop(
-            population=digits(EQUAL),
-            module=a_net(),
-            new_net=new_net,
-            parts=[Distillation(aggregation=aggregation, **SMALL)],
-            privacy=None,
-            rounds=1,
-            clients=ClientOptions(count=4, batch_size=12),
-        )
-        seen, train = [], loop.clients.engine.train
-
-        def spy(plan, state, charge_numbers, raw_weights, seen=seen, train=train):
-            seen.append(raw_weights is None)
-            return train(plan, state, charge_numbers, raw_weights)
-
-        loop.clients.engine.train = spy
+        loop = few(make_loop, Distillation(aggregation=aggregation, **SMALL), rounds=1)
+        calls = spied(loop)
         loop.run()
-        assert seen == [kept]
+        assert [raw_weights is None for _, raw_weights in calls] == [kept], aggregation
 
 
 @pytest.mark.slow
-@NOTICE
 @pytest.mark.parametrize("privacy", [None, PrivacyOptions(noise_multiplier=1.0, delta=1e-3, noise_key=FIXED_KEY)])
-def test_who_else_reads_updates_changes_nothing(privacy, make_loop):
-    (_, alone), (_, beside) = (distilled(make_loop, privacy=privacy, others=others) for others in ([], [Spy()]))
-    assert torch.equal(images_of(alone), images_of(beside))
+def test_other_readers_of_updates_change_nothing(privacy, make_loop):
+    alone, read = (distilled(make_loop, privacy=privacy, others=others)[1] for others in ([], [Recorder(updates=True)]))
+    assert torch.equal(images_of(alone), images_of(read))
 
 
-# --- the server's own work
+# ---- the server's work
 
 
 @pytest.mark.slow
-@NOTICE
-def test_classes_that_nobody_has_keep_their_images(make_loop):
-    population = digits([[9, 3, 0], [2, 8, 0], [6, 6, 0]])
-    spy = Spy()
-    _, own = distilled(make_loop, population, rounds=3, others=[spy])
-    seed = torch_seed(public_generator(0, "images"))
-    noise = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
-    state = own.state_dict()
+def test_classes_without_records_keep_their_images(make_loop):
+    seen = Recorder()
+    _, strategy = distilled(make_loop, digits([[9, 3, 0], [2, 8, 0], [6, 6, 0]]), rounds=3, others=[seen])
+    noise, state = first_images(), strategy.state_dict()
     assert torch.equal(state["images"][2], noise[2]) and not state["velocity"][2].any()
     assert not torch.equal(state["images"][:2], noise[:2])
-    assert [told["classes_left_out"] for told in spy._told] == [1.0] * 3
+    assert [report.metrics["classes_left_out"] for report in seen.reports] == [1.0] * 3
 
 
 @pytest.mark.slow
-@NOTICE
 def test_targets_of_few_records_are_left_out_without_noise_only(make_loop):
     counts = [[9, 3, 5], [2, 8, 4], [6, 6, 1]]  # 17, 17, 10
     for options, left_out in (({}, 1.0), ({"aggregation": "uniform"}, 1.0), ({"privacy": private()}, 0.0)):
-        spy = Spy()
-        distilled(make_loop, digits(counts), rounds=1, others=[spy], min_records_per_target=12, **options)
-        assert [told["classes_left_out"] for told in spy._told] == [left_out]
+        options |= {"population": digits(counts), "rounds": 1, "min_records_per_target": 12}
+        assert metric_of(make_loop, **options) == [left_out]
 
 
-@NOTICE
 def test_where_every_class_is_left_out_the_images_stay(make_loop):
-    spy = Spy()
-    loop, own = distilled(make_loop, digits(EQUAL), rounds=2, others=[spy], min_records_per_target=17)
-    seed = torch_seed(public_generator(0, "images"))
-    noise = torch.randn(CLASSES, 2, *SHAPE, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(images_of(own), noise) and not own.state_dict()["velocity"].any()
-    assert [told["classes_left_out"] for told in spy._told] == [3.0] * 2
+    seen = Recorder()
+    loop, strategy = distilled(make_loop, digits(EQUAL), rounds=2, others=[seen], min_records_per_target=17)
+    assert torch.equal(images_of(strategy), first_images()) and not strategy.state_dict()["velocity"].any()
+    assert [report.metrics["classes_left_out"] for report in seen.reports] == [3.0] * 2
     assert loop.state.models.isfinite().all()
-
-
-@pytest.mark.slow
-@NOTICE
-def test_a_target_has_as_many_records_as_were_drawn_however_clients_weigh(make_loop):
-    few, many = [1, 1, 0], [0, 10, 30]
-
-    def left_out(least, others=(), **options):
-        spy = Spy()
-        clients = {"population": digits([few, many]), "others": [*others, spy], "rounds": 1}
-        distilled(make_loop, **clients, min_records_per_target=least, **options)
-        return [told["classes_left_out"] for told in spy._told]
-
-    for least, expected in ((1, 0.0), (2, 1.0), (11, 1.0), (12, 2.0), (30, 2.0), (31, 3.0)):
-        assert left_out(least) == [expected]
-        assert left_out(least, [Uniform()], aggregation="by_base_rule") == [expected]
 
 
 class Masked(Strategy):
     """Only the second client counts."""
-
-    role = "correction"
 
     def weigh(self, updates, view):
         return torch.tensor([0.0, 1.0], dtype=torch.float64)
 
 
 @pytest.mark.slow
-@NOTICE
-@pytest.mark.parametrize("aggregation", ["sampled", "uniform", "median"])
-def test_records_of_clients_that_do_not_count_are_not_counted(aggregation, make_loop):
+def test_a_target_has_as_many_records_as_were_drawn_from_clients_that_count(make_loop):
+    for least, expected in ((1, 0.0), (2, 1.0), (11, 1.0), (12, 2.0), (30, 2.0), (31, 3.0)):
+        options = {"population": digits([[1, 1, 0], [0, 10, 30]]), "rounds": 1, "min_records_per_target": least}
+        assert metric_of(make_loop, **options) == [expected]
+        assert metric_of(make_loop, others=[Uniform()], aggregation="by_base_rule", **options) == [expected]
     for least, expected in ((2, 1.0), (3, 2.0), (9, 3.0)):
-        spy = Spy()
-        clients = {"population": digits([[9, 9, 9], [0, 2, 8]]), "others": [Masked(), spy], "rounds": 1}
-        distilled(make_loop, **clients, min_records_per_target=least, aggregation=aggregation)
-        assert [told["classes_left_out"] for told in spy._told] == [expected]
+        for aggregation in ("sampled", "uniform", "median"):
+            options = {"population": digits([[9, 9, 9], [0, 2, 8]]), "rounds": 1, "aggregation": aggregation}
+            found = metric_of(make_loop, others=[Masked()], min_records_per_target=least, **options)
+            assert found == [expected], (aggregation, least)
 
 
 @pytest.mark.slow
-@NOTICE
-def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop, tmp_path):
-    def images(rate, steps=1):
-        found = distilled(make_loop, rounds=1, image_learning_rate=rate, image_steps=steps)[1].state_dict()
-        return found["images"], found["velocity"]
+def test_a_step_to_images_that_are_not_finite_is_left_out(make_loop):
+    def images(steps):
+        return distilled(make_loop, rounds=1, image_learning_rate=1e37, image_steps=steps)[1].state_dict()
 
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserNotice)
         warnings.filterwarnings("ignore", "strategy distillation: gradients of single classes")
-        once = images(1e37)
+        once = images(1)
     with pytest.warns(UserNotice, match=r"round 1 .* not finite.*a smaller .*image_learning_rate") as seen:
-        more = images(1e37, steps=5)
+        more = images(5)
     assert len([one for one in seen if "finite" in str(one.message)]) == 1
-    assert all(one.isfinite().all() and torch.equal(one, other) for one, other in zip(more, once, strict=True))
+    for name in ("images", "velocity"):
+        assert more[name].isfinite().all() and torch.equal(more[name], once[name])
 
 
 @pytest.mark.slow
-@NOTICE
 def test_the_net_begins_again_as_often_as_it_should(make_loop):
-    def ages(**options):
-        spy = Spy()
-        distilled(make_loop, rounds=5, others=[spy], **options)
-        return [told["net_reinitialised"] for told in spy._told], spy
-
-    fresh, spy = ages(reinit_every=2)
-    assert fresh == [0, 1, 0, 1, 0]
+    seen = Recorder()
+    assert metric_of(make_loop, "net_reinitialised", [seen], rounds=5, reinit_every=2) == [0, 1, 0, 1, 0]
     seed = torch_seed(public_generator(0, "initialisation", 4))
-    assert torch.equal(spy._states[3].models[0], a_net(seed=seed).flat)
-    assert ages(images_per_class=1)[0] == [1] * 5 and loops(1)[0] == 1
-    assert ages(reinit_every=0)[0] == ages(mode="paper_literal", images_per_class=1)[0] == [0] * 5
+    assert torch.equal(seen.models[3][0], a_net(seed=seed).flat)
+    assert loops(1)[0] == 1
+    for options, again in (
+        ({"images_per_class": 1}, 1),
+        ({"reinit_every": 0}, 0),
+        ({"mode": "paper_literal", "images_per_class": 1}, 0),
+    ):
+        assert metric_of(make_loop, "net_reinitialised", rounds=5, **options) == [again] * 5
 
 
-@NOTICE
 def test_the_net_may_follow_the_released_gradients(make_loop):
-    population, own = digits(UNEQUAL), Target(net_update="aggregate", net_learning_rate=0.3, **SMALL)
-    loop = make_loop(
-        population=population,
-        module=a_net(),
-        new_net=new_net,
-        parts=[own],
-        privacy=None,
-        rounds=1,
-        clients=ClientOptions(count=4, batch_size=8),
-    )
+    strategy = Target(net_update="aggregate", net_learning_rate=0.3, **SMALL)
+    loop = few(make_loop, strategy, counts=UNEQUAL, batch_size=8, rounds=1)
     start = loop.module.flat
     loop.run()
-    torch.testing.assert_close(loop.state.models[0], start - 0.3 * own.kept[0][0].mean(dim=0))
+    torch.testing.assert_close(loop.state.models[0], start - 0.3 * strategy.kept[0][0].mean(dim=0))
     assert not torch.equal(loop.state.models[0], start)
 
 
 @pytest.mark.slow
-@NOTICE
 def test_evaluation_changes_nothing_and_gives_the_same_net_for_the_same_set(make_loop):
-    found = []
+    ends = []
     for every in (1, 4):
-        own = Distillation(**SMALL)
-        loop = make_loop(
-            population=digits(EQUAL),
-            module=a_net(),
-            new_net=new_net,
-            parts=[own],
-            privacy=None,
-            rounds=4,
-            evaluate_every=every,
-            clients=ClientOptions(count=4, batch_size=12),
-        )
+        strategy = Distillation(**SMALL)
+        loop = few(make_loop, strategy, rounds=4, evaluate_every=every)
         loop.run()
-        found.append((images_of(own), loop.final_models(loop.state).models))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+        ends.append((images_of(strategy), loop.final_models(loop.state).models))
+    assert all(torch.equal(one, other) for one, other in zip(*ends, strict=True))
 
 
-def test_another_rule_may_weigh(make_loop):
-    spy = Spy()
-    loop, own = distilled(make_loop, privacy=private(), others=[Uniform(), spy], aggregation="by_base_rule", rounds=1)
-    assert own.role == "correction"
-    combined = spy._updates[0].released.mean(dim=0)
-    assert combined.shape == (CLASSES, sum(p.numel() for p in loop.module.trainable if p.dim() >= 2))
+#: base rules that weigh what clients send, whatever it is
+BASE_RULES = ("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware", "size_weighted", "uniform")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BASE_RULES)
+def test_base_rules_may_weigh_class_gradients(name, make_loop):
+    seen = Recorder(updates=True)
+    options = {"others": [*strategies.build({name: None}), seen], "aggregation": "by_base_rule", "rounds": 1}
+    loop, strategy = distilled(make_loop, privacy=private([4.0, 6.0, 8.0, 10.0]), **options)
+    assert strategy.role == "correction" and loop.state.round == 1
+    assert sum(loop.clients.account(client).releases for client in range(4)) == 4
+    matched = sum(p.numel() for p in loop.module.trainable if p.dim() >= 2)
+    assert seen.updates[0].released.shape[1:] == (CLASSES, matched)
+
+
+def test_a_base_rule_must_be_asked_for(make_loop):
     with pytest.raises(UserError, match="exactly one base rule"):
         distilled(make_loop, privacy=private(), others=[Uniform()])
 
 
-#: base rules that weigh what clients send, whatever it is
-COMPANY = ("epsilon_weighted", "inverse_noise", "minimum_epsilon", "noise_aware", "size_weighted", "uniform")
-OPTIONS = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", COMPANY)
-def test_base_rules_may_weigh_class_gradients(name, make_loop):
-    privacy = private([4.0, 6.0, 8.0, 10.0])
-    loop, _ = distilled(
-        make_loop, privacy=privacy, others=strategies.build({name: None}), aggregation="by_base_rule", rounds=1
-    )
-    assert loop.state.round == 1 and sum(loop.clients.account(client).releases for client in range(4)) == 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *COMPANY}))
+@pytest.mark.parametrize("name", sorted({*strategies.STRATEGIES} - {"distillation", *BASE_RULES}))
 def test_strategies_of_local_training_are_refused_in_any_order(name, make_loop):
-    (other,) = strategies.build({name: OPTIONS.get(name)})
-    own = Distillation(**SMALL | {"aggregation": "by_base_rule" if other.role == "base" else None})
+    options = {"two_stage_selection": {"warmup_rounds": 2, "clients_per_round": 2}}
+    (other,) = strategies.build({name: options.get(name)})
+    strategy = Distillation(**SMALL | {"aggregation": "by_base_rule" if other.role == "base" else None})
     words = (
         f"`strategies` must not hold {type(other).__name__} beside Distillation, got both.* class gradients, a share "
         r"`strategies\.distillation\.participation_fraction` of them in each round. Remove one"
     )
-    for parts in ([own, other], [other, own]):
+    for parts in ([strategy, other], [other, strategy]):
         with pytest.raises(UserError, match=words):
-            make_loop(parts=parts, population=digits(EQUAL), module=a_net(), new_net=new_net)
+            few(make_loop, *parts)
 
 
 @pytest.mark.slow
-@NOTICE
 def test_a_set_of_real_digits_teaches_a_net(make_loop):
-    """Six images a class in place of 60 records: most test records of three classes are told apart."""
-    population = digits([[15, 15, 15]] * 4)
-    options = {
-        "images_per_class": 6,
-        "evaluation_epochs": 100,
-        "net_epochs": 10,
-        "net": lambda seed: a_net(8, seed).net,
-    }
-    loop, _ = distilled(make_loop, population, rounds=10, image_steps=10, reinit_every=4, **options)
+    """Six images a class in place of 60 records: most test records of three classes are classified."""
+    options = {"images_per_class": 6, "evaluation_epochs": 100, "net_epochs": 10}
+    options |= {"net": lambda seed: a_net(8, seed).net, "image_steps": 10, "reinit_every": 4}
+    loop, _ = distilled(make_loop, digits([[15, 15, 15]] * 4), rounds=10, **options)
     assert loop.evaluated[10].test.accuracy > 0.75
-    told = loop.totals.metrics
-    assert 0 < told["matching_loss_per_row"] < 2
-    assert told["matching_loss"] == pytest.approx(told["matching_loss_per_row"] * CLASSES * (8 + 8 + 3), rel=1e-5)
+    metrics = loop.totals.metrics
+    assert 0 < metrics["matching_loss_per_row"] < 2
+    assert metrics["matching_loss"] == pytest.approx(metrics["matching_loss_per_row"] * CLASSES * (8 + 8 + 3), rel=1e-5)
 
 
-# --- options
+# ---- options
 
 
 def test_the_mode_decides_what_is_left_out_and_nothing_else():
@@ -379,103 +321,65 @@ def test_the_mode_decides_what_is_left_out_and_nothing_else():
         "noise_scale": "sum",
     }
     for mode, expected in (("default", default), ("paper_literal", literal)):
-        own = Distillation(mode=mode)._switches
-        assert {name: own[name] for name in (*expected, *same)} == expected | same
-        assert own["net_epochs"] is None and Distillation(mode=mode)._between.epochs == loops(10)[1]
-    other = {"aggregation": "median", "sampling": "full", "reinit_every": 7, "image_learning_rate": 0.3}
-    overridden = Distillation(mode="paper_literal", **other)._switches
-    assert {name: overridden[name] for name in literal} == other
-    for name, value in other.items():
-        own = Distillation(mode="paper_literal", **{name: value})._switches
-        assert own[name] == value and all(own[one] == literal[one] for one in literal if one != name)
+        strategy = Distillation(mode=mode)
+        assert {name: strategy._switches[name] for name in (*expected, *same)} == expected | same
+        assert strategy._switches["net_epochs"] is None and strategy._between.epochs == loops(10)[1]
+    for name, value in {
+        "aggregation": "median",
+        "sampling": "full",
+        "reinit_every": 7,
+        "image_learning_rate": 0.3,
+    }.items():
+        switches = Distillation(mode="paper_literal", **{name: value})._switches
+        assert {one: switches[one] for one in literal} == literal | {name: value}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "paper"}, r"mode` must be one of default, paper_literal, got 'paper'"),
-        ({"matching": "cosine"}, r"matching` must be one of .* got 'cosine'. Did you mean `cos`"),
-        ({"aggregation": "medium"}, r"aggregation` must .*Did you mean `median`"),
-        ({"images_per_class": 0}, r"images_per_class` must be >= 1, got 0"),
-        ({"image_learning_rate": 0.0}, r"image_learning_rate` must be above 0"),
-        ({"image_momentum": 1.0}, r"image_momentum` must be in \[0, 1\)"),
-        ({"participation_fraction": 0.0}, r"participation_fraction` must be in \(0, 1\]"),
-        ({"row_weights": "noise_aware", "matching": "mse"}, r"row_weights` must be equal unless"),
-        ({"row_weights": "noise_aware", "aggregation": "median"}, r"row_weights` must be equal unless"),
-        ({"reinit_every": -1}, r"reinit_every` must be >= 0"),
-    ],
-)
-def test_bad_options_are_one_sentence(options, words):
-    with pytest.raises(UserError, match=r"`strategies\.distillation\." + words):
-        Distillation(**options)
+FLAT = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False)))
+REAL = Population.from_datasets([(torch.randn(20, 6), torch.randn(20)) for _ in range(4)])
 
 
-@pytest.mark.slow
-def test_populations_that_do_not_fit_are_refused(make_loop):
-    def planned(population=None, module=None, privacy=None, more=None, **options):
-        loop = make_loop(
-            population=population,
-            module=module,
-            parts=[Distillation(**options)],
-            privacy=privacy or private(),
-            **(more or {}),
-        )
-        loop.plan_schedule()
+class Personal(ClientModule):
+    personal = ("0.bias",)
 
-    with pytest.raises(UserError, match=r"min_participants` must be at most the 4 clients of a round, got 5"):
-        planned()
-    with pytest.raises(UserError, match=r"augmentation` must be none for these data, got 'dsa'"):
-        planned(augmentation="dsa", min_participants=1)
-    with pytest.raises(UserError, match=r"aggregation` must not be class_count if clients add noise"):
-        planned(aggregation="class_count", min_participants=1)
-    own = type("Own", (ClientModule,), {"personal": ("0.bias",)})
-    with pytest.raises(UserError, match="`personal` must be empty"):
-        planned(module=own(small_net()), min_participants=1)
-    with pytest.raises(UserError, match="`new_net` must be a function, got None"):
-        planned(min_participants=1, more={"new_net": None})
-    flat = ClientModule(nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 3).requires_grad_(False)))
-    for net_update in ("synthetic", "aggregate"):
-        with pytest.raises(UserError, match=r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"):
-            planned(module=flat, min_participants=1, net_update=net_update)
-    fits = {"new_net": lambda seed: copy.deepcopy(flat.net)}
-    planned(module=flat, min_participants=1, matching="cos", more=fits)
-    pairs = [(torch.randn(20, 6), torch.randn(20)) for _ in range(4)]
-    with pytest.raises(UserError, match="must have records of classes, got '1 class'"):
-        planned(Population.from_datasets(pairs), ClientModule(nn.Linear(6, 1)), min_participants=1)
+
+def test_populations_and_nets_that_do_not_fit_are_refused(make_loop):
+    def planned(options, **more):
+        parts = [Distillation(**{"min_participants": 1, **options})]
+        make_loop(parts=parts, **{"privacy": private(), **more}).plan_schedule()
+
+    for options, more, words in (
+        ({"min_participants": 5}, {}, r"min_participants` must be at most the 4 clients of a round, got 5"),
+        ({"augmentation": "dsa"}, {}, r"augmentation` must be none for these data, got 'dsa'"),
+        ({"aggregation": "class_count"}, {}, r"aggregation` must not be class_count if clients add noise"),
+        ({"noise_scale": "paper_mean"}, {}, r"noise_scale` must be sum without .*, got 'paper_mean'"),
+        ({}, {"module": Personal(small_net())}, "`personal` must be empty"),
+        ({}, {"new_net": None}, "`new_net` must be a function, got None"),
+        ({}, {"module": FLAT}, r"matching` must be cos or mse for a net .* got 'layerwise_cosine'"),
+        ({"net_update": "aggregate"}, {"module": FLAT}, r"matching` must be cos or mse for a net"),
+        ({}, {"population": REAL, "module": ClientModule(nn.Linear(6, 1))}, "records of classes, got '1 class'"),
+    ):
+        with pytest.raises(UserError, match=words):
+            planned(options, **more)
+    planned({"matching": "cos"}, module=FLAT, new_net=lambda seed: copy.deepcopy(FLAT.net))
 
 
 def test_vectors_of_numbers_are_distilled_too(make_loop):
-    loop = make_loop(parts=[Distillation(**SMALL)], population=blobs())
-    assert loop.run().finished
+    assert make_loop(parts=[Distillation(**SMALL)], population=blobs()).run().finished
 
 
 def test_shares_of_nobody_are_zeros():
     blocks = torch.arange(6.0).view(2, 1, 3).expand(2, 2, 3)
-    found = mean_of_holders(blocks, torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
-    assert found.tolist() == [[2.25, 3.25, 4.25], [0.0, 0.0, 0.0]]
+    means = mean_of_holders(blocks, torch.tensor([[1.0, 0.0], [3.0, 0.0]]))
+    assert means.tolist() == [[2.25, 3.25, 4.25], [0.0, 0.0, 0.0]]
 
 
 @pytest.mark.slow
 def test_augmentations_of_a_round_are_in_its_job(make_loop):
-    loop = make_loop(
-        population=digits(EQUAL),
-        module=a_net(),
-        new_net=new_net,
-        clients=ClientOptions(count=4, batch_size=12),
-        privacy=private(),
-        parts=[Distillation(augmentation="dsa_without_flip", **SMALL)],
-    )
-    jobs, train = [], loop.clients.engine.train
-
-    def spy(plan, *rest):
-        jobs.append(plan.job)
-        return train(plan, *rest)
-
-    loop.clients.engine.train = spy
+    loop = few(make_loop, Distillation(augmentation="dsa_without_flip", **SMALL), privacy=private())
+    calls = spied(loop)
     loop.run()
-    drawn = [job.augmentation for job in jobs]
+    drawn = [plan.job.augmentation for plan, _ in calls]
     assert all(isinstance(one, ClassAugmentation) and "flip" not in one.operations for one in drawn)
     assert len(set(drawn)) == 3
-    assert {job.parameters for job in jobs} == {
-        matched_names({n: tuple(p.shape) for n, p in a_net().named_trainable.items()}, "layerwise_cosine")
-    }
+    shapes = {name: tuple(p.shape) for name, p in a_net().named_trainable.items()}
+    assert {plan.job.parameters for plan, _ in calls} == {matched_names(shapes, "layerwise_cosine")}

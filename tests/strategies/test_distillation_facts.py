@@ -1,21 +1,17 @@
-"""What distillation sends and when it pays, against the numbers of runs; the paper's epsilon beside true ones."""
+"""What distillation sends and when it pays; the paper's epsilon and true ones."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
-from conftest import FIXED_KEY
-from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, a_net, digits, new_net, private
+from conftest import FIXED_KEY, private
+from few_digits import EQUAL, NOTICE, SMALL, UNEQUAL, few
 
-from dpfl_lightning import models
-from dpfl_lightning.algorithms.gradient_matching import matched_names
-from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
+from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.server.traffic import BYTES
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.prv import EPS_ERROR
 from dpfl_lightning.strategies.distillation.costs import (
     Sent,
     paper_epsilon,
@@ -30,17 +26,8 @@ EXACT = get_accountant("gdp")
 
 
 def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):
-    """A loop over four clients with a few digits that has planned its run."""
-    loop = make_loop(
-        population=digits(counts),
-        module=a_net(),
-        new_net=new_net,
-        parts=[Distillation(**SMALL | options)],
-        privacy=privacy,
-        clients=ClientOptions(count=4, batch_size=[sum(own) for own in counts]),
-        rounds=rounds,
-        evaluate_every=rounds,
-    )
+    strategy = Distillation(**SMALL | options)
+    loop = few(make_loop, strategy, counts=counts, privacy=privacy, rounds=rounds, evaluate_every=rounds)
     loop.plan_schedule()
     return loop
 
@@ -48,37 +35,18 @@ def planned(make_loop, privacy, counts=EQUAL, rounds=6, **options):
 # --- traffic
 
 
-@pytest.mark.parametrize(("training_rounds", "expected"), [(100, 28.5), (200, 14.75), (500, 6.5), (1000, 3.75)])
-def test_a_set_pays_from_as_many_trainings_as_the_formula_says(training_rounds, expected):
-    """500 rounds, ten classes, and as many clients and parameters in both."""
-    of_set, of_training = traffic(500 * 25, 7, 10 * 7), traffic(training_rounds * 25, 7, 7)
-    assert 1 + of_set.total / of_training.total == expected == 1 + 500 * (1 + 10) / (2 * training_rounds)
-    trainings = [math.floor(expected), math.floor(expected) + 1]
-    less, more = (n * of_training.total - (of_set.total + of_training.total) for n in trainings)
-    assert less <= 0 < more
-
-
-def test_participants_and_parameters_of_both_count():
-    """T I (d + C d_m) of the set, 2 R J d of a training: exact."""
+def test_a_set_pays_from_as_many_trainings_as_the_formula_says():
+    """500 rounds, ten classes, and as many clients and parameters in both: T I (d + C d_m) over 2 R J d."""
+    for training_rounds, expected in ((100, 28.5), (200, 14.75), (500, 6.5), (1000, 3.75)):
+        of_set, of_training = traffic(500 * 25, 7, 10 * 7), traffic(training_rounds * 25, 7, 7)
+        assert 1 + of_set.total / of_training.total == expected == 1 + 500 * (1 + 10) / (2 * training_rounds)
+        trainings = [math.floor(expected), math.floor(expected) + 1]
+        less, more = (n * of_training.total - (of_set.total + of_training.total) for n in trainings)
+        assert less <= 0 < more
     rounds, cohort, params, matched, classes, training_rounds, training_cohort = 30, 4, 50, 40, 3, 8, 16
     of_set = traffic(rounds * cohort, params, classes * matched)
     of_training = traffic(training_rounds * training_cohort, params, params)
     assert 1 + of_set.total / of_training.total == 1 + 30 * 4 * (50 + 3 * 40) / (2 * 8 * 16 * 50)
-
-
-def test_bytes_of_the_papers_largest_net():
-    """CIFAR-10, 500 rounds: 25 of 50 clients, and 10 of 20."""
-    net = models.build("convnet", (3, 32, 32), 10, width=128, depth=3)
-    shapes = {name: tuple(p.shape) for name, p in net.named_parameters()}
-    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-    params, matched = sum(sizes.values()), sum(sizes[name] for name in matched_names(shapes, "layerwise_cosine"))
-    assert (params, matched) == (320_010, 318_848) and BYTES == 4
-
-    def sent(cohort, release):
-        return round(BYTES * traffic(500 * cohort, params, release).total / 1e9, 1)
-
-    assert (sent(25, params), sent(25, 10 * params), sent(25, 10 * matched)) == (32.0, 176.0, 175.4)
-    assert (sent(10, params), sent(10, 10 * params)) == (12.8, 70.4)
 
 
 GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta=1e-3, noise_key=FIXED_KEY)
@@ -98,7 +66,7 @@ GIVEN = PrivacyOptions(epsilon=[3.0, 9.0, 9.0, 9.0], noise_multiplier=3.0, delta
     ],
     ids=["counts", "half and counts", "all parameters", "half and reserve", "budgets that run out"],
 )
-def test_what_is_foretold_is_what_is_sent(privacy, options, make_loop):
+def test_the_description_has_what_will_be_sent(privacy, options, make_loop):
     loop = planned(make_loop, privacy, **options)
     words = loop.describe()
     loop.run()
@@ -134,34 +102,12 @@ TABLE = {
 }
 
 
-@pytest.mark.parametrize("sigma", TABLE)
-def test_the_papers_epsilon_is_far_below_the_true_one(sigma):
-    of_paper, *true = TABLE[sigma]
-    assert paper_epsilon(sigma, 1e-5) == pytest.approx(of_paper, rel=2e-3)
-    found = [EXACT.epsilon([GaussianEvent(1.0, sigma, rounds)], 1e-5) for rounds in (500, 250)]
-    assert found == pytest.approx(true, rel=5e-3)
-    assert found[0] > 8 * paper_epsilon(sigma, 1e-5)
-    if sigma == 10:
-        assert found[0] / paper_epsilon(sigma, 1e-5) == pytest.approx(11.85, abs=0.01)
-
-
-def test_accountants_of_500_full_batches_are_at_or_just_above_the_exact_value():
-    rounds = [GaussianEvent(1.0, 10.0, 500)]
-    exact, rdp, prv = (get_accountant(name).epsilon(rounds, 1e-5) for name in ("gdp", "rdp", "prv"))
-    assert exact == pytest.approx(11.48, abs=0.005) and rdp == pytest.approx(12.30, abs=0.005)
-    assert exact <= prv <= exact + 2 * EPS_ERROR, "the grid's own error and the bound on it"
-    assert 1.07 < rdp / exact < 1.08
-
-
-#: sigma on the mean of 256 records -> exact epsilon of 500 rounds, and with a record replaced
-ON_THE_MEAN = {0.01: (74.6, 226), 0.1: (3.75, 8.47), 1: (0.29, 0.63)}
-
-
-@pytest.mark.parametrize("sigma", ON_THE_MEAN)
-def test_noise_on_the_mean_of_256_records(sigma):
-    rounds, replaced = [GaussianEvent(1.0, 256 * sigma, 500)], get_accountant("gdp", "replace_one")
-    found = EXACT.epsilon(rounds, 1e-5), replaced.epsilon(rounds, 1e-5)
-    assert found == pytest.approx(ON_THE_MEAN[sigma], rel=2e-2 if sigma == 1 else 2e-3)
+def test_the_papers_epsilon_is_far_below_the_true_one():
+    for sigma, (of_paper, *true) in TABLE.items():
+        assert paper_epsilon(sigma, 1e-5) == pytest.approx(of_paper, rel=2e-3)
+        exact = [EXACT.epsilon([GaussianEvent(1.0, sigma, rounds)], 1e-5) for rounds in (500, 250)]
+        assert exact == pytest.approx(true, rel=5e-3)
+        assert exact[0] > 8 * paper_epsilon(sigma, 1e-5)
 
 
 def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make_loop):
@@ -188,7 +134,7 @@ def test_the_papers_epsilon_follows_the_clip_norm_and_the_true_one_does_not(make
     ],
     ids=["full", "fixed", "full, on the mean", "fixed, on the mean"],
 )
-def test_the_papers_mode_is_told_the_papers_epsilon_as_its_sigma_is_meant(options, noise, clip_norm, make_loop):
+def test_the_papers_mode_reports_the_papers_epsilon_as_its_sigma_is_meant(options, noise, clip_norm, make_loop):
     given = PrivacyOptions(noise_multiplier=2.0, clip_norm=0.8, delta=1e-3, noise_key=FIXED_KEY)
     loop = planned(make_loop, given, UNEQUAL, mode="paper_literal", **options)
     assert loop.describe()[1:] == [paper_epsilon_words(noise, 1e-3, clip_norm)]
@@ -196,26 +142,23 @@ def test_the_papers_mode_is_told_the_papers_epsilon_as_its_sigma_is_meant(option
 
 @pytest.mark.slow
 @NOTICE
-def test_nobody_else_is_told_it(make_loop):
-    laplace = PrivacyOptions(epsilon=300.0, delta=0.0, mechanism="laplace", noise_key=FIXED_KEY)
+def test_other_modes_do_not_report_the_papers_epsilon(make_loop):
+    laplace = private(300.0, delta=0.0, mechanism="laplace")
     for privacy, mode in ((private(), "default"), (None, "paper_literal"), (laplace, "paper_literal")):
         assert len(planned(make_loop, privacy, mode=mode).describe()) == 1
 
 
-def test_of_unequal_budgets_the_largest_epsilon_is_told(make_loop):
+def test_of_unequal_budgets_the_largest_epsilon_is_reported(make_loop):
     loop = planned(make_loop, private([4.0, 6.0, 10.0, 8.0]), mode="paper_literal", sampling="full")
     noise = loop.schedule.clients[2].noise_multiplier(PURPOSE)
     assert loop.describe()[1] == paper_epsilon_words(noise, 1e-3, 1.0)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_numbers_out_of_range_are_named():
+    for wrong, words in (
         ((0.0, 1e-5, 1.0), "`noise_multiplier` must be above 0, got 0.0"),
         ((1.0, 0.0, 1.0), r"`delta` must be in \(0, 1\), got 0.0"),
         ((1.0, 1e-5, -1.0), "`clip_norm` must be above 0, got -1.0"),
-    ],
-)
-def test_numbers_out_of_range_are_named(wrong, words):
-    with pytest.raises(UserError, match=words):
-        paper_epsilon(*wrong)
+    ):
+        with pytest.raises(UserError, match=words):
+            paper_epsilon(*wrong)

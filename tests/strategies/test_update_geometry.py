@@ -7,20 +7,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from noisy_updates import update_noise_var
 from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.stats import multivariate_normal
 
-from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred_gram, expected_separation, overlap
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.client_plan import plan
-from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
-from dpfl_lightning.privacy.accounting.schedule import calibrate
-
-RECORDS, ROUNDS, DELTA = 6600, 200, 1e-4
-RESNET = 11_181_642  # parameters
+from dpfl_lightning.algorithms.update_geometry import Updates, WardTree, centred_gram, overlap
 
 
 def plain(x, noise_std=1.0) -> Updates:
@@ -38,78 +28,6 @@ def test_overlap_is_the_mass_that_two_gaussians_share(dimension, separation, kno
     here = multivariate_normal(np.zeros(dimension), 1.7**2).logpdf(draws)
     there = multivariate_normal(far, 1.7**2).logpdf(draws)
     assert np.minimum(1, np.exp(there - here)).mean() == pytest.approx(known, abs=0.0035)
-
-
-def two_phase_noise(
-    first: int, later: int, epsilon: float = 5.0, epochs: int = 1, rounds: int = ROUNDS, records: int = RECORDS
-) -> float:
-    """One multiplier for a first round of batches of `first` and later ones of `later`."""
-    lines = (
-        Planned("first", GaussianEvent(first / records, None, epochs * math.ceil(records / first)), 1),
-        Planned("train", GaussianEvent(later / records, None, epochs * math.ceil(records / later)), rounds - 1),
-    )
-    return calibrate([ClientSchedule(epsilon, DELTA, lines)], get_accountant("rdp"))[0].noise_multiplier("train")
-
-
-def update_var(noise: float, batch: int) -> float:
-    steps = math.ceil(RECORDS / batch)
-    return float(update_noise_var([noise], [batch], [steps], 5e-4, 3.0, RESNET)[0])
-
-
-@pytest.mark.parametrize(
-    ("later", "noise", "var_first", "var_later"),
-    [
-        (16, 1.132, 7.40e-7, 52.0),
-        (32, 1.310, 9.92e-7, 8.70),
-        (128, 2.010, 2.33e-6, 0.320),
-        (512, 3.583, 7.42e-6, 0.0159),
-        (6600, 12.14, 8.51e-5, 8.51e-5),
-    ],
-)
-def test_noise_of_both_phases_under_one_multiplier(later, noise, var_first, var_later):
-    """6600 records, epsilon 5, delta 1e-4, 200 rounds, clip norm 3, learning rate 5e-4, ResNet-18."""
-    found = two_phase_noise(RECORDS, later)
-    assert found == pytest.approx(noise, rel=5e-3)
-    assert update_var(found, RECORDS) == pytest.approx(var_first, rel=1e-2)
-    assert update_var(found, later) == pytest.approx(var_later, rel=1e-2)
-
-
-def test_ten_times_the_batch_has_not_a_thousandth_of_the_noise():
-    """For the multiplier grows with the batch: 740 in place of 1000, and 5.94e6 in place of 206.25^3 = 8.77e6."""
-    whole, tenth, small = (two_phase_noise(first, 32) for first in (6600, 660, 32))
-    assert update_var(tenth, 660) / update_var(whole, 6600) == pytest.approx(740, rel=1e-2)
-    assert update_var(small, 32) / update_var(whole, 6600) == pytest.approx(5.94e6, rel=1e-2)
-
-
-def test_separation_grows_with_the_root_of_the_batch_less_what_the_noise_grows():
-    small, whole = two_phase_noise(32, 32), two_phase_noise(RECORDS, 32)
-    growth = whole / small
-    assert growth == pytest.approx(1.215, rel=2e-3)
-    ratio = expected_separation(0.1, RECORDS, whole) / expected_separation(0.1, RECORDS, small, batch_size=32)
-    assert ratio == pytest.approx(math.sqrt(RECORDS / 32) / growth, rel=1e-9)
-
-
-def test_the_joint_multiplier_is_monotone():
-    usual = {"first": 660, "later": 66, "epsilon": 4.0, "epochs": 1, "rounds": 20, "records": 660}
-    noise = two_phase_noise(**usual)
-    for more in ({"later": 132}, {"epochs": 2}, {"rounds": 40}):
-        assert two_phase_noise(**usual | more) > noise
-    for less in ({"first": 330}, {"epsilon": 8.0}, {"records": 1320}):
-        assert two_phase_noise(**usual | less) < noise
-
-
-def test_a_full_batch_has_no_amplification():
-    noise, orders = np.array([0.7, 5.0]), np.array([1.1, 2.0, 10.9, 63.0, 1024.0])
-    found = sampled_gaussian_rdp(np.ones(2), noise, tuple(orders))
-    np.testing.assert_allclose(found, orders / (2 * noise[:, None] ** 2), rtol=1e-12)
-
-
-def test_an_own_first_noise_is_what_makes_the_full_batch_cheap():
-    usual = {"num_records": RECORDS, "batch_size": 32, "rounds": ROUNDS, "delta": DELTA, "epsilon": 5.0}
-    without, same = plan(**usual), plan(**usual, first_round="full")
-    apart = plan(**usual, first_round="full", first_round_noise_multiplier=5.0)
-    cost = [one.noise_multiplier / without.noise_multiplier for one in (apart, same)]
-    assert cost == pytest.approx([1.0083, 1.2151], rel=1e-3)
 
 
 def random_updates(rng, count=9, num_params=70):
@@ -208,30 +126,3 @@ def test_without_noise_separations_are_infinite():
     updates = plain(x, 0.0)
     assert updates.separation([np.array([0, 1]), np.array([2])]) == math.inf
     assert updates.separation([np.array([0]), np.array([1])]) == 0.0
-
-
-def test_variance_of_an_update_is_that_of_noise_and_of_sampled_records():
-    """64 records, batches of 16, 50 parameters, z 2, rate 0.1: the lemma without sampling, and the formula with it."""
-    torch.manual_seed(0)
-    gradients = torch.nn.functional.normalize(torch.randn(64, 50, dtype=torch.float64), dim=1)
-    spread = (1 - float(gradients.mean(dim=0).square().sum())) / 16
-    lemma = float(update_noise_var([2.0], [16.0], [4], 0.1, 1.0, num_params=50))
-    full = lemma + 4 * 0.1**2 * spread
-    assert lemma == pytest.approx(0.03125) and full == pytest.approx(0.0337, rel=5e-3)
-    drawn = torch.rand(20_000, 4, 64).argsort(dim=2)[:, :, :16]
-    steps = gradients[drawn].mean(dim=2) + 2.0 * torch.randn(20_000, 4, 50, dtype=torch.float64) / 16
-    seen = float((0.1 * steps.sum(dim=1)).var(dim=0).sum())
-    assert seen == pytest.approx(full, rel=0.05) and seen == pytest.approx(lemma, rel=0.15)
-
-
-def test_sampled_records_are_nothing_beside_a_large_nets_noise_and_something_beside_a_small_ones():
-    resnet, cnn = 11_181_642, 28_938
-    assert RECORDS / (resnet * two_phase_noise(RECORDS, 32) ** 2) == pytest.approx(3.4e-4, rel=0.02)
-    assert 8000 / (cnn * 1.26**2) == pytest.approx(0.17, rel=0.03)
-
-
-@pytest.mark.parametrize(("epsilon", "safe"), [(0.1, True), (0.5, True), (0.99, True), (40.0, False)])
-def test_the_classic_bound_is_conservative_below_one_and_no_bound_far_above(epsilon, safe):
-    noise = math.sqrt(2 * math.log(1.25 / 1e-5)) / epsilon
-    spent = get_accountant("gdp").epsilon([GaussianEvent(1.0, noise, 1)], 1e-5)
-    assert (spent < epsilon) == safe

@@ -1,39 +1,31 @@
-"""Number of groups and who is in them: found where they are, and not found in noise or in sampled records."""
+"""Groups and memberships: found where they are, and not found in noise or in sampled records."""
 
 from __future__ import annotations
 
 import math
-import time
 
 import numpy as np
 import pytest
+import torch
 from grouped_updates import CNN, TRUE, grouped, updates_of
+from scipy.stats import norm
+from sklearn.decomposition import PCA
 from sklearn.metrics import adjusted_rand_score
+from sklearn.mixture import GaussianMixture
+from sklearn.preprocessing import MinMaxScaler, StandardScaler
 
-from dpfl_lightning.algorithms import update_groups
-from dpfl_lightning.algorithms.update_groups import GroupOptions, any_cut, find_groups, given_cut, noise_alone, two_way
+from dpfl_lightning.algorithms.update_geometry import overlap
+from dpfl_lightning.algorithms.update_groups import GroupOptions, find_groups, given_cut, noise_alone, two_way
+from dpfl_lightning.algorithms.update_mixture import (
+    memberships,
+    paper_mixture,
+    robust_mixture,
+    scaled_principal_coordinates,
+    switch_round,
+)
 from dpfl_lightning.errors import UserError
 
 RULES = ("split", "mss")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("num_params", "two_of_21", "two_of_6", "family"),
-    [(2000, 4.7, 5.7, 4.95), (CNN, 9.2, 10.9, 9.3), (11_181_642, 41, 48, 40)],
-)
-def test_thresholds_of_pure_noise(num_params, two_of_21, two_of_6, family, monkeypatch, request):
-    """Known ones are 95 % quantiles, of other and fewer draws. 1,000 draws: 2 % of error. Seeds are fixed."""
-    monkeypatch.setattr(update_groups, "FALSE_ALARMS", 0.05)
-    for threshold in (two_way, any_cut):  # nothing is remembered of the other quantile
-        threshold.__wrapped__.cache_clear()
-        request.addfinalizer(threshold.__wrapped__.cache_clear)
-    begun = time.perf_counter()
-    found = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
-    assert found == pytest.approx([two_of_21, two_of_6, family], rel=0.08)
-    again = [two_way(num_params, [1.0] * 21), two_way(num_params, [1.0] * 6), any_cut(num_params, [1.0] * 21)]
-    assert again == found
-    assert time.perf_counter() - begun < 60, "a few seconds on an idle core, whatever P is"
 
 
 def test_bartletts_draws_are_gram_matrices_of_normals():
@@ -52,105 +44,47 @@ def false_alarms(draw, draws: int, **options) -> float:
     return np.mean([len(find_groups(draw(), GroupOptions(**options)).members) > 1 for _ in range(draws)])
 
 
+#: noise of one client after the other, what differs between their records, and the largest share of alarms
+NOISE = {
+    "equal": (np.ones(21), 0.0, 0.03),
+    "unequal": (np.geomspace(1, 4, 21), 0.0, 0.03),
+    "records": (np.ones(21), 9.6, 0.03),
+    "many records": (np.ones(21), 69.0, 0.09),  # there the floor alone decides: it is made for 5 %
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sampling", [0.0, 9.6, 69.0])
-def test_noise_is_no_group(rule, sampling):
+@pytest.mark.parametrize("case", NOISE)
+def test_noise_is_no_group(rule, case):
     """Nominal 1 %, seed 3, 200 draws: more than 3 % has probability 0.004 at 1 % (binomial), 0.03 at 1.5 %.
 
     With `sampling`, clients of one group differ by their records in ten directions, by so much in all: sqrt(records) /
-    noise multiplier is 9.6 at 2,285 records and noise 5, and 69 at 8,000 and 1.3, where the floor alone decides: it is
-    made for 5 %.
+    noise multiplier is 9.6 at 2,285 records and noise 5, and 69 at 8,000 and 1.3.
     """
+    noise, sampling, most = NOISE[case]
     rng = np.random.default_rng(3)
 
     def draw():
-        x = rng.standard_normal((21, 2000))
+        x = rng.standard_normal((21, 2000)) * noise[:, None]
         x[:, :10] += rng.standard_normal((21, 10)) * sampling / math.sqrt(10)
-        return updates_of(x, sampling=sampling)
+        return updates_of(x, noise, sampling)
 
-    assert false_alarms(draw, 200, choose=rule) <= (0.09 if sampling > 50 else 0.03)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("sampling", [0.0, 9.6, 69.0])
-def test_noise_of_the_papers_net_is_no_group_in_the_full_study(rule, sampling):
-    """As above at P = 28,938, by the updates themselves: 200 draws, seed 3."""
-    rng = np.random.default_rng(3)
-
-    def draw():
-        x = rng.standard_normal((21, CNN))
-        x[:, :10] += rng.standard_normal((21, 10)) * sampling / math.sqrt(10)
-        return updates_of(x, sampling=sampling)
-
-    assert false_alarms(draw, 200, choose=rule) <= (0.09 if sampling > 50 else 0.03)
+    assert false_alarms(draw, 200, choose=rule) <= most
+    if case == "many records":
+        assert false_alarms(draw, 30, data_floor=0.0) > 0.9, "without the floor they look like groups"
 
 
 @pytest.mark.slow
-def test_sampled_records_look_like_groups_without_the_floor():
-    """Seed 3, 30 draws."""
-    rng = np.random.default_rng(3)
-
-    def draw():
-        x = rng.standard_normal((21, 2000))
-        x[:, :10] += rng.standard_normal((21, 10)) * 69 / math.sqrt(10)
-        return updates_of(x, sampling=69)
-
-    assert false_alarms(draw, 30, data_floor=0.0) > 0.9
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_noise_of_the_papers_net_is_no_group(rule):
-    """As above at P = 28,938, 60 draws, by Gram matrices: more than 5 % has probability 0.003 at 1 %."""
-    draws = noise_alone(CNN, [1.0] * 21, draws=60, seed=[5])
-    assert false_alarms(lambda: next(draws), 60, choose=rule) <= 0.05
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rule", RULES)
-def test_unequal_noise_is_no_group(rule):
-    """Noise of the clients from 1 to 4 times the least. Seed 1, 200 draws, as above."""
-    noise = np.geomspace(1, 4, 21)
-    rng = np.random.default_rng(1)
-    alarm = false_alarms(lambda: updates_of(rng.standard_normal((21, 1000)) * noise[:, None], noise), 200, choose=rule)
-    assert alarm <= 0.03
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", [2, 4, 8])
-def test_a_given_number_is_not_believed_in_noise(groups):
-    """Seed 7, 200 draws, as above."""
-    rng = np.random.default_rng(7)
-    confident = [
-        find_groups(updates_of(rng.standard_normal((21, 500))), GroupOptions(groups)).confident for _ in range(200)
-    ]
-    assert np.mean(confident) <= 0.03
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_params", [2000, CNN])
-def test_groups_that_are_far_enough_are_found(num_params):
-    """Seeds 0..9, at 1.5 P^(1/4) noise standard deviations; nothing at 0."""
-    scores, none, confident = [], [], []
-    for seed in range(10):
-        found = find_groups(updates_of(grouped(1.5 * num_params**0.25, num_params, seed)), GroupOptions(4))
-        scores.append(adjusted_rand_score(TRUE, found.labels))
-        confident.append(found.confident)
-        assert found.separation == pytest.approx(1.5 * num_params**0.25, rel=0.15)
-        nothing = find_groups(updates_of(grouped(0.0, num_params, seed)), GroupOptions(4))
-        none.append(adjusted_rand_score(TRUE, nothing.labels))
-    assert np.mean(scores) >= 0.99 and all(confident)
-    assert abs(np.mean(none)) < 0.1
-
-
-def test_recovery_grows_with_separation():
-    """Mean score over seeds 0..5 at P = 28,938, beside known values of other draws (standard error up to 0.08)."""
-    known = {6: 0.03, 10: 0.55, 12: 0.75, 15: 0.98, 25: 1.0}
-    for separation, score in known.items():
-        found = [find_groups(updates_of(grouped(separation, CNN, seed)), GroupOptions(4)) for seed in range(6)]
-        assert np.mean([adjusted_rand_score(TRUE, one.labels) for one in found]) == pytest.approx(score, abs=0.25)
+def test_noise_of_the_papers_net_is_no_group_and_a_given_number_is_not_believed():
+    """By Gram matrices: of 60 draws more than 5 % has probability 0.003 at 1 %; of 200, as above."""
+    for rule in RULES:
+        draws = noise_alone(CNN, [1.0] * 21, draws=60, seed=[5])
+        assert false_alarms(lambda draws=draws: next(draws), 60, choose=rule) <= 0.05
+    for groups in (2, 4, 8):
+        rng = np.random.default_rng(7)
+        draws = (updates_of(rng.standard_normal((21, 500))) for _ in range(200))
+        assert np.mean([find_groups(one, GroupOptions(groups)).confident for one in draws]) <= 0.03
 
 
 @pytest.mark.slow
@@ -171,14 +105,6 @@ def test_the_number_of_groups_is_found(num_params):
     assert numbers["mss", True] == [2] * 10
     for nested in (False, True):
         assert numbers["split", nested] == [4] * 10
-
-
-@pytest.mark.slow
-def test_groups_that_are_there_are_parted_in_1_percent_of_runs():
-    """All cuts of a run together; seeds 0..199, 3 % as above."""
-    found = [find_groups(updates_of(grouped(60, 500, seed))) for seed in range(200)]
-    assert min(len(own.members) for own in found) == 4
-    assert np.mean([len(own.members) > 4 for own in found]) <= 0.03
 
 
 @pytest.mark.slow
@@ -210,7 +136,7 @@ def test_without_noise_any_difference_counts_but_what_records_explain():
     assert len(find_groups(updates_of(x, noise=0.0, sampling=1e9)).members) == 1
 
 
-def test_the_curve_and_the_threshold_are_told():
+def test_the_curve_and_the_threshold_are_reported():
     found = find_groups(updates_of(grouped(30, 2000, 0)))
     assert list(found.curve) == list(range(2, 11)) and max(found.curve, key=found.curve.get) == 4
     floored = find_groups(updates_of(grouped(30, 2000, 0), sampling=20.0), GroupOptions(data_floor=0.5))
@@ -234,15 +160,134 @@ def test_nearly_equal_noise_shares_its_thresholds():
     assert two_way.__wrapped__.cache_info().currsize == solved
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_mistakes_are_one_sentence():
+    for wrong, words in (
         ({"num_groups": 0}, "`num_clusters` must be `auto` or at least 1, got 0"),
         ({"choose": "slpit"}, "`choose_m` must be one of split, mss, got 'slpit'. Did you mean `split`"),
         ({"min_size": 0}, "`min_cluster_size` must be at least 1"),
         ({"data_floor": -1.0}, "`data_floor` must be at least 0"),
-    ],
+    ):
+        with pytest.raises(UserError, match=words):
+            GroupOptions(**wrong)
+
+
+GROUPS = [np.flatnonzero(group == TRUE) for group in range(4)]
+
+
+def robust(x, **options):
+    return robust_mixture(torch.from_numpy(x), [1.0] * len(x), [0.0] * len(x), GroupOptions(**options))
+
+
+def score(mixture) -> float:
+    return adjusted_rand_score(TRUE, mixture.responsibilities.argmax(dim=1))
+
+
+# ---- the sound mixture
+
+
+@pytest.mark.parametrize("num_groups", [None, 4])
+def test_groups_far_apart_have_sure_members(num_groups):
+    found = robust(grouped(25, CNN, 0), num_groups=num_groups)
+    assert score(found) == 1 and found.num_groups == 4 and found.confident
+    assert found.separation == pytest.approx(25, rel=0.05) and found.overlap < 1e-100
+    torch.testing.assert_close(found.responsibilities, torch.eye(4, dtype=torch.float64)[torch.from_numpy(TRUE)])
+    assert found.embedding.shape == (21, 2)
+    assert found.diagnostics["separation_of_4"] == pytest.approx(found.separation)
+    assert 7 < found.diagnostics["separation_threshold"] < 14
+    biased = math.sqrt(25**2 + CNN / 4 * (1 / 6 + 1 / 6))
+    assert found.diagnostics["separation_with_noise"] == pytest.approx(biased, rel=0.03)
+
+
+def test_noise_is_one_group_or_an_unsure_mixture():
+    for seed in range(5):
+        x = np.random.default_rng(100 + seed).standard_normal((21, 2000))
+        found, given = robust(x), robust(x, num_groups=4)
+        assert found.num_groups == 1 and found.responsibilities.eq(1).all()
+        assert given.num_groups == 4
+        for own in (found, given):
+            assert not own.confident and own.overlap == 1 and switch_round(own.overlap, 200) == 1
+
+
+def test_memberships_are_soft_between_groups_that_touch():
+    """Seed 0: three groups in a row, noise of standard deviation 1; beside the law they were drawn from."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((120, 2))
+    x[:, 0] += np.repeat([0.0, 3.0, 6.0], 40)
+    found = memberships(updates_of(x), [np.arange(40), np.arange(40, 80), np.arange(80, 120)])
+    np.testing.assert_allclose(found.sum(axis=1), 1.0)
+    assert 10 < (found.max(axis=1) < 0.9).sum() < 80
+    middle = norm(3).pdf(x[:, 0]) / sum(norm(centre).pdf(x[:, 0]) for centre in (0, 3, 6))
+    assert np.abs(found[:, 1] - middle).mean() < 0.1
+
+
+def test_where_em_fails_the_cut_decides(monkeypatch):
+    x = grouped(25, 2000, 0)
+    expected = np.eye(4)[TRUE]
+    monkeypatch.setattr(GaussianMixture, "predict_proba", lambda self, points: np.eye(4)[[1] * 21])
+    np.testing.assert_array_equal(memberships(updates_of(x), GROUPS), expected, "a component without a client")
+    monkeypatch.undo()
+
+    def broken(self, points):
+        raise ValueError("a component collapsed")
+
+    monkeypatch.setattr(GaussianMixture, "fit", broken)
+    np.testing.assert_array_equal(memberships(updates_of(x), GROUPS), expected)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_few_or_identical_updates(count):
+    same = torch.ones(count, 7)
+    for num_groups in (None, 4):
+        for found in (
+            robust_mixture(same, [1.0] * count, [0.0] * count, GroupOptions(num_groups)),
+            paper_mixture(same, num_groups),
+        ):
+            assert found.responsibilities.isfinite().all() and found.embedding.isfinite().all()
+            torch.testing.assert_close(found.responsibilities.sum(dim=1), torch.ones(count, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_updates_of_any_type(dtype):
+    x = torch.from_numpy(grouped(25, 2000, 1)).to(dtype)
+    assert score(robust_mixture(x, [1.0] * 21, [0.0] * 21)) == score(paper_mixture(x, 4)) == 1
+
+
+# ---- rounds
+
+
+@pytest.mark.parametrize(
+    ("separation", "mpo", "last"), [(0.0, 1.0, 1), (1.24, 0.215, 78), (5.0, 5.7e-7, 99), (6.0, 2e-9, 100), (99, 0, 100)]
 )
-def test_mistakes_are_one_sentence(wrong, words):
-    with pytest.raises(UserError, match=words):
-        GroupOptions(**wrong)
+def test_the_round_in_which_losses_take_over(separation, mpo, last):
+    assert overlap(separation) == pytest.approx(mpo, rel=0.02, abs=1e-9)
+    assert switch_round(overlap(separation), 200) == last
+    assert [switch_round(overlap(separation), rounds) for rounds in (1, 2)] == [1, 1]
+
+
+# ---- the papers' mixture
+
+
+def test_the_papers_pipeline_is_scikit_learns():
+    for seed in range(5):
+        x = grouped(8.0, 300, seed) * np.random.default_rng(seed).uniform(0.1, 9, 300) + 5.0
+        x[:, 7] = 1.5  # a parameter that nobody moves
+        theirs = PCA(21).fit(StandardScaler().fit_transform(x)).transform(x)[:, :2]
+        theirs = MinMaxScaler().fit_transform(theirs)
+        ours = scaled_principal_coordinates(torch.from_numpy(x))
+        for axis in (0, 1):
+            turned = 1 - ours[:, axis]
+            error = min(np.abs(one - theirs[:, axis]).max() for one in (ours[:, axis], turned))
+            assert error < 1e-8
+        mixture = GaussianMixture(
+            4, covariance_type="spherical", init_params="k-means++", tol=1e-6, random_state=3, weights_init=[0.25] * 4
+        ).fit(ours)
+        mixture.weights_ = np.full(4, 0.25)
+        gaps = [
+            np.linalg.norm(mixture.means_[a] - mixture.means_[b]) / (2 * np.sqrt(max(mixture.covariances_[[a, b]])))
+            for a in range(4)
+            for b in range(a)
+        ]
+        found = paper_mixture(torch.from_numpy(x), 4, seed=3)
+        assert found.separation == pytest.approx(min(gaps)) and found.overlap == pytest.approx(2 * norm.sf(min(gaps)))
+        np.testing.assert_allclose(found.responsibilities, mixture.predict_proba(ours), atol=1e-9)
+        assert found.confident, "it is never unsure"

@@ -8,26 +8,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import FIXED_KEY, PowerCut, blobs, cut_at, small_net
+from conftest import PowerCut, blobs, cut_at, private, small_net
 from fakes import a_view
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from dpfl_lightning.build import ENGINES
-from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client import answers
 from dpfl_lightning.federated.client.answers import summed_losses
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import ChargedQuery, LowestLoss, NoMechanism, SelectModel
-from dpfl_lightning.federated.messages.schedule import RunSchedule
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.models.model import FORWARD_CHUNK
-from dpfl_lightning.privacy.accounting.accountant import get_accountant
-from dpfl_lightning.privacy.accounting.events import GaussianEvent, NonPrivateEvent, SelectionEvent
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule, Planned
-from dpfl_lightning.privacy.accounting.schedule import calibrate
+from dpfl_lightning.privacy.accounting.events import NonPrivateEvent, SelectionEvent
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
 from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -37,19 +32,19 @@ BUDGETS = (4.0, 6.0, 8.0, 10.0)  # of `make_loop`
 
 
 class Choosing(Strategy):
-    """Clients choose between the server's model and zeros, in each round from `first` on; those in `absent` do not."""
+    """Clients choose between the server's model and zeros, in each round from the second on."""
 
-    def __init__(self, first=2, absent=None, same=(), **options):
+    def __init__(self, absent=None, same=(), **options):
         self._choice = ModelSelection(**options, key="strategies.choosing")
-        self._first, self._absent, self._same, self._seen = first, absent or {}, same, {}
+        self._absent, self._same, self._seen = absent or {}, same, {}
 
     def plan_run(self, schedule, view):
-        return self._choice.plan_run(schedule, view, schedule.rounds - self._first + 1)
+        return self._choice.plan_run(schedule, view, schedule.rounds - 1)
 
     def plan_round(self, plan, view):
         plan = plan.only(lambda client: view.round not in self._absent.get(client, ()))
         other = view.state.models if view.round in self._same else torch.zeros_like(view.state.models)
-        if view.round >= self._first:
+        if view.round >= 2:
             self._seen[view.round] = self._choice.choose(plan, view, torch.cat([view.state.models, other]))
         return plan
 
@@ -59,6 +54,17 @@ class Choosing(Strategy):
     def load_state_dict(self, state):
         self._choice.load_state_dict(state["choice"])
         self._seen = dict(state["seen"])
+
+
+@pytest.fixture
+def choosing(make_loop):
+    """`choosing(num_rounds, **options)`: a loop of clients that choose, and the strategy."""
+
+    def make(num_rounds, /, absent=None, same=(), strategy=None, loop=None, **options):
+        strategy = strategy or Choosing(absent, same, **options)
+        return make_loop(parts=[SizeWeighted(), strategy], rounds=num_rounds, **(loop or {})), strategy
+
+    return make
 
 
 def paid(loop, client=0):
@@ -141,11 +147,11 @@ def test_the_lowest_loss_and_the_first_of_equals():
         assert query.read(0, answers.answer(ChargedQuery.of(query), 0, module, x, y, None)) == best
 
 
-def test_every_engine_gives_the_same_answers(make_loop):
+def test_every_engine_gives_the_same_answers(choosing):
     def seen(name):
-        own = Choosing(selection="exponential", epsilon=0.05)
-        make_loop(parts=[SizeWeighted(), own], engine=ENGINES[name](), rounds=6).run()
-        return own._seen
+        loop, strategy = choosing(6, loop={"engine": ENGINES[name]()}, selection="exponential", epsilon=0.05)
+        loop.run()
+        return strategy._seen
 
     reference = seen("serial")
     assert {row for one in reference.values() for row in one.values()} == {0, 1}, "noise decides here"
@@ -155,28 +161,14 @@ def test_every_engine_gives_the_same_answers(make_loop):
 # ---- planned
 
 
-def test_a_share_of_each_budget_pays_for_each_choice(make_loop):
-    schedule = make_loop(parts=[SizeWeighted(), Choosing()], rounds=20).plan_schedule()
+def test_a_share_of_each_budget_pays_for_each_choice(choosing, make_loop):
+    schedule = choosing(20)[0].plan_schedule()
     assert [own.count_of("select") for own in schedule.clients] == [2] * 4
     events = [schedule.planned(client, "select").event for client in range(4)]
     assert events == [SelectionEvent(0.03 * epsilon) for epsilon in BUDGETS]
     alone = make_loop(parts=[SizeWeighted()], rounds=20).plan_schedule()
     for own, without in zip(schedule.clients, alone.clients, strict=True):
         assert own.noise_multiplier("train") > without.noise_multiplier("train")
-
-
-@pytest.mark.parametrize(("epsilon", "noise"), [(5.0, 1.359), (2.0, 2.795)])
-def test_twenty_selections_of_two_hundred_rounds_are_solved_with_the_training(epsilon, noise, tmp_path):
-    lines = (
-        Planned("first_round", GaussianEvent(1.0, None), 1),
-        Planned("train", GaussianEvent(32 / 6600, None, 207), 199),
-    )
-    schedule = RunSchedule((ClientSchedule(epsilon, 1e-4, lines),) * 3, rounds=200)
-    planned = ModelSelection().plan_run(schedule, a_view(tmp_path), most_rounds=100)
-    assert planned.planned(2, "select") == Planned("select", SelectionEvent(0.03 * epsilon), 20)
-    (own,) = calibrate(planned.clients[:1], get_accountant("rdp"))
-    assert own.noise_multiplier("train") == pytest.approx(noise, rel=5e-4)
-    assert get_accountant("rdp").epsilon(own.events(), 1e-4) <= epsilon
 
 
 @pytest.mark.parametrize(
@@ -190,138 +182,107 @@ def test_twenty_selections_of_two_hundred_rounds_are_solved_with_the_training(ep
         ({"selection": "paper_argmin"}, 200, 100, 100),
     ],
 )
-def test_how_many(options, rounds, most, count, tmp_path):
+def test_how_many_choices_are_planned(options, rounds, most, count, tmp_path):
     view = a_view(tmp_path, rounds=rounds)
-    own = ModelSelection(**options)
-    assert own.plan_run(view.schedule, view, most).clients[0].count_of("select") == count
-    assert not own.done
+    selection = ModelSelection(**options)
+    assert selection.plan_run(view.schedule, view, most).clients[0].count_of("select") == count
+    assert not selection.done
 
 
-def test_no_round_to_choose_in_is_nothing_to_plan(tmp_path):
-    view, own = a_view(tmp_path), ModelSelection()
-    assert own.plan_run(view.schedule, view, 0) == view.schedule and own.done
-    assert own.choose(view.plan(), view, torch.eye(2)) == {}
+def test_without_rounds_nothing_is_planned(tmp_path):
+    view, selection = a_view(tmp_path), ModelSelection()
+    assert selection.plan_run(view.schedule, view, 0) == view.schedule and selection.done
+    assert selection.choose(view.plan(), view, torch.eye(2)) == {}
 
 
-def test_a_client_without_a_budget_needs_a_number(make_loop):
-    privacy = PrivacyOptions(epsilon=[4.0, math.inf, 8.0, 10.0], noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
+def test_a_client_without_a_budget_needs_a_number(choosing):
+    privacy = {"privacy": private([4.0, math.inf, 8.0, 10.0], noise_multiplier=2.0)}
     words = r"`strategies\.choosing\.selection_epsilon` must be a number if .* no budget, got None. Client 1"
     with pytest.raises(UserError, match=words):
-        make_loop(parts=[SizeWeighted(), Choosing()], privacy=privacy).plan_schedule()
-    loop = make_loop(parts=[SizeWeighted(), Choosing(epsilon=0.2)], privacy=privacy)
+        choosing(3, loop=privacy)[0].plan_schedule()
+    loop, _ = choosing(3, loop=privacy, epsilon=0.2)
     loop.run()
     assert loop.schedule.planned(1, "select").event == SelectionEvent(0.2) and paid(loop, 1) == [2]
 
 
-def test_given_noise_leaves_room_for_the_choices(make_loop):
-    privacy = PrivacyOptions(epsilon=2.0, noise_multiplier=2.0, delta=1e-3, noise_key=FIXED_KEY)
-    result = make_loop(parts=[SizeWeighted(), Choosing(epsilon=0.4, rounds=2)], privacy=privacy, rounds=9).run()
+def test_given_noise_leaves_room_for_the_choices(choosing):
+    loop, _ = choosing(9, loop={"privacy": private(2.0, noise_multiplier=2.0)}, epsilon=0.4, rounds=2)
+    result = loop.run()
     assert all(client["epsilon_spent"] <= 2.0 for client in result.clients)
     assert any(client["releases"] < 9 + 2 for client in result.clients), "rounds were given up for it"
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (
-            {"selection": "exponential_frosen"},
-            "choosing.selection` must be one of .* you mean `exponential_frozen`",
-        ),
-        ({"epsilon": 0.0}, "choosing.selection_epsilon` must be above 0 and finite, got 0.0"),
-        ({"epsilon": math.inf}, "choosing.selection_epsilon` must be above 0"),
-        ({"rounds": 0}, "choosing.selection_rounds` must be >= 1, got 0"),
-        ({"selection": "exponential", "rounds": 3}, "choosing.selection_rounds` must not be set with"),
-        ({"loss_bound": -1.0}, "choosing.loss_bound` must be above 0"),
-        ({"selection": "paper_argmin", "epsilon": 0.1}, "choosing.selection_epsilon` must not be set with"),
-        ({"selection": "paper_argmin", "loss_bound": 1.0}, "choosing.loss_bound` must not be set with"),
-    ],
-)
-def test_bad_options(options, words):
-    with pytest.raises(UserError, match=words):
-        Choosing(**options)
-
-
-def test_a_regression_needs_a_bound(make_loop):
+def test_a_regression_needs_a_bound(choosing):
     population = blobs()
     real = dataclasses.replace(population, y=population.y.float(), num_classes=1)
-    module = ClientModule(small_net(classes=1))
+    regression = {"population": real, "module": ClientModule(small_net(classes=1))}
     with pytest.raises(UserError, match=r"choosing\.loss_bound` must be a number for a regression"):
-        make_loop(real, module, parts=[SizeWeighted(), Choosing()]).plan_schedule()
-    assert make_loop(real, module, parts=[SizeWeighted(), Choosing(loss_bound=4.0)]).run().finished
+        choosing(3, loop=regression)[0].plan_schedule()
+    assert choosing(3, loop=regression, loss_bound=4.0)[0].run().finished
 
 
 # ---- charged when it happens, remembered
 
 
-def test_the_first_rounds_choose_and_the_answer_stays(make_loop):
-    own = Choosing(rounds=2)
-    loop = make_loop(parts=[SizeWeighted(), own], rounds=6)
-    result = loop.run()
-    assert paid(loop) == [2, 3] and own._choice.done
-    assert own._seen[3] == own._seen[4] == own._seen[6] and set(own._seen[2]) == {0, 1, 2, 3}
+def test_the_first_rounds_choose_and_the_answer_stays(choosing):
+    loop, strategy = choosing(6, rounds=2)
+    result, seen = loop.run(), strategy._seen
+    assert paid(loop) == [2, 3] and strategy._choice.done
+    assert seen[3] == seen[4] == seen[6] and set(seen[2]) == {0, 1, 2, 3}
     for client in result.clients:
         assert 0.98 * client["epsilon_budget"] < client["epsilon_spent"] <= client["epsilon_budget"]
 
 
-def test_every_round_or_frozen(make_loop):
-    own = Choosing(selection="exponential")
-    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
-    loop.run()
-    assert paid(loop) == [2, 3, 4, 5] and own._choice.done
+def test_clients_choose_in_every_round_or_when_models_differ_or_when_they_are_back(choosing):
+    for options, rounds in (
+        ({"selection": "exponential"}, [[2, 3, 4, 5, 6]] * 4),
+        ({"same": (2, 3), "rounds": 1}, [[4]] * 4),
+        ({"absent": {1: (2, 3), 2: (3,)}, "rounds": 2}, [[2, 3], [4, 5], [2, 4], [2, 3]]),
+    ):
+        loop, strategy = choosing(6, **options)
+        loop.run()
+        assert [paid(loop, client) for client in range(4)] == rounds and strategy._choice.done
+        if "same" in options:
+            seen = strategy._seen
+            assert seen[2] == seen[3] == {} and seen[4] == seen[5] != {}
+        assert "absent" not in options or 1 not in strategy._seen[2]
 
 
-def test_between_equal_models_nobody_is_asked(make_loop):
-    own = Choosing(same=(2, 3), rounds=1)
-    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
-    loop.run()
-    assert paid(loop) == [4] and own._seen[2] == own._seen[3] == {} and own._seen[4] == own._seen[5] != {}
-
-
-def test_who_was_absent_chooses_later(make_loop):
-    own = Choosing(absent={1: (2, 3), 2: (3,)}, rounds=2)
-    loop = make_loop(parts=[SizeWeighted(), own], rounds=6)
-    loop.run()
-    assert [paid(loop, client) for client in range(4)] == [[2, 3], [4, 5], [2, 4], [2, 3]]
-    assert own._choice.done and 1 not in own._seen[2]
-
-
-def test_who_cannot_pay_keeps_its_last_answer(make_loop):
+def test_clients_that_cannot_pay_keep_their_last_answer(choosing):
     class OnceFewer(Choosing):
         def plan_run(self, schedule, view):
             planned = super().plan_run(schedule, view)
-            fewer = [dataclasses.replace(planned.planned(0, "select"), count=1)]
-            lines = (*planned.clients[0].planned[:-1], *fewer)
+            fewer = dataclasses.replace(planned.planned(0, "select"), count=1)
+            lines = (*planned.clients[0].planned[:-1], fewer)
             return planned.replan(lambda i, own: dataclasses.replace(own, planned=lines) if i == 0 else own)
 
-    own = OnceFewer(rounds=3, epsilon=0.01)
-    loop = make_loop(parts=[SizeWeighted(), own], rounds=5)
+    loop, strategy = choosing(5, strategy=OnceFewer(rounds=3, epsilon=0.01))
     loop.run()
-    assert paid(loop, 0) == [2] and paid(loop, 1) == [2, 3, 4] and own._choice.done
-    assert len({own._seen[round][0] for round in (2, 3, 4, 5)}) == 1
+    assert paid(loop, 0) == [2] and paid(loop, 1) == [2, 3, 4] and strategy._choice.done
+    assert len({strategy._seen[round][0] for round in (2, 3, 4, 5)}) == 1
 
 
 @pytest.mark.parametrize("options", [{"rounds": 3, "epsilon": 0.02}, {"selection": "paper_argmin"}])
-def test_a_run_cut_between_its_choices_goes_on(options, make_loop):
-    whole, first, second = (Choosing(**options) for _ in range(3))
-    unbroken = make_loop(parts=[SizeWeighted(), whole], rounds=6)
+def test_a_run_cut_between_its_choices_resumes(options, choosing):
+    unbroken, whole = choosing(6, **options)
     unbroken.run()
-    broken = make_loop(parts=[SizeWeighted(), first], rounds=6)
+    broken, _ = choosing(6, **options)
     cut_at(broken, 3)
     with pytest.raises(PowerCut):
         broken.run()
     assert paid(broken) == [2, 3], "asked, charged, and lost with the round"
-    again = make_loop(parts=[SizeWeighted(), second], rounds=6, output_dir=broken.output_dir)
+    again, strategy = choosing(6, loop={"output_dir": broken.output_dir}, **options)
     again.run(resume=True)
-    assert second._seen == whole._seen and paid(again) == paid(unbroken)
+    assert strategy._seen == whole._seen and paid(again) == paid(unbroken)
     assert torch.equal(again.state.models, unbroken.state.models)
 
 
 # ---- what nothing protects
 
 
-def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_its_budget(make_loop):
+def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_its_budget(choosing, make_loop):
     """Every place that shows an epsilon is in tests/federated/test_queries.py."""
-    loop = make_loop(parts=[SizeWeighted(), Choosing(selection="paper_argmin")], rounds=4)
+    loop, _ = choosing(4, selection="paper_argmin")
     result = loop.run()
     assert paid(loop) == [2, 3, 4]
     alone = make_loop(parts=[SizeWeighted()], rounds=4).run()
@@ -332,21 +293,19 @@ def test_the_papers_argmin_makes_epsilon_infinite_and_training_has_the_noise_of_
     assert {one.event for one in charges if one.purpose == "select"} == {NonPrivateEvent(PLAIN_CHOICES)}
 
 
-def test_an_unprotected_choice_that_was_never_made_costs_nothing(make_loop):
+def test_an_unprotected_choice_that_was_never_made_costs_nothing(choosing):
     """Between equal models nobody is asked: the plan's epsilon is infinite, the run's is that of its training."""
-    loop = make_loop(parts=[SizeWeighted(), Choosing(selection="paper_argmin", same=(2, 3))], rounds=3)
+    loop, _ = choosing(3, selection="paper_argmin", same=(2, 3))
     result = loop.run()
     assert not paid(loop)
     assert all(0.9 * one["epsilon_budget"] < one["epsilon_spent"] <= one["epsilon_budget"] for one in result.clients)
 
 
-def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(make_loop):
+def test_without_privacy_clients_choose_plainly_and_nothing_is_promised(choosing):
     for options in ({"selection": "exponential", "epsilon": 0.1}, {"selection": "paper_argmin"}):
-        own = Choosing(**options)
-        loop = make_loop(parts=[SizeWeighted(), own], rounds=8, privacy=None)
+        loop, strategy = choosing(8, loop={"privacy": None}, **options)
         loop.run()
-        assert own._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"
+        assert strategy._seen[8] == dict.fromkeys(range(4), 0), "a trained model is better than none"
         assert all(math.isinf(one.epsilon) for one in loop.clients.budgets.guarantees())
-        assert {type(one.event) for one in read_ledger(loop.clients.folder.ledger_file) if one.purpose == "select"} == {
-            NonPrivateEvent
-        }
+        charges = read_ledger(loop.clients.folder.ledger_file)
+        assert {type(one.event) for one in charges if one.purpose == "select"} == {NonPrivateEvent}

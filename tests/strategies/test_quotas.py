@@ -1,8 +1,7 @@
-"""Quotas against the paper's closed form, worked examples, dynamic programming, and the conditions of a minimum."""
+"""Quotas against the paper's closed form and dynamic programming; samplers of cohorts."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 
@@ -19,6 +18,7 @@ from dpfl_lightning.algorithms.allocation import (
     noise_only,
     objective,
 )
+from dpfl_lightning.algorithms.cohorts import SAMPLERS, draw_cohort, systematic
 from dpfl_lightning.errors import UserError
 
 FACTOR, BIAS = [1.0, 2.0, 4.0], np.array([0.5, 0.1, 0.0])
@@ -90,18 +90,6 @@ def test_whole_quotas_are_optimal(few, monkeypatch):
     check()
 
 
-def test_whole_quotas_of_three_clients_by_trying_all():
-    """The dynamic programme itself is held to enumeration."""
-    factor, bias, lower, upper = [0.7, 2.0, 1.1], [3.0, 0.0, 1.0], [0, 1, 0], [9, 9, 4]
-    for exponent, anchor, total in itertools.product((1.0, 2.0), (0.0, 2.0), (1, 7, 13)):
-        costs = [
-            objective(own, factor, exponent, np.array(bias), anchor)
-            for own in itertools.product(*(range(low, high + 1) for low, high in zip(lower, upper, strict=True)))
-            if sum(own) == total
-        ]
-        assert least_cost(factor, total, exponent, bias, lower, upper, anchor) == pytest.approx(min(costs))
-
-
 @pytest.mark.parametrize("exponent", [1, 2])
 def test_without_bias_it_is_the_closed_form(exponent):
     factor = np.exp(2 * np.random.default_rng(1).standard_normal(50))
@@ -159,15 +147,11 @@ def test_plain_cases():
     assert allocate_int([1.0, 5.0], 0).tolist() == [0, 0]
     assert allocate_int([1.0, 1e9], 10, lower=2).tolist() == [8, 2], "a floor for fairness"
     assert allocate_int([2.0] * 4, 10, bias_cost=0.0, anchor=3.0).sum() == 10
-
-
-def test_equal_clients_share_what_is_left_over():
     assert sorted(allocate_int([2.0] * 4, 10).tolist()) == [2, 2, 3, 3]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+def test_what_no_quotas_can_keep_is_one_sentence():
+    for arguments, words in (
         ({"upper": 2}, "`upper` must sum to at least 12, got 6"),
         ({"lower": 5}, "`lower` must sum to at most 12, got 15"),
         ({"lower": 5, "upper": 4}, "`lower` must be from 0 to the upper bound, 4 for client 0, got 5"),
@@ -180,42 +164,10 @@ def test_equal_clients_share_what_is_left_over():
         ({"anchor": -1.0}, "`anchor` must be >= 0"),
         ({"bias_cost": math.nan}, "`bias_cost` must be finite"),
         ({"total": -1}, "`total` must be >= 0"),
-    ],
-)
-def test_what_no_quotas_can_keep_is_one_sentence(arguments, words):
-    with pytest.raises(UserError, match=words):
-        allocate_int(**{"noise_factor": FACTOR, "total": 12, **arguments})
-
-
-def test_whole_totals_only():
-    with pytest.raises(UserError, match=r"`total` must be a whole number, got 1\.5"):
-        allocate_int(FACTOR, 1.5)
-
-
-# ---- ten thousand settings, and a hundred thousand clients
-
-
-@pytest.mark.slow
-def test_quotas_are_never_overspent_in_ten_thousand_settings():
-    """Sum, floors and caps to the last participation, whatever budgets and costs are: fixed seed, no false alarm."""
-    draw = np.random.default_rng(5)
-    for _ in range(10_000):
-        count, rounds = int(draw.integers(1, 30)), int(draw.integers(1, 50))
-        factor = 10.0 ** draw.uniform(-12, 12, count) if draw.random() < 0.5 else draw.uniform(0.1, 10, count)
-        factor = np.where(draw.random(count) < 0.1, 0.0, factor)
-        broke = draw.random(count) < 0.1
-        broke[draw.integers(count)] = False
-        each_round = int(draw.integers(1, (~broke).sum() + 1))
-        quota = allocate_int(
-            np.where(broke, np.inf, factor),
-            each_round * rounds,
-            float(draw.choice([1.0, 2.0, 1.3])),
-            draw.exponential(1.0, count) * 10.0 ** draw.uniform(-6, 6) * (draw.random() < 0.5),
-            upper=rounds,
-            anchor=10.0 ** draw.uniform(-6, 6) * (draw.random() < 0.5),
-        )
-        assert quota.sum() == each_round * rounds
-        assert quota.min() >= 0 and quota.max() <= rounds and not quota[broke].any()
+        ({"total": 1.5}, r"`total` must be a whole number, got 1\.5"),
+    ):
+        with pytest.raises(UserError, match=words):
+            allocate_int(**{"noise_factor": FACTOR, "total": 12, **arguments})
 
 
 @pytest.mark.slow
@@ -236,23 +188,92 @@ def test_a_hundred_thousand_clients(exponent, anchor):
     assert last_cost[quota > 0].max() <= next_cost[quota < upper].min() * (1 + 1e-6), "no exchange is cheaper"
 
 
-# ---- what the paper's own objective does where noise is small
+def some_quotas(clients=100, each_round=20, rounds=200, seed=0):
+    epsilon = np.random.default_rng(seed).uniform(0.1, 3, clients)
+    return allocate_int(epsilon**-2, each_round * rounds, upper=rounds)
 
 
-def active_clients(scale: float, cap: float, seed: int) -> int:
-    """Clients with any quota on MNIST's settings under Gaussian noise, budgets times `scale`, heterogeneity known."""
-    draw = np.random.default_rng(seed)
-    epsilon, delta = scale * draw.uniform(0.1, 3, 100), draw.uniform(1e-5, 1e-4, 100)
-    smoothness, convexity, offset, rounds = 5.514, 4.986, 1.960, 190  # the paper's estimates
-    factor = np.log(1 / delta) / (600 * epsilon) ** 2
-    scale_of_noise = 4 * 20**2 * 4266 * 2
-    ratio = 20 / scale_of_noise * (smoothness + 3 / 8 * convexity * (offset + rounds))
-    quota = allocate_int(factor, 20 * rounds, bias_cost=ratio * draw.exponential(0.3, 100), upper=cap)
-    return int((quota > 0).sum())
+def a_run(sampler, quota, rounds, each_round, seed=0):
+    """The cohorts of all rounds, and how often each client took part."""
+    draw, taken, cohorts = np.random.default_rng(seed), np.zeros_like(quota), []
+    for left in range(rounds, 0, -1):
+        cohorts.append(draw_cohort(sampler, quota, taken, left, each_round, draw))
+        np.add.at(taken, cohorts[-1], 1)
+    return cohorts, taken
 
 
-def test_the_papers_bias_term_collapses_onto_few_clients_where_noise_is_small():
-    """Means of ten seeds, as tolerated: 96, 34, 21, 20 of 100 clients with a cap; 96, 27, 4, 1 without."""
-    for cap, expected in ((190, (96, 34, 21, 20)), (np.inf, (96, 27, 4, 1))):
-        means = [np.mean([active_clients(scale, cap, seed) for seed in range(10)]) for scale in (1, 10, 100, 1000)]
-        assert means == pytest.approx(expected, abs=3)
+@pytest.mark.slow
+@given(
+    clients=st.integers(1, 12), rounds=st.integers(1, 15), each_round=st.integers(1, 12), seed=st.integers(0, 2**32 - 1)
+)
+@settings(max_examples=300, deadline=None)
+def test_every_quota_is_used_in_full_rounds_of_distinct_clients(clients, rounds, each_round, seed):
+    each_round = min(each_round, clients)
+    factor = 10.0 ** np.random.default_rng(seed).uniform(-2, 2, clients)
+    quota = allocate_int(factor, each_round * rounds, upper=rounds)
+    cohorts, taken = a_run("quota_systematic", quota, rounds, each_round, seed)
+    assert all(len(cohort) == len(set(cohort.tolist())) == each_round for cohort in cohorts)
+    assert taken.tolist() == quota.tolist()
+    cohorts, taken = a_run("weighted_without_replacement", quota, rounds, each_round, seed)
+    assert all(len(cohort) == len(set(cohort.tolist())) <= each_round for cohort in cohorts)
+    assert bool((taken <= quota).all()), "the paper's sampler may leave some unused"
+
+
+def test_inclusion_is_the_quotas_share():
+    """One round, 20,000 draws, seed 1, 100 clients: 4.9 standard errors, false alarm 1e-4."""
+    quota, draws = some_quotas(), 20_000
+    draw, hits = np.random.default_rng(1), np.zeros(100)
+    for _ in range(draws):
+        hits[systematic(quota, 200, draw)] += 1
+    share = quota / 200
+    error = np.sqrt(share * (1 - share) / draws)
+    assert bool((np.abs(hits / draws - share) <= 4.9 * error + 1e-12).all())
+    assert bool((hits[quota == 200] == draws).all())
+
+
+@pytest.mark.slow
+def test_with_replacement_has_the_analysis_expectation():
+    """Mean participations of one draw are K times the share; 20,000 draws, seed 3, false alarm 1e-4."""
+    quota, draws = some_quotas(clients=10, each_round=3, rounds=50), 20_000
+    draw, hits = np.random.default_rng(3), np.zeros(10)
+    for _ in range(draws):
+        np.add.at(hits, draw_cohort("with_replacement", quota, np.zeros_like(quota), 50, 3, draw), 1)
+    share = quota / quota.sum()
+    assert bool((np.abs(hits / (3 * draws) - share) <= 4.5 * np.sqrt(share / (3 * draws))).all())
+
+
+def test_clients_that_were_away_keep_their_slots():
+    """Half of the clients miss the first half of the run: later they are in every round that their slots fill."""
+    quota, rounds = np.full(10, 5), 20  # 2.5 clients a round
+    draw, taken, sizes = np.random.default_rng(4), np.zeros(10, dtype=np.int64), []
+    for left in range(rounds, 0, -1):
+        here = np.where(left > 10, np.arange(10) % 2 == 0, True)
+        cohort = draw_cohort("quota_systematic", np.where(here, quota, 0), taken, left, 3, draw)
+        assert bool(here[cohort].all())
+        taken[cohort] += 1
+        sizes.append(len(cohort))
+    assert taken.tolist() == quota.tolist()
+    assert set(sizes[:10]) <= {0, 1, 2}, "who is away is not replaced: others would overspend"
+
+
+def test_what_cannot_be_used_any_more_is_left():
+    remaining, draw = np.array([9, 9, 0]), np.random.default_rng(5)
+    assert systematic(remaining, 2, draw).tolist() == [0, 1]
+    assert systematic(remaining, 1, draw).tolist() == [0, 1]
+
+
+def test_without_quotas_left_a_round_is_empty():
+    for sampler in SAMPLERS:
+        assert len(draw_cohort(sampler, np.array([2, 3]), np.array([2, 3]), 4, 2, np.random.default_rng(0))) == 0
+    with pytest.raises(UserError, match=r"`sampler` must be one of .* Did you mean `quota_systematic`"):
+        draw_cohort("systematic", np.array([1]), np.array([0]), 1, 1, np.random.default_rng(0))
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_round_of_a_hundred_thousand_clients(sampler):
+    quota = some_quotas(100_000, 20_000, 200)
+    draw, taken = np.random.default_rng(6), np.zeros_like(quota)
+    begun = time.process_time()
+    for left in range(200, 190, -1):
+        np.add.at(taken, draw_cohort(sampler, quota, taken, left, 20_000, draw), 1)
+    assert (time.process_time() - begun) / 10 < 0.2, "10 ms on one core"

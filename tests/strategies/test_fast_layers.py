@@ -1,15 +1,18 @@
-"""Faster layers for a server's own work: the numbers and both orders of derivatives of the net as it is."""
+"""Faster layers for the server's work: the numbers and both orders of derivatives of the net as it is."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
+from torch.func import grad, vmap
 
 from dpfl_lightning import models
 from dpfl_lightning.algorithms.gradient_matching import Matching, class_by_class, fastest_class_gradients
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.kernels import fused_planes, plane_loops
 from dpfl_lightning.kernels.direct_convolution import DirectConvolution
+from dpfl_lightning.kernels.fused_planes import FusedPlanes, as_torch, norm_relu_pool
 from dpfl_lightning.models.fast_loss import FastLoss
 from dpfl_lightning.runtime.threads import side_by_side
 
@@ -56,29 +59,29 @@ class OwnConvolution(nn.Conv2d):
     pass
 
 
-@pytest.mark.parametrize(
-    "net",
-    {
-        "groups of channels": nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), nn.AvgPool2d(2)),
-        "other activation": nn.Sequential(nn.GroupNorm(2, 2), nn.Sigmoid(), nn.AvgPool2d(2)),
-        "other pooling": nn.Sequential(nn.GroupNorm(2, 2), nn.ReLU(), nn.MaxPool2d(2)),
-        "no pooling": nn.Sequential(nn.GroupNorm(2, 2), nn.ReLU()),
-        "no parameters": nn.Sequential(nn.GroupNorm(2, 2, affine=False), nn.ReLU(), nn.AvgPool2d(2), nn.Linear(1, 1)),
-        "stride": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, stride=1)),
-        "padding": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, padding=1)),
-        "oblong": nn.Sequential(*layers(2)[:2], nn.AvgPool2d((2, 1))),
-        "ceiling": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, ceil_mode=True)),
-        "divisor": nn.Sequential(*layers(2)[:2], nn.AvgPool2d(2, divisor_override=3)),
-        "half precision": layers(2).bfloat16(),
-        "reflected": nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")),
-        "padding in words": nn.Sequential(nn.Conv2d(1, 1, 3, padding="same")),
-        "a subclass": nn.Sequential(OwnConvolution(1, 1, 3)),
-    }.items(),
-    ids=lambda pair: pair[0],
-)
-def test_other_layers_are_left_as_they_are(net):
-    module = ClientModule(net[1])
-    assert str(FastLoss(module, *like((2, 4, 4))).module) == str(module)
+NORM, POOL = nn.GroupNorm(2, 2), nn.AvgPool2d(2)
+OTHER = {
+    "groups of channels": nn.Sequential(nn.GroupNorm(2, 4), nn.ReLU(), POOL),
+    "other activation": nn.Sequential(NORM, nn.Sigmoid(), POOL),
+    "other pooling": nn.Sequential(NORM, nn.ReLU(), nn.MaxPool2d(2)),
+    "no pooling": nn.Sequential(NORM, nn.ReLU()),
+    "no parameters": nn.Sequential(nn.GroupNorm(2, 2, affine=False), nn.ReLU(), POOL, nn.Linear(1, 1)),
+    "stride": nn.Sequential(NORM, nn.ReLU(), nn.AvgPool2d(2, stride=1)),
+    "padding": nn.Sequential(NORM, nn.ReLU(), nn.AvgPool2d(2, padding=1)),
+    "oblong": nn.Sequential(NORM, nn.ReLU(), nn.AvgPool2d((2, 1))),
+    "ceiling": nn.Sequential(NORM, nn.ReLU(), nn.AvgPool2d(2, ceil_mode=True)),
+    "divisor": nn.Sequential(NORM, nn.ReLU(), nn.AvgPool2d(2, divisor_override=3)),
+    "half precision": layers(2).bfloat16(),
+    "reflected": nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, padding_mode="reflect")),
+    "padding in words": nn.Sequential(nn.Conv2d(1, 1, 3, padding="same")),
+    "a subclass": nn.Sequential(OwnConvolution(1, 1, 3)),
+}
+
+
+def test_other_layers_are_left_as_they_are():
+    for name, net in OTHER.items():
+        module = ClientModule(net)
+        assert str(FastLoss(module, *like((2, 4, 4))).module) == str(module), name
 
 
 @pytest.mark.slow
@@ -179,3 +182,87 @@ def test_several_threads_may_ask_for_the_loss_of_other_parameters_at_a_time():
     found = side_by_side(lambda start: loss(module.unflatten(start), x, y), starts)
     torch.testing.assert_close(found, expected)
     assert torch.equal(module.flat, starts[0] / 0.5)
+
+
+EPS = 1e-5
+SHAPES = [(6, 5, 4), (2, 3, 8, 8), (4, 2, 2), (1, 7, 7), (2, 2, 3, 3, 2)]
+
+
+def some_planes(shape, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(size, generator=generator, dtype=torch.float64).requires_grad_()
+        for size in (shape, shape[:-2], shape[:-2])
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_orders_of_derivatives_are_those_of_finite_differences(shape):
+    def operation(*tensors):
+        return norm_relu_pool(*tensors, EPS)
+
+    planes = some_planes(shape)
+    assert torch.autograd.gradcheck(operation, planes)
+    assert torch.autograd.gradgradcheck(operation, planes)
+    torch.testing.assert_close(operation(*planes), as_torch(*planes, EPS))
+
+
+def test_a_finite_difference_finds_a_wrong_second_derivative(monkeypatch):
+    right = plane_loops.second_order
+
+    def wrong(*arguments):
+        right(*arguments)
+        arguments[9][:] *= 1.01  # the slope of y
+
+    monkeypatch.setattr(plane_loops, "second_order", wrong)
+    with pytest.raises(Exception, match="mismatch"):
+        torch.autograd.gradgradcheck(lambda *own: norm_relu_pool(*own, EPS), some_planes((2, 4, 4)))
+
+
+def test_loops_that_do_not_reproduce_torchs_numbers_are_not_used(monkeypatch):
+    right = plane_loops.forward
+
+    def wrong(*arguments):
+        right(*arguments)
+        arguments[5][:] += 0.1
+
+    monkeypatch.setattr(plane_loops, "forward", wrong)
+    fused_planes._held_to_torch.cache_clear()
+    with pytest.raises(RuntimeError, match="wrong norms of planes on this processor"):
+        FusedPlanes(nn.GroupNorm(2, 2))
+    fused_planes._held_to_torch.cache_clear()
+
+
+def test_a_plane_of_one_value_and_a_scale_of_zero_are_as_in_torch():
+    y, scale, shift = some_planes((3, 4, 4))
+    with torch.no_grad():
+        y[0], scale[1] = 2.0, 0.0
+    own = [
+        torch.autograd.grad(operation(y, scale, shift, EPS).square().sum(), (y, scale, shift))
+        for operation in (norm_relu_pool, as_torch)
+    ]
+    for ours, theirs in zip(*own, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    no_planes = [one.detach()[:0].requires_grad_() for one in (y, scale, shift)]
+    assert norm_relu_pool(*no_planes, EPS).shape == (0, 2, 2)
+
+
+def test_vmap_is_one_more_dimension_of_planes():
+    y, scale, shift = (one.detach() for one in some_planes((5, 3, 6, 4)))
+
+    def slope(own, factor):
+        return grad(lambda a: norm_relu_pool(a, factor.expand(a.shape[:-2]), shift[0], EPS).sin().sum())(own)
+
+    expected = torch.stack([slope(own, scale[0]) for own in y])
+    torch.testing.assert_close(vmap(slope, in_dims=(0, None))(y, scale[0]), expected)
+    moved = vmap(slope, in_dims=(2, None), out_dims=2)(y.movedim(0, 2), scale[0])
+    torch.testing.assert_close(moved.movedim(2, 0), expected)
+
+
+def test_a_third_derivative_is_refused():
+    y, scale, shift = some_planes((2, 4, 4))
+    (first,) = torch.autograd.grad(norm_relu_pool(y, scale, shift, EPS).square().sum(), y, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), y, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no third derivative"):
+        torch.autograd.grad(second.sum(), y)

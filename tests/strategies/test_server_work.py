@@ -1,16 +1,17 @@
-"""Distances of gradients against slow forms, and images that move towards a target."""
+"""Distances of gradients against slow forms, images that move towards a target, and nets trained on a set."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 import reference
 import torch
+from conftest import small_net
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 from dpfl_lightning import models
 from dpfl_lightning.algorithms.gradient_matching import (
@@ -24,10 +25,14 @@ from dpfl_lightning.algorithms.gradient_matching import (
     fastest_class_gradients,
     matched_names,
     noise_aware_rows,
-    num_rows,
+)
+from dpfl_lightning.algorithms.server_training import (
+    Training,
+    public_generator,
+    torch_seed,
+    trained_on,
 )
 from dpfl_lightning.federated.client.module import ClientModule
-from dpfl_lightning.models.augmentation import ClassAugmentation
 
 SHAPES = {"conv": (6, 2, 3, 3), "bias": (6,), "layer": (4, 5, 5), "linear": (3, 20), "norm": (6,)}
 ROWS = 6 + 4 + 3
@@ -40,27 +45,7 @@ def gradients(seed=0, classes=2, scale=1.0, dtype=torch.float32):
     }
 
 
-def times(factor, by_class):
-    return {name: factor * one for name, one in by_class.items()}
-
-
 # --- the distances
-
-
-def test_a_gradient_is_at_no_distance_from_itself_and_at_two_a_row_from_its_opposite():
-    ours = gradients()
-    assert float(distances(ours, ours, "layerwise_cosine").abs().max()) < 1e-3
-    opposite = distances(ours, times(-1, ours), "layerwise_cosine")
-    torch.testing.assert_close(opposite, torch.full((2,), 2.0 * ROWS), rtol=1e-4, atol=0)
-    assert num_rows(SHAPES) == ROWS
-
-
-@pytest.mark.parametrize("matching", ["layerwise_cosine", "cos"])
-@pytest.mark.parametrize("factor", [0.1, 10.0, 25.0])
-def test_the_cosine_distances_do_not_depend_on_length(matching, factor):
-    ours, theirs = gradients(0), gradients(1)
-    expected = distances(ours, theirs, matching)
-    torch.testing.assert_close(distances(ours, times(factor, theirs), matching), expected, rtol=1e-4, atol=0)
 
 
 def test_parameters_of_one_dimension_count_in_all_distances_but_the_layerwise_one():
@@ -100,45 +85,6 @@ def test_a_row_of_zeros_has_a_finite_slope():
 
 
 # --- noise
-
-
-def test_cosines_shrink_with_noise_as_the_formula_says():
-    """1,000 draws in 2,000 dimensions, seed 0: the mean's standard error is below 0.4 % of it, so 2 % is five of them.
-
-    The target has length 44.4, and a cosine of 0.6103 with what it is compared to.
-    """
-    generator = torch.Generator().manual_seed(0)
-    target, ours = torch.linalg.qr(torch.randn(2000, 2, generator=generator)).Q.T  # of length 1, at right angles
-    target, ours = 44.4 * target, 0.6103 * target + math.sqrt(1 - 0.6103**2) * ours
-    for noise_std, measured in ((0.1, 0.6073), (0.5, 0.5450), (1.0, 0.4300), (3.0, 0.1913)):
-        noisy = target + noise_std * torch.randn(1000, 2000, generator=generator)
-        found = float(torch.cosine_similarity(noisy, ours[None], dim=1).mean())
-        assert found == pytest.approx(0.6103 / math.sqrt(1 + noise_std**2 * 2000 / 44.4**2), rel=0.02)
-        assert found == pytest.approx(measured, rel=0.02)
-
-
-@pytest.mark.slow
-def test_noise_changes_no_slope_of_the_squared_distance_on_average():
-    """400 draws, seed 0; the largest of 50 pixels beyond 4.5 standard errors: false alarm below 4e-4."""
-    torch.manual_seed(0)
-    module = ClientModule(nn.Sequential(nn.Flatten(), nn.Linear(25, 4), nn.Tanh(), nn.Linear(4, 2)).double())
-    params = module.named_trainable
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, 1, 1, 5, 5, generator=generator, dtype=torch.float64)
-    target = class_by_class(module.sample_loss, params, list(params), images + 0.5, torch.arange(2))
-    matching = Matching(module.sample_loss, tuple(params), "mse", 0.1, 0.0, all_classes_at_once)
-    clean, _ = matching.slope(images, torch.arange(2), params, target)
-    slopes = []
-    for _ in range(400):
-        noisy = {
-            name: one + 0.1 * torch.randn(one.shape, generator=generator, dtype=torch.float64)
-            for name, one in target.items()
-        }
-        slopes.append(matching.slope(images, torch.arange(2), params, noisy)[0])
-    drawn = torch.stack(slopes)
-    error = drawn.std(dim=0) / math.sqrt(len(drawn))
-    away = ((drawn.mean(dim=0) - clean) / error).abs()
-    assert float(away.max()) < 4.5
 
 
 def test_rows_of_noise_weigh_next_to_nothing_and_all_rows_together_as_many_as_they_are():
@@ -184,15 +130,6 @@ def test_the_median_is_that_of_the_holders_and_of_two_the_mean():
     found = coordinate_median(blocks, holds)
     assert found[:, 0].tolist() == [1.5, 0.0, 2.5, 0.0]
     assert torch.equal(found[:, 0], found[:, 1])
-
-
-@pytest.mark.parametrize("clients, ratio", [(10, 1.384), (11, 1.505), (51, math.pi / 2)])
-def test_the_median_of_noise_has_the_known_variance(clients, ratio):
-    """100,000 draws, seed 0: a standard error of 0.45 %, so 3 % is six of them; 51 clients are 1 % below the limit."""
-    noise = torch.randn(clients, 1, 100_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    everybody = torch.ones(clients, 1, dtype=torch.bool)
-    found = float(coordinate_median(noise, everybody).var() * clients)
-    assert found == pytest.approx(ratio, rel=0.03)
 
 
 # --- images that move
@@ -319,29 +256,57 @@ def test_passes_of_one_class_side_by_side_or_not_move_as_all_at_once(threads):
     torch.testing.assert_close(few[1], everything[1])
 
 
-@pytest.mark.slow
-def test_steps_bring_gradients_together_with_and_without_augmentation():
-    torch.manual_seed(0)
-    module = ClientModule(models.build("convnet", (1, 8, 8), 3, width=8, depth=2))
-    params = module.named_trainable
-    names = matched_names({name: tuple(p.shape) for name, p in params.items()}, "layerwise_cosine")
-    real = torch.randn(3, 9, 1, 8, 8, generator=torch.Generator().manual_seed(3))
-    siamese = ClassAugmentation(("flip", "rotate", "crop"), ((0.1, 0.2, 0.3),) * 3)
-    for augment in (None, siamese):
-        labels = torch.arange(3).repeat_interleave(9)
-        seen = real if augment is None else augment(real.flatten(0, 1), labels).view_as(real)
-        target = class_by_class(module.sample_loss, params, names, seen, torch.arange(3))
-        matching = Matching(module.sample_loss, names, "layerwise_cosine", 0.1, 0.5, all_classes_at_once, augment)
-        now = SyntheticSet.of_noise(3, 1, (1, 8, 8), torch.Generator().manual_seed(0))
-        everybody, seen_distances = torch.ones(3, dtype=torch.bool), []
-        for _ in range(60):
-            now, apart = matching.step(now, params, target, everybody)
-            seen_distances.append(float(apart.sum()))
-        assert seen_distances[-1] < 0.5 * seen_distances[0]
-
-
 def test_the_records_of_a_set_are_its_images_class_by_class():
     own = SyntheticSet.of_noise(3, 2, (4,), torch.Generator().manual_seed(0))
     x, y = own.records
     assert x.shape == (6, 4) and y.tolist() == [0, 0, 1, 1, 2, 2]
     assert torch.equal(x[3], own.images[1, 1])
+
+
+def some_records(shape=(6,), count=40):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(count, *shape, generator=generator), torch.randint(3, (count,), generator=generator)
+
+
+def test_training_leaves_torchs_own_generator_alone():
+    module = ClientModule(small_net())
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    trained_on(module, module.flat, some_records(), Training(epochs=2), seed=1)
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_training_is_sgd_with_momentum_decay_and_a_smaller_rate_in_the_second_half():
+    module, (x, y) = ClientModule(small_net()), some_records()
+    how = Training(epochs=5, learning_rate=0.3, momentum=0.9, weight_decay=0.01, decayed=True, batch_size=16)
+    start = module.flat
+    ours = trained_on(module, start, (x, y), how, seed=11)
+    assert torch.equal(module.flat, start), "the module's own parameters stay"
+
+    net = small_net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.3, momentum=0.9, weight_decay=0.01)
+    torch.manual_seed(11)
+    for epoch in range(5):
+        optimizer.param_groups[0]["lr"] = 0.3 if epoch < 3 else 0.03
+        for rows in torch.randperm(40).split(16):
+            optimizer.zero_grad()
+            F.cross_entropy(net(x[rows]), y[rows]).backward()
+            optimizer.step()
+    torch.testing.assert_close(ours, torch.nn.utils.parameters_to_vector(net.parameters()))
+
+
+def test_the_seed_decides_order_augmentation_and_dropout():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Flatten(), nn.Linear(144, 3))
+    module, records = ClientModule(net), some_records((1, 8, 8))
+    how = Training(epochs=2, batch_size=8, augmentations=("crop", "rotate"))
+    one, again, other = (trained_on(module, module.flat, records, how, seed) for seed in (1, 1, 2))
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    plain = trained_on(module, module.flat, records, Training(epochs=2, batch_size=8), 1)
+    assert not torch.equal(one, plain)
+
+
+def test_public_streams_are_named():
+    draws = {torch_seed(public_generator(seed, name, number)) for seed in (0, 1) for name in "ab" for number in (0, 1)}
+    assert len(draws) == 8
