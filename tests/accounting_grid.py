@@ -4,8 +4,6 @@ python tests/accounting_grid.py            # minutes; writes experiments/results
 python tests/accounting_grid.py --page     # the page alone, from the JSON
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -3,8 +3,6 @@
 The statistics here are written anew, independent of `dpfl_lightning.auditing.bounds`, so that one judges the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence

@@ -3,8 +3,6 @@
 Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

@@ -1,7 +1,5 @@
 """Small federations for every test."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

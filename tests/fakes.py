@@ -1,7 +1,5 @@
 """Views, reports and results without a loop, and strategies that watch or disturb a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Clients with a few real digits, and runs that distil them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

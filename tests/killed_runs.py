@@ -1,7 +1,5 @@
 """A run that is killed at random moments, in processes of its own, and what an onlooker keeps of it."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

@@ -1,7 +1,5 @@
 """Builds that break their promise, by patching the real code: what an audit must catch."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import threading

@@ -1,7 +1,5 @@
 """Updates of a round with known noise: the published budgets and batch sizes, one shared direction, Gaussian noise."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 Rank 0 writes `FOLDER/results.pt`: what each of `RUNS` came to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import sys

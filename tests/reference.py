@@ -1,7 +1,5 @@
 """Slow and obviously right forms that the package is held to."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -3,8 +3,6 @@
 `python tests/rooms.py --page docs/architecture.md` draws them into that page.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools

@@ -1,7 +1,5 @@
 """The command: what it prints, its status, what it refuses, and what the docs show of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

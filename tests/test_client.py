@@ -1,7 +1,5 @@
 """The client module alone: its seam, its parameters as a vector, and what it refuses."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch

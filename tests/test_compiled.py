@@ -1,7 +1,5 @@
 """Compiled loops are found again, and never a reason to fail."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import importlib.util

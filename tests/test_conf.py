@@ -1,7 +1,5 @@
 """Every file in conf/ runs: a shrunken copy, one round, through the real command."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import struct

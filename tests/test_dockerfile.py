@@ -1,7 +1,5 @@
 """The Dockerfile without Docker: linted, checked in parts, and as a slow test run step by step."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os

@@ -1,7 +1,5 @@
 """One sentence, the right status, no traceback; a bug keeps its own."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """What the figures of a finished run draw."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The command as a person meets it: errors in one line, seeds, resume."""
 
-from __future__ import annotations
-
 import gc
 import json
 import weakref

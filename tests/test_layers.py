@@ -1,7 +1,5 @@
 """Imports point from higher floors to lower ones, and each third-party library is imported in one place."""
 
-from __future__ import annotations
-
 from graphlib import TopologicalSorter
 
 import pytest

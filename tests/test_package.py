@@ -1,7 +1,5 @@
 """The public names, and what importing them must not cost."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

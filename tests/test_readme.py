@@ -1,7 +1,5 @@
 """Every block of README.md but the test command runs, long ones shrunken."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Memory of large federations and models, each in a process of its own: `pytest -m slow tests/test_scale.py`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

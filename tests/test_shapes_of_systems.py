@@ -1,7 +1,5 @@
 """Small fakes of the systems that plug in, driven through the real loop: later ones need no rewrite of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 

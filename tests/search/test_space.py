@@ -1,7 +1,5 @@
 """Search spaces: what may be searched, what is drawn, what a configuration gets of it."""
 
-from __future__ import annotations
-
 import pytest
 
 from dpfl_lightning.config.options import ClientOptions, Options

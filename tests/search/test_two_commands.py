@@ -1,7 +1,5 @@
 """Two commands share one search, on SQLite and on a PostgreSQL server: one is killed in a trial, and none is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
