@@ -1,4 +1,4 @@
-"""The command: what it prints, its status, what it refuses, and what the docs show of it."""
+"""The command: its output and status, what it refuses, which clients it audits, and what the docs show."""
 
 import dataclasses
 import json
@@ -36,19 +36,18 @@ def one_engine(monkeypatch):
 
 def test_json_is_the_last_line_and_nothing_is_refuted(capsys):
     assert main([*DIGITS, *SURE, "--for_clients", "0", "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out.splitlines()[-1])
-    (client,) = found["clients"]
-    assert client["client"] == 0 and found["refuted"] == [] and found["confidence"] == 0.9999
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    (client,) = result["clients"]
+    assert client["client"] == 0 and result["refuted"] == [] and result["confidence"] == 0.9999
     assert client["claim"]["steps"] == 18 and 0 < client["claim"]["epsilon"] <= 2
-    assert [one["check"] for one in client["findings"]].count("sensitivity") == 4
-    bounds = {
-        one["check"]: one["figures"]["epsilon_low"] for one in client["findings"] if "epsilon_low" in one["figures"]
-    }
+    findings = client["findings"]
+    assert [finding["check"] for finding in findings].count("sensitivity") == 4
+    bounds = {one["check"]: one["figures"]["epsilon_low"] for one in findings if "epsilon_low" in one["figures"]}
     assert list(bounds) == ["grid", "canary", "round", "one run", "one run's curve"]
-    assert said.out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
-    assert "| sensitivity     | trainer: one record moves a release by" in said.out
-    assert "proves nothing" in said.out and "REFUTED" not in said.out
+    assert out.startswith("Client 0 claims epsilon 2.000 at delta 0.001 (add or remove one record, rdp): 18 steps")
+    assert "| sensitivity     | trainer: one record moves a release by" in out
+    assert "proves nothing" in out and "REFUTED" not in out
 
 
 def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine):
@@ -60,7 +59,7 @@ def test_a_broken_build_has_status_1_and_is_told(capsys, monkeypatch, one_engine
 
 
 def test_the_seed_decides_all_but_the_noise(capsys, monkeypatch, one_engine):
-    found, records, made_up = [], [], exact.made_up
+    figures, records, made_up = [], [], exact.made_up
 
     def spy(*arguments):
         made = made_up(*arguments)
@@ -71,37 +70,37 @@ def test_the_seed_decides_all_but_the_noise(capsys, monkeypatch, one_engine):
     for seed in ("5", "5", "6"):
         assert main([*DIGITS, *SURE, "--for_clients", "0", "--seed", seed, "--json"]) == 0
         findings = json.loads(capsys.readouterr().out.splitlines()[-1])["clients"][0]["findings"]
-        found.append({one["check"]: one["figures"] for one in findings})
+        figures.append({finding["check"]: finding["figures"] for finding in findings})
+    first, again, _ = figures
     assert records[0] == records[1] != records[2]
-    silent = [one["sensitivity"]["most_without_noise"] for one in found]
-    assert silent[0] == silent[1]
-    assert found[0]["canary"]["canary_over_clip"] == found[1]["canary"]["canary_over_clip"]
-    assert found[0]["canary"]["mu_low"] != found[1]["canary"]["mu_low"], "the noise must be fresh"
+    assert first["sensitivity"]["most_without_noise"] == again["sensitivity"]["most_without_noise"]
+    assert first["canary"]["canary_over_clip"] == again["canary"]["canary_over_clip"]
+    assert first["canary"]["mu_low"] != again["canary"]["mu_low"], "the noise must be fresh"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--privacy", "null"], "`privacy` must be a mechanism to audit, got None."),
-        (["--for_clients", "5"], "`--for_clients` must name clients in 0..4, or all, got 5."),
-        (["--for_clients", "0,-1"], "`--for_clients` must name clients in 0..4, or all, got -1."),
-        (["--for_clients", "first"], "`--for_clients` must be all, or numbers such as 0,3, got 'first'."),
-        (["--confidence", "1"], "`--confidence` must be in (0, 1), got 1.0."),
-        (["--confidence", "high"], "--confidence: invalid float value: 'high'"),
-        (["--releases", "1"], "`--releases` must be at least 2, got 1."),
-        (["--for_client", "all"], "`--for_client` must be a known key or flag. Did you mean `--for_clients`?"),
-        (["--rounds", "0"], "`rounds` must be >= 1, got 0."),
+        ("--privacy null", "`privacy` must be a mechanism to audit, got None."),
+        ("--for_clients 5", "`--for_clients` must name clients in 0..4, or all, got 5."),
+        ("--for_clients 0,-1", "`--for_clients` must name clients in 0..4, or all, got -1."),
+        ("--for_clients first", "`--for_clients` must be all, or numbers such as 0,3, got 'first'."),
+        ("--confidence 1", "`--confidence` must be in (0, 1), got 1.0."),
+        ("--confidence high", "--confidence: invalid float value: 'high'"),
+        ("--releases 1", "`--releases` must be at least 2, got 1."),
+        ("--for_client all", "`--for_client` must be a known key or flag. Did you mean `--for_clients`?"),
+        ("--rounds 0", "`rounds` must be >= 1, got 0."),
     ],
 )
-def test_bad_input_is_one_sentence(words, message, capsys):
-    assert main([*DIGITS, *words]) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ") and message in said.err and said.err.count("\n") == 1 and not said.out
+def test_a_mistake_is_one_sentence(words, message, capsys):
+    assert main([*DIGITS, *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert err.startswith("error: ") and message in err and err.count("\n") == 1 and not out
 
 
-@pytest.mark.parametrize("noise", [["--privacy.noise_multiplier", "0"], ["--privacy.noise_multiplier", "[0,0,0,0,0]"]])
-def test_where_nothing_is_claimed_nothing_is_refuted(noise, capsys):
-    assert main([*DIGITS, "--privacy.epsilon", "null", *noise, "--json"]) == 0
+@pytest.mark.parametrize("noise", ["0", "[0,0,0,0,0]"])
+def test_a_run_without_a_claim_is_not_audited(noise, capsys):
+    assert main([*DIGITS, "--privacy.epsilon", "null", "--privacy.noise_multiplier", noise, "--json"]) == 0
     out = capsys.readouterr().out
     assert "Not audited: client 4: it has no claim, as it releases without noise, or nothing." in out
     assert json.loads(out.splitlines()[-1])["clients"] == []
@@ -120,17 +119,17 @@ def test_help_is_quick_and_loads_no_torch():
         assert key in done.stdout
 
 
-# ---- who is audited
+# ---- which clients and releases are audited
 
 
-def test_two_clients_by_themselves_or_those_that_are_named(make_loop):
+def test_two_clients_are_audited_unless_clients_are_named(make_loop):
     budgets = PrivacyOptions(epsilon=[6.0, 3.0, 9.0, 5.0], delta=1e-3)
-    found, left_out = subjects(make_loop(privacy=budgets), None)
-    assert [one.client for one in found] == [1, 2] and left_out == []
-    assert [one.client for one in subjects(make_loop(privacy=budgets), [3, 0])[0]] == [3, 0]
+    targets, left_out = subjects(make_loop(privacy=budgets), None)
+    assert [target.client for target in targets] == [1, 2] and left_out == []
+    assert [target.client for target in subjects(make_loop(privacy=budgets), [3, 0])[0]] == [3, 0]
     noises = PrivacyOptions(noise_multiplier=[1.0, 0.0, 3.0, 2.0], delta=1e-3)
-    found, left_out = subjects(make_loop(privacy=noises), None)
-    assert [one.client for one in found] == [2, 0] and "client 1: it has no claim" in left_out[0]
+    targets, left_out = subjects(make_loop(privacy=noises), None)
+    assert [target.client for target in targets] == [2, 0] and "client 1: it has no claim" in left_out[0]
 
 
 class Asks(Strategy):

@@ -165,13 +165,23 @@ def test_a_run_that_fails_is_an_error(monkeypatch, capsys):
 # ---- parts beside plain forms
 
 
-def test_robust_pca_is_timed_beside_the_textbooks(bench, monkeypatch):
+def test_parts_are_timed_beside_plain_forms(bench, monkeypatch):
+    match, gradients = matching.matching_times, class_gradients.class_gradient_times
+    monkeypatch.setattr(matching, "matching_times", lambda *args: match(*args, width=4, steps=1))
+    monkeypatch.setattr(class_gradients, "class_gradient_times", lambda *args: gradients(*args, width=4))
     monkeypatch.setattr(robust_pca, "SHAPES", ((5, 400), (8, 300)))
-    out, err, results = bench("--cases", "robust_pca", "--repeats", "2", "--scale", "0.8")
+    out, err, results = bench("--cases", "robust_pca,matching,class_gradients", "--repeats", "2", "--scale", "0.8")
     assert list(results["robust_pca"]) == ["4 x 400", "6 x 300"]
     for times in results["robust_pca"].values():
         assert len(times["seconds"]) == len(times["svd_seconds"]) == 2 and times["ratio_vs_svd"] > 0
+    for name, size in (("matching", {"images": 100}), ("class_gradients", {"records": 640})):
+        times = results[name]
+        assert len(times["seconds"]) == len(times["loop_seconds"]) == 2 and times.items() >= size.items()
+        ratios = [loop / ours for ours, loop in zip(times["seconds"], times["loop_seconds"], strict=True)]
+        assert times["range_vs_loop"] == pytest.approx([min(ratios), max(ratios)], abs=1e-3)
     assert "robust PCA of 4 x 400 updates: " in out and "4 x 400, 2 of 2" in err
+    assert "a plain loop over the classes takes" in out and "matching: loop, 2 of 2" in err
+    assert "gradients of each of 10 classes without privacy, 640 records" in out
 
 
 def test_robust_pca_is_compared_with_a_round_of_the_same_size():
@@ -191,17 +201,6 @@ def test_the_textbooks_robust_pca_takes_the_same_steps():
     torch.testing.assert_close(robust_pca.textbook(deltas, iterations=12), ours, rtol=1e-9, atol=0)
 
 
-def test_a_matching_step_is_timed_beside_the_loop(bench, monkeypatch):
-    real = matching.matching_times
-    monkeypatch.setattr(matching, "matching_times", lambda *args: real(*args, width=4, steps=1))
-    out, err, results = bench("--cases", "matching", "--repeats", "2")
-    times = results["matching"]
-    assert len(times["seconds"]) == len(times["loop_seconds"]) == 2 and times["images"] == 100
-    ratios = [loop / ours for ours, loop in zip(times["seconds"], times["loop_seconds"], strict=True)]
-    assert times["range_vs_loop"] == pytest.approx([min(ratios), max(ratios)], abs=1e-3)
-    assert "a plain loop over the classes takes" in out and "matching: loop, 2 of 2" in err
-
-
 def test_the_loop_takes_the_same_steps():
     """Except for images in which a unit is between on and off, where rounding decides."""
     start = matching.first_images().images
@@ -211,15 +210,6 @@ def test_the_loop_takes_the_same_steps():
     moved = (theirs - start).flatten(0, 1).flatten(1).norm(dim=1)
     apart = (theirs - ours).flatten(0, 1).flatten(1).norm(dim=1) / moved
     assert bool((moved > 0).all()) and apart.median() < 1e-4 and apart.max() < 0.2
-
-
-def test_class_gradients_are_timed_beside_the_loop(bench, monkeypatch):
-    real = class_gradients.class_gradient_times
-    monkeypatch.setattr(class_gradients, "class_gradient_times", lambda *args: real(*args, width=4))
-    out, _, results = bench("--cases", "class_gradients", "--repeats", "2")
-    times = results["class_gradients"]
-    assert len(times["seconds"]) == len(times["loop_seconds"]) == 2 and times["records"] == 640
-    assert "gradients of each of 10 classes without privacy, 640 records" in out
 
 
 def test_the_loops_class_gradients_are_ours():
