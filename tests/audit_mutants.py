@@ -38,13 +38,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag in ("--save", "--load", "--page"):
         parser.add_argument(flag, type=Path)
     flags = parser.parse_args(argv)
-    found = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
+    results = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
     if flags.save:
-        flags.save.write_text(json.dumps(found, indent=1) + "\n")
+        flags.save.write_text(json.dumps(results, indent=1) + "\n")
     if flags.page:
-        fill_page(flags.page, "audit", report(found))
+        fill_page(flags.page, "audit", report(results))
     else:
-        print(report(found))
+        print(report(results))
 
 
 def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
@@ -78,11 +78,11 @@ def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
         for finding in build["clients"][0]["findings"]
         if finding["refuted"]
     ]
-    told = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
+    verdict = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
     return [
         f"### {case}: `python -m dpfl_lightning.audit {' '.join(argv)}`",
         "\n".join(f"- {claim_words(one)}" for one in sound["clients"]),
-        f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {told}.",
+        f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {verdict}.",
         markdown(head, rows),
         f"The mutants, and what refutes them (client {first}; the JSON file has the others):",
         markdown(("mutant", "check", "what", "measured", "claimed"), caught),

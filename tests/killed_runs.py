@@ -74,19 +74,12 @@ def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | No
 
 @dataclass
 class Killed:
-    """What was left of a run that was killed several times.
-
-    Args:
-        folder: of the run, which is finished now.
-        starts: processes that it took.
-        releases: (start, round) -> `[C, P]`.
-        told: (start, round) of the rounds whose end was told.
-    """
+    """A run that was killed several times and is finished: its processes, releases `[C, P]` and reported rounds."""
 
     folder: Path
     starts: int
-    releases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    told: set[tuple[int, int]] = field(default_factory=set)
+    releases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by (start, round)
+    told: set[tuple[int, int]] = field(default_factory=set)  # (start, round) of the rounds whose end was reported
 
     def again(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Each round that was released twice, by one start and by a later one."""

@@ -1,7 +1,6 @@
 """Updates of a round with known noise: the published budgets and batch sizes, one shared direction, Gaussian noise."""
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from reference import paper_noise_multipliers
@@ -14,14 +13,7 @@ CLIP_NORM = 3.0
 NUM_PARAMS = 28_938  # of the paper's CNN
 
 
-def update_noise_var(
-    noise_multiplier: Sequence[float],
-    batch_size: Sequence[float],
-    steps: Sequence[int],
-    learning_rate: float,
-    clip_norm: float,
-    num_params: int,
-) -> Tensor:
+def update_noise_var(noise_multiplier, batch_size, steps, learning_rate, clip_norm, num_params) -> Tensor:
     """`[C]`: `steps lr^2 P clip^2 z^2 / b^2` (Malekmohammadi et al. 2024, Eqs. 5 and 7), without feedback."""
     z, b, count = (torch.as_tensor(values, dtype=torch.float64) for values in (noise_multiplier, batch_size, steps))
     return count * learning_rate**2 * (num_params * (clip_norm * z / b) ** 2)

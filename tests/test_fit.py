@@ -66,13 +66,14 @@ def test_a_mistake_is_one_line_and_leaves_no_folder(words, parts, refused, tmp_p
     assert not (tmp_path / "run").exists()
 
 
-def test_a_wrong_folder_is_refused_and_left_alone(refused, tmp_path):
+def test_a_wrong_folder_is_refused_and_left_alone(refused, tmp_path, capsys):
     assert "conf/nowhere.yaml" in refused(fit, "--config", "conf/nowhere.yaml")
     for word in ("--resume", "conf", "options.yaml"):
         assert word in refused(fit, "--resume", "conf")
     assert "output_dir" in refused(fit, *DIGITS, "--seeds", "0,1")
     (tmp_path / "precious.txt").write_text("mine")
-    assert "another run or other files" in refused(fit, *DIGITS, "--output_dir", str(tmp_path))
+    assert fit([*DIGITS, "--output_dir", str(tmp_path)]) == 2
+    assert "another run or other files" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
 
 

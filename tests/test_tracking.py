@@ -135,18 +135,11 @@ def test_a_finished_run_has_its_options_curves_files_and_figures(new_tracking, o
     assert run.files("figures") == {f"figures/{name}.png" for name in figures}
 
 
-def test_the_page_begins_with_the_plan_of_the_strategies(new_tracking, only_run, folder):
-    view = a_view(folder, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
-    tracking = new_tracking()
-    tracking.on_fit_start(view)
-    plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
-    assert only_run().tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
-    tracking.on_fit_end(view, a_result(view))
-    note = only_run().tags["mlflow.note.content"]
-    assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
-
-
 def test_a_distilled_set_is_kept_shown_and_loaded_again(new_tracking, only_run, store, folder):
+    play(new_tracking(), a_view(folder), [])
+    with pytest.raises(UserError, match=r"must have the artifact distilled\.pt, got \[.*'guarantee"):
+        load_distilled(f"runs:/{only_run().info.run_id}", uri=store)
+    MlflowClient(store).delete_run(only_run().info.run_id)
     saved = DistilledSet(torch.randn(6, 1, 4, 4), torch.arange(3).repeat_interleave(2), {"epsilon_max": 8.0})
     saved.save(folder)
     play(new_tracking(), a_view(folder), [])
@@ -156,12 +149,6 @@ def test_a_distilled_set_is_kept_shown_and_loaded_again(new_tracking, only_run, 
     assert torch.equal(loaded.x, saved.x) and loaded.card == {"epsilon_max": 8.0}
     with pytest.raises(UserError, match=r"tracking\.uri"):
         load_distilled("runs:/0123456789abcdef0123456789abcdef", uri=store)
-
-
-def test_loading_the_set_of_a_run_without_one_names_its_artifacts(new_tracking, only_run, store, folder):
-    play(new_tracking(), a_view(folder), [])
-    with pytest.raises(UserError, match=r"must have the artifact distilled\.pt, got \[.*'guarantee"):
-        load_distilled(f"runs:/{only_run().info.run_id}", uri=store)
 
 
 def test_a_report_is_a_finished_run_with_its_figure(store, only_run, request):
@@ -181,7 +168,7 @@ def test_keys_and_passwords_never_leave(new_tracking, only_run, store, folder):
         assert SECRET.encode() not in path.read_bytes() and b"hunter2" not in path.read_bytes(), path
 
 
-def test_each_long_round_is_one_write_with_the_metrics_of_strategies(new_tracking, only_run, folder, writes):
+def test_long_rounds_are_one_write_each_and_quick_ones_share_one(new_tracking, only_run, folder, writes):
     tracking, view = new_tracking(), a_view(folder)
     tracking.on_fit_start(view)
     counts = writes(tracking)
@@ -190,21 +177,15 @@ def test_each_long_round_is_one_write_with_the_metrics_of_strategies(new_trackin
         tracking._send_at = 0.0  # as if the round before had taken long
         tracking.on_round_end(view, a_report(view, round, **more))
     assert counts == [16, 16, 16 + 3]
+    for round in range(4, 11):
+        tracking.on_round_end(view, a_report(view, round))
+    assert len(counts) < 7
+    tracking.on_fit_end(view, a_result(view))
+    assert only_run().steps("overall/participants") == list(range(1, 11)), "no round is lost"
     metrics = only_run().metrics
     assert metrics["strategy/effective_clients"] == 1.6
     weights = {name: value for name, value in metrics.items() if name.startswith("per_client_weight")}
     assert weights == {"per_client_weight/00": 0.25, "per_client_weight/02": 0.75}, "absent clients have no point"
-
-
-def test_quick_rounds_share_a_write_and_none_is_lost(new_tracking, only_run, folder, writes):
-    tracking, view = new_tracking(), a_view(folder)
-    tracking.on_fit_start(view)
-    counts = writes(tracking)
-    for round in range(1, 11):
-        tracking.on_round_end(view, a_report(view, round))
-    assert len(counts) < 5
-    tracking.on_fit_end(view, a_result(view))
-    assert only_run().steps("overall/participants") == list(range(1, 11))
 
 
 def test_metrics_of_many_clients_are_summed_up(new_tracking, only_run, folder):
@@ -254,14 +235,19 @@ def test_groups_of_a_simulation_have_curves_and_pictures(new_tracking, only_run,
     assert {"figures/accuracy_of_groups.png", "figures/clients.png"} <= run.files("figures")
 
 
-def test_without_privacy_there_is_no_epsilon(new_tracking, only_run, folder):
-    view = a_view(folder, noise=0.0)
+def test_a_run_without_privacy_has_a_page_and_no_epsilon(new_tracking, only_run, folder):
+    view = a_view(folder, noise=0.0, strategy_notes=("2 of 3 clients a round.", "It sends 3 MB."))
     tracking = new_tracking()
     tracking.on_fit_start(view)
-    assert only_run().tags["guarantee"] == "no privacy" and "delta" not in only_run().tags
+    tags = only_run().tags
+    assert tags["guarantee"] == "no privacy" and "delta" not in tags
+    plan = "**Plan.** 2 of 3 clients a round. It sends 3 MB."
+    assert tags["mlflow.note.content"] == f"**Running.**\n\n{plan}"
     tracking.on_round_end(view, a_report(view, 1))
     tracking.on_fit_end(view, a_result(view))
     run = only_run()
+    note = run.tags["mlflow.note.content"]
+    assert note.startswith("**Test accuracy 50.00%**\n\n**Guarantee.** ") and note.endswith(f"are done.\n\n{plan}")
     assert not [name for name in run.metrics if "epsilon" in name]
     assert run.files("figures") == {"figures/accuracy_over_rounds.png"}
 
@@ -396,13 +382,9 @@ def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking,
     assert len(warned) == 2 and "tried again" in str(warned[0].message)
     assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
     assert str(folder) in str(warned[1].message)
-
-
-def test_files_that_cannot_be_sent_leave_the_status(new_tracking, only_run, folder, monkeypatch):
-    tracking = new_tracking()
     monkeypatch.setattr(tracking.store.client, "log_artifact", lambda *args: 1 / 0)
     with pytest.warns(UserWarning) as warned:
-        play(tracking, a_view(folder), [1])
+        play(tracking, view, [1])
     assert "did not get: some files and figures" in str(warned[-1].message)
     assert only_run().info.status == "FINISHED"
 
