@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
     """Every case by every build; `limits` are further arguments of `audit`."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for case, argv in cases.items():
         for name in (SOUND, *mutants.MUTANTS, *mutants.OF_RULES):
             print(f"{case}: {name}", file=sys.stderr, flush=True)
@@ -57,14 +57,14 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
             mutate, expected = (mutants.MUTANTS | mutants.OF_RULES).get(name, (lambda patch: None, None))
             with MonkeyPatch.context() as patch:
                 mutate(patch)
-                found.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
-    return {"cases": found, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
+                results.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
+    return {"cases": results, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
 
 
-def report(found: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """For each case its claims beside the bounds, and what caught each mutant."""
-    parts = [one for case, builds in found["cases"].items() for one in _case(case, found["options"][case], builds)]
-    return "\n\n".join([*parts, f"{found['date']}, torch {found['torch']}."])
+    parts = [one for case, builds in results["cases"].items() for one in _case(case, results["options"][case], builds)]
+    return "\n\n".join([*parts, f"{results['date']}, torch {results['torch']}."])
 
 
 def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:

@@ -43,7 +43,7 @@ def noisy_updates(
 
     Args:
         signal: length of every client's step along the shared direction; None is 1.5 * learning rate * local steps.
-        own_share: of that length, in a random direction of each client's own.
+        own_share: of that length, in a random direction for each client.
     """
     truth = true_noise_var(dist, learning_rate, num_params)
     steps = torch.tensor([-(-2400 // batch) for batch in BATCH_SIZES[20]], dtype=torch.float64)
@@ -51,9 +51,9 @@ def noisy_updates(
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randn, num_params, generator=generator, dtype=torch.float64)
     shared = torch.nn.functional.normalize(draw(), dim=0)
-    own = torch.stack([torch.nn.functional.normalize(draw(), dim=0) for _ in steps])
+    each = torch.stack([torch.nn.functional.normalize(draw(), dim=0) for _ in steps])
     noise = torch.stack([draw() for _ in steps]) * (truth / num_params).sqrt()[:, None]
-    return lengths[:, None] * (shared + own_share * own) + noise, truth
+    return lengths[:, None] * (shared + own_share * each) + noise, truth
 
 
 def excess(noise_var: Tensor, truth: Tensor) -> float:

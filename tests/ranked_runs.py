@@ -81,8 +81,8 @@ class Selection(Strategy):
     """Asks every client which of two models fits it better."""
 
     def plan_run(self, schedule, view):
-        def change(client, own):
-            return dataclasses.replace(own, planned=(*own.planned, Planned("select", SelectionEvent(0.5), 1)))
+        def change(client, planned):
+            return dataclasses.replace(planned, planned=(*planned.planned, Planned("select", SelectionEvent(0.5), 1)))
 
         return schedule.replan(change)
 
@@ -99,9 +99,9 @@ class Selection(Strategy):
 
 class GradientsOfClasses(Strategy):
     def plan_run(self, schedule, view):
-        def change(client, own):
-            event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
-            return dataclasses.replace(own, planned=(Planned("classes", event, own.planned[0].count),))
+        def change(client, planned):
+            event = dataclasses.replace(planned.planned[0].event, sample_rate=1.0, steps=1)
+            return dataclasses.replace(planned, planned=(Planned("classes", event, planned.planned[0].count),))
 
         return schedule.replan(change)
 

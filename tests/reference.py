@@ -1,4 +1,4 @@
-"""Slow and obviously right forms that the package is held to."""
+"""Slow and obviously right forms that the package is compared with."""
 
 import math
 

@@ -136,10 +136,10 @@ class Asks(Strategy):
     """A strategy that also plans what is not training, and a first round of another kind."""
 
     def plan_run(self, schedule, view):
-        def more(client, own):
-            event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
+        def more(client, planned):
+            event = dataclasses.replace(planned.planned[0].event, sample_rate=1.0, steps=1)
             extra = (Planned("select", SelectionEvent(0.1), 2), Planned("first_round", event, 1))
-            return dataclasses.replace(own, planned=(*own.planned, *extra))
+            return dataclasses.replace(planned, planned=(*planned.planned, *extra))
 
         return schedule.replan(more)
 
@@ -164,9 +164,9 @@ def test_a_replaced_record_counts_twice(make_loop):
 
 
 def test_a_simulation_is_not_said_to_have_fresh_noise(make_loop):
-    found = audit(make_loop(), [0], only={"fresh noise", "answers"})
-    assert [one["check"] for one in found["clients"][0]["findings"]] == ["answers"]
-    assert any("a simulation with privacy.noise_key repeats its noise" in words for words in found["not_audited"])
+    results = audit(make_loop(), [0], only={"fresh noise", "answers"})
+    assert [one["check"] for one in results["clients"][0]["findings"]] == ["answers"]
+    assert any("a simulation with privacy.noise_key repeats its noise" in words for words in results["not_audited"])
 
 
 # ---- docs
@@ -183,9 +183,9 @@ def test_the_docs_show_the_saved_figures(tmp_path):
 
 
 def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
-    found = json.loads((ROOT / "experiments" / "results" / "audit.json").read_text())
-    assert found["options"] == audit_mutants.CASES
-    for builds in found["cases"].values():
+    results = json.loads((ROOT / "experiments" / "results" / "audit.json").read_text())
+    assert results["options"] == audit_mutants.CASES
+    for builds in results["cases"].values():
         broken = mutants.MUTANTS | mutants.OF_RULES
         assert set(builds) == {audit_mutants.SOUND, *broken}
         assert builds[audit_mutants.SOUND]["refuted"] == []
@@ -197,13 +197,13 @@ def test_the_saved_audit_refutes_every_mutant_and_not_the_build():
 def test_the_script_audits_every_build(one_engine, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(mutants, "MUTANTS", dict(list(mutants.MUTANTS.items())[-2:]))  # of all, see `test_mutants.py`
     case = {"digits": ["--config", "conf/digits.yaml", "--rounds", "1"]}
-    found = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
-    told = audit_mutants.report(found)
-    assert "nothing is refuted" in told
+    results = audit_mutants.audit_all(case, chosen=[0], confidence=0.9999, most_releases=20)
+    text = audit_mutants.report(results)
+    assert "nothing is refuted" in text
     for name in mutants.MUTANTS:
-        assert f"| {name}" in told and found["cases"]["digits"][name]["refuted"]
+        assert f"| {name}" in text and results["cases"]["digits"][name]["refuted"]
     saved, page = tmp_path / "audit.json", tmp_path / "page.md"
-    saved.write_text(json.dumps(found))
+    saved.write_text(json.dumps(results))
     shutil.copy(ROOT / "docs" / "audit.md", page)
     audit_mutants.main(["--load", str(saved), "--page", str(page)])
-    assert told in page.read_text()
+    assert text in page.read_text()

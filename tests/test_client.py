@@ -26,6 +26,11 @@ def test_batch_norm_is_refused_with_what_to_use_instead():
         ClientModule(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
 
 
+def test_an_unknown_personal_name_is_refused():
+    with pytest.raises(UserError, match="personal"):
+        type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
+
+
 def test_flat_and_named_views_are_one_memory():
     module = ClientModule(small_net())
     flat = module.flat

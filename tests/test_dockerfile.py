@@ -140,7 +140,7 @@ def test_its_debian_packages_exist_and_hold_the_data_set():
 
 
 class Chroot:
-    """A bare Debian with a Python of its own in a folder, in place of the base image."""
+    """A bare Debian with its Python in a folder, in place of the base image."""
 
     path = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 

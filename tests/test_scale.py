@@ -1,4 +1,4 @@
-"""Memory of large federations and models, each in a process of its own: `pytest -m slow tests/test_scale.py`."""
+"""Memory of large federations and models, each in a separate process: `pytest -m slow tests/test_scale.py`."""
 
 import json
 import subprocess

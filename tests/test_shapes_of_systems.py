@@ -1,94 +1,17 @@
 """Strategies of kinds that no strategy of ours is, driven through the real loop."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
-from conftest import small_net
-from fakes import two_phases
-from torch import nn
 
 from dpfl_lightning.config.options import ClientOptions
 from dpfl_lightning.errors import UserError
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.evaluation import ClientModels
-from dpfl_lightning.federated.messages.query import SelectModel
-from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.mechanism import ExponentialMechanism
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
-
-
-class WithPersonalLayer(ClientModule):
-    personal = ("0.weight",)
-
-
-def test_personal_parameters_stay_with_the_client(make_loop):
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 3))
-    loop = make_loop(module=WithPersonalLayer(net))
-    start = loop.module.flat
-    loop.run()
-    personal = loop.module.personal_mask
-    assert torch.equal(loop.state.models[0][personal], start[personal]), "the server's copy never moves"
-    values = [loop.clients.engine.personalised(loop.state.models[0], client)[personal] for client in range(4)]
-    assert all(not torch.equal(a, b) for a, b in itertools.pairwise(values))
-    assert set(torch.load(loop.folder.checkpoint, weights_only=True)["clients"]["personal"]) == {0, 1, 2, 3}
-
-
-def test_an_unknown_personal_name_is_refused():
-    with pytest.raises(UserError, match="personal"):
-        type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
-
-
-class TwoPhases(Strategy):
-    """A full-batch first round, then sampled rounds, and a charged selection."""
-
-    def plan_run(self, schedule, view):
-        return two_phases(schedule, selections=1)
-
-    def plan_round(self, plan, view):
-        if view.round == 1:
-            return view.plan("first")
-        if view.round == 3:
-            models = torch.stack([view.state.models[0], torch.zeros_like(view.state.models[0])])
-            choice = dict.fromkeys(plan.clients, ExponentialMechanism(0.1))
-            self._answers = view.ask(SelectModel(mechanism_of=choice, models=models, loss_bound=2.0))
-        return plan
-
-    def weigh(self, updates, view):
-        return torch.zeros(len(updates.clients)) if view.round == 1 else None
-
-    def state_dict(self):
-        return {"answers": dict(getattr(self, "_answers", {}))}
-
-
-def test_two_phases_and_a_selection_are_planned_charged_and_paid(make_loop):
-    phases = TwoPhases()
-    loop = make_loop(parts=[SizeWeighted(), phases])
-    start = loop.module.flat
-    models = []
-    loop.callbacks.append(Watch(lambda view: models.append(view.state.models[0].clone())))
-    result = loop.run()
-    assert torch.equal(models[0], start), "an all-zero row leaves the model alone"
-    assert not torch.equal(models[1], start)
-    events = loop.clients.budgets.ledger.events(0)
-    assert [type(event).__name__ for event in events] == ["GaussianEvent"] * 2 + ["SelectionEvent", "GaussianEvent"]
-    assert events[0].sample_rate == 1.0 and events[0].noise_multiplier == 5.0
-    assert set(phases._answers) == {0, 1, 2, 3} and set(phases._answers.values()) <= {0, 1}
-    for client in result.clients:
-        assert 0.98 * client["epsilon_budget"] < client["epsilon_spent"] <= client["epsilon_budget"]
-
-
-class Watch(Callback):
-    def __init__(self, watch):
-        self._watch = watch
-
-    def on_round_end(self, view, report):
-        self._watch(view)
 
 
 class OtherNet(Strategy):
