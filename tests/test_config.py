@@ -156,21 +156,19 @@ def test_a_new_name_drops_the_options_of_the_old_one(write):
     assert options_of("--model.class_path", "my.Net").model == {"class_path": "my.Net"}
 
 
-def test_a_command_can_add_flags():
+def test_a_command_can_add_flags_and_one_can_stand_for_the_file(write):
+    path = write("rounds: 7\nprivacy: null\n")
+
     def flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--resume", metavar="DIR")
         parser.add_argument("--json", action="store_true")
-        parser.add_argument("run")
+        parser.add_argument("run", nargs="?")
 
     options, namespace = load(["--rounds", "3", "there", *PRIVATE, "--json", "--resume", "x"], flags)
     assert (options.rounds, namespace.run, namespace.json, namespace.resume) == (3, "there", True, "x")
 
-
-def test_a_flag_can_stand_for_the_file(write):
-    path = write("rounds: 7\nprivacy: null\n")
-
     def loaded(*words: str) -> Options:
-        return load(words, lambda parser: parser.add_argument("--resume"), config_of=lambda flags: flags.resume)[0]
+        return load(words, flags, config_of=lambda namespace: namespace.resume)[0]
 
     assert loaded("--resume", path, "--seed", "2") == Options(rounds=7, seed=2, privacy=None)
     assert loaded(*PRIVATE).rounds == 10

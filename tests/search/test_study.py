@@ -137,21 +137,16 @@ def test_workers_at_the_start_of_a_sequence_draw_differently(url):
     assert len({worker._study.sampler._independent_sampler._rng.rng.random() for worker in workers}) == 3
 
 
-@pytest.mark.parametrize("sampler", ["tpe", "random", "qmc", "gp", "nsga2"])
-def test_every_sampler_draws(url, sampler):
-    assert len(work(study(url, sampler={"name": sampler}))) == 4
-
-
-@pytest.mark.parametrize(
-    "pruner", [{"name": "percentile", "percentile": 50.0}, {"name": "halving"}, {"name": "hyperband"}]
-)
-def test_every_pruner_answers(url, pruner):
+def test_every_sampler_draws_and_every_pruner_answers(tmp_path):
     def act(running):
         for step in range(3):
             running.report(step + 1, 0.5)
         return width(running)
 
-    assert len(work(study(url, pruner=pruner), act)) == 4
+    samplers = [{"sampler": {"name": name}} for name in ("tpe", "random", "qmc", "gp", "nsga2")]
+    pruners = ({"name": "percentile", "percentile": 50.0}, {"name": "halving"}, {"name": "hyperband"})
+    for number, options in enumerate([*samplers, *({"pruner": pruner} for pruner in pruners)]):
+        assert len(work(study(f"sqlite:///{tmp_path}/{number}.db", **options), act)) == 4, options
 
 
 WHEN = {"model.norm": {"choices": ["none"]}, "model.width": {"choices": [8], "when": {"model.norm": "none"}}}
