@@ -382,10 +382,13 @@ def test_metrics_and_files_that_were_not_sent_are_named_at_the_end(new_tracking,
     assert len(warned) == 2 and "tried again" in str(warned[0].message)
     assert "did not get: metrics of rounds 2 to 10, files and figures" in str(warned[1].message)
     assert str(folder) in str(warned[1].message)
-    again = new_tracking()
-    monkeypatch.setattr(again.store.client, "log_artifact", lambda *args: 1 / 0)
+
+
+def test_files_that_cannot_be_sent_leave_the_status(new_tracking, only_run, folder, monkeypatch):
+    tracking = new_tracking()
+    monkeypatch.setattr(tracking.store.client, "log_artifact", lambda *args: 1 / 0)
     with pytest.warns(UserWarning) as warned:
-        play(again, view, [1])
+        play(tracking, a_view(folder), [1])
     assert "did not get: some files and figures" in str(warned[-1].message)
     assert only_run().info.status == "FINISHED"
 
