@@ -51,7 +51,7 @@ def trained_on(module: Model, start: Tensor, records: tuple[Tensor, Tensor], how
     theta = start.detach().clone().requires_grad_()
     optimizer = torch.optim.SGD([theta], how.learning_rate, how.momentum, weight_decay=how.weight_decay)
     x, y = records
-    sample_loss = FastLoss(module, x[:0], y[:0], second_order=False)
+    sample_loss = FastLoss(module, x[:0], y[:0])
     with torch.random.fork_rng([x.device] if x.device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(seed)
         for epoch in range(how.epochs):

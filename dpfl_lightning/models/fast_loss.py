@@ -6,8 +6,6 @@ import threading
 import torch
 from torch import Tensor, nn
 
-from dpfl_lightning.kernels import direct_convolution
-from dpfl_lightning.kernels.direct_convolution import DirectConvolution
 from dpfl_lightning.kernels.fused_planes import FusedPlanes
 from dpfl_lightning.models.model import Model
 from dpfl_lightning.privacy.clipping.fast import random_example
@@ -19,20 +17,22 @@ _ALIKE = 1e-3  # relative tolerance: far above float32 rounding, far below the d
 class FastLoss:
     """Thread-safe `module.sample_loss`, with faster layers on a CPU; equal up to rounding, names unchanged.
 
-    In the sequential parts of the net, convolutions become `DirectConvolution`s (only if derivatives of gradients are
-    needed: `second_order`), and each sequence of instance norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`, which
-    have no derivatives of third order. If the result differs on random records shaped like x and y `[B, ...]`, B >= 0,
-    because the net slices its parts or hooks their layers, nothing is replaced. Every thread uses a copy of the module.
+    In the sequential parts of the net, each sequence of instance norm, ReLU and 2x2 mean pooling becomes `FusedPlanes`,
+    which have no derivatives of third order. If the result differs on random records shaped like x and y `[B, ...]`,
+    B >= 0, because the net slices its parts or hooks their layers, nothing is replaced. Every thread uses a copy of the
+    module.
     """
 
-    def __init__(self, module: Model, x: Tensor, y: Tensor, second_order: bool = True) -> None:
+    def __init__(self, module: Model, x: Tensor, y: Tensor) -> None:
         self.module = copy.deepcopy(module)
         replaced = False
         for part in [part for part in self.module.net.modules() if type(part) is nn.Sequential]:
-            for position, layers in _faster(part, second_order).items():
-                replaced = True
-                for index, layer in enumerate(layers, start=position):
-                    part[index] = layer
+            layers = list(part)
+            for position, layer in enumerate(layers):
+                if isinstance(layer, nn.GroupNorm) and _can_be_fused(layer, layers[position + 1 : position + 3]):
+                    for index, new in enumerate((FusedPlanes(layer), nn.Identity(), nn.Identity()), start=position):
+                        part[index] = new
+                    replaced = True
         if replaced and not _alike(self.module, module, x, y):
             self.module = copy.deepcopy(module)
         self._of_thread = threading.local()
@@ -69,24 +69,10 @@ def _close(actual: Tensor, expected: Tensor) -> bool:
     return actual.shape == expected.shape and bool((actual - expected).norm() <= _ALIKE * expected.norm())
 
 
-def _faster(part: nn.Sequential, second_order: bool) -> dict[int, list[nn.Module]]:
-    """Return layers that replace consecutive ones, by the position of the first."""
-    replacements: dict[int, list[nn.Module]] = {}
-    layers = list(part)
-    for position, layer in enumerate(layers):
-        if not all(parameter.device.type == "cpu" for parameter in layer.parameters()):
-            continue
-        if second_order and type(layer) is nn.Conv2d and direct_convolution.takes(layer):
-            replacements[position] = [DirectConvolution(layer)]
-        elif type(layer) is nn.GroupNorm and _can_be_fused(layer, layers[position + 1 : position + 3]):
-            replacements[position] = [FusedPlanes(layer), nn.Identity(), nn.Identity()]
-    return replacements
-
-
 def _can_be_fused(norm: nn.GroupNorm, following: list[nn.Module]) -> bool:
-    if norm.num_groups != norm.num_channels or not norm.affine:
+    if type(norm) is not nn.GroupNorm or norm.num_groups != norm.num_channels or not norm.affine:
         return False
-    if norm.weight.dtype not in (torch.float32, torch.float64):
+    if norm.weight.device.type != "cpu" or norm.weight.dtype not in (torch.float32, torch.float64):
         return False
     if [type(layer) for layer in following] != [nn.ReLU, nn.AvgPool2d]:
         return False

@@ -37,9 +37,7 @@ def a_module(**convnet) -> ClientModule:
 
 def both(module: ClientModule, chunk: int | None = 7) -> tuple[UnclippedSum, Watched]:
     inner = Watched(module.net, module.sample_loss, chunk)
-    return UnclippedSum(
-        inner, FastLoss(module, torch.empty(0, 1, 12, 12), torch.empty(0, dtype=torch.long), second_order=False)
-    ), inner
+    return UnclippedSum(inner, FastLoss(module, torch.empty(0, 1, 12, 12), torch.empty(0, dtype=torch.long))), inner
 
 
 def batch(records: int = RECORDS) -> tuple[torch.Tensor, torch.Tensor]:

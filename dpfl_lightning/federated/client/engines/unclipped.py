@@ -86,7 +86,7 @@ def quicker_without_clipping(clipped_sum: ClippedSum, module: ClientModule, x: T
     """The same sum, as an `UnclippedSum` on a CPU, for a net whose records do not mix."""
     if module.device.type != "cpu" or not isinstance(clipped_sum, FastClippedSum):
         return clipped_sum
-    return UnclippedSum(clipped_sum, FastLoss(module, x, y, second_order=False))
+    return UnclippedSum(clipped_sum, FastLoss(module, x, y))
 
 
 def _passes(num_records: int, group: Tensor | None, chunk: int) -> Iterator[tuple[int, Pass]]:
