@@ -1,7 +1,6 @@
 """From a configuration to objects: the only module that knows all packages, and connects the server to its clients."""
 
 import dataclasses
-import importlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -13,6 +12,7 @@ from torch import nn
 
 from dpfl_lightning import data, models, strategies
 from dpfl_lightning.config.options import ClientOptions, NetworkOptions, Options, PrivacyOptions
+from dpfl_lightning.config.registry import imported
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.federated.client.engines.engine import Engine
@@ -32,7 +32,6 @@ from dpfl_lightning.federated.server.settings import client_settings, reported_e
 from dpfl_lightning.federated.server.strategy import Strategy, register
 from dpfl_lightning.federated.transport.ranked import RankedClients
 from dpfl_lightning.federated.transport.ranks import Ranks
-from dpfl_lightning.privacy.accounting.planned import ClientSchedule
 from dpfl_lightning.privacy.ledger.ledger import check_same
 from dpfl_lightning.reporting.guarantee_page import GuaranteePage
 from dpfl_lightning.strategies.aggregation.size_weighted import SizeWeighted
@@ -60,7 +59,7 @@ def build_net(options: Options, population: Population | Facts) -> nn.Module:
     torch.manual_seed(options.seed)
     model = dict(options.model)
     if "class_path" in model:
-        kind, arguments = _import(model["class_path"]), model.get("init_args") or {}
+        kind, arguments = imported("model.class_path", model["class_path"], nn.Module), model.get("init_args") or {}
         try:
             return kind(**arguments)
         except TypeError as error:
@@ -82,23 +81,18 @@ class FederatedLoop(ServerLoop):
     Args:
         population: the clients' private records, and the records for evaluation.
         module: one client's step; the parameters of its net are the initial model.
-        rounds: communication rounds of the whole run, >= 1.
-        clients: batch size, local epochs and learning rate; each is one value, a list, or a named distribution.
-        privacy: budgets and mechanism, given in the same way; None is a run without privacy.
-        network: simulated network: how long the transfers would take.
+        privacy: None is a run without privacy.
         strategies: at most one of them is a base rule. Without one a strategy's `default_base` is added, or DPFedAvg.
-        seed: seed of everything except noise and sampling.
         output_dir: a new or empty folder; the default is a folder under `runs/`.
         device: "auto", or an accelerator of Lightning Fabric.
-        evaluate_every: rounds between evaluations, >= 1; the last round is always evaluated.
         options: the resolved configuration, which is stored with the run.
         new_net: builds the module's net from a seed, for strategies that start with several models or initialise again.
 
+    The other arguments are options of `config.options`.
+
     **Guarantees** Every release is planned, charged to the synced ledger, and noised, in this order; no client exceeds
-    its schedule. A complete round is on disk before any result of it is shown. `run(resume=True)` continues only the
-    same run: the round that a crash interrupted is charged again, from `reserve_rounds`, with fresh noise. With
-    `privacy.noise_key`, a simulation, the result has the parameters of the uninterrupted run, bit for bit (on a CPU,
-    and except for nets that draw random numbers themselves, such as dropout).
+    its schedule. `run(resume=True)` charges the round that a crash interrupted again, from `reserve_rounds`, with fresh
+    noise; with `privacy.noise_key` (a simulation) it repeats the uninterrupted run bit for bit on a CPU.
 
     **Privacy** The guarantee is at record level, for each client separately, against an untrusted server that sees
     every update. Evaluation on test and held-out records is not covered.
@@ -175,11 +169,7 @@ def _with_base(strategies: Sequence[Strategy]) -> Sequence[Strategy]:
 def build_loop(
     options: Options, more: Sequence[Strategy | Callback] = (), population: Population | None = None
 ) -> FederatedLoop:
-    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population.
-
-    Raises:
-        UserError: a part of the configuration cannot be built.
-    """
+    """Return the loop of a configuration, with `more` strategies and callbacks, and possibly another population."""
     population = build_population(options) if population is None else population
     facts = facts_of(population)  # without the records, which may move to another device
     return FederatedLoop(
@@ -201,17 +191,10 @@ def build_loop(
     )
 
 
-def planned_clients(options: Options) -> tuple[FederatedLoop, tuple[ClientSchedule, ...]]:
-    """Return the loop and every client's solved schedule, without training, for `plan --config`."""
-    loop = build_loop(options)
-    return loop, loop.plan_schedule().clients
-
-
 def so_far(options: Options) -> tuple[bool, dict | None]:
     """Return whether the run in `output_dir` has begun, and its result if it has finished, else None.
 
-    Raises:
-        UserError: the run began with other options.
+    Raises UserError if the run began with other options.
     """
     folder = Path(str(options.output_dir))
     if (header := ClientFolder(folder).header()) is None:
@@ -222,15 +205,3 @@ def so_far(options: Options) -> tuple[bool, dict | None]:
         del now["rounds"]  # fewer rounds are possible; the run itself refuses more
     check_same(folder, {key: header.identity.get(key) for key in now}, now)
     return True, json.loads(result.read_text()) if result.exists() else None
-
-
-def _import(class_path: str) -> Any:
-    module, _, name = class_path.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        advice = "Is it on PYTHONPATH?"
-        raise UserError(f"`model.class_path` must be importable, got {class_path!r}: {error}. {advice}") from None
-    is_net = isinstance(kind, type) and issubclass(kind, nn.Module)
-    require(is_net, "model.class_path", "be a torch.nn.Module", class_path)
-    return kind

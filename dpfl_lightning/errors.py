@@ -69,10 +69,10 @@ def _show(otherwise: Callable[..., None], message: Warning | str, *where: object
 
 
 def command(main: Callable[[Sequence[str] | None], int | None]) -> Callable[..., int]:
-    """Wrap a command, so that a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
+    """Wrap a command: a `UserError` or `UserNotice` is one line on stderr, and an error is exit status 2.
 
-    Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Any other exception is a bug
-    and keeps its traceback. Of several ranks on a host, only local rank 0 prints.
+    Ctrl-C is status 130, SIGTERM is 143, and a closed standard output (`| head`) is 141. Other exceptions are bugs and
+    keep their traceback. Of several ranks on a host, only local rank 0 prints.
     """
 
     @functools.wraps(main)

@@ -40,15 +40,11 @@ def _flags(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate_run(options: Options, run: Path) -> dict:
-    """Return accuracy and loss of the final models of the run in a folder. The section data of its options may differ.
+    """Return accuracies in [0, 1] (None for a regression) and test loss of the final models of the run in a folder.
 
-    Returns:
-        `test_accuracy` in [0, 1] (None for regression), `test_loss`, and `clients` with the held-out accuracy of each.
+    Raises UserError if the run is not finished, or its models do not fit the data in `options`.
 
     **Privacy** The run's guarantee does not cover test and held-out records.
-
-    Raises:
-        UserError: the run is not finished, or its models do not fit the data.
     """
     import torch
 

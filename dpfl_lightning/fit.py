@@ -48,10 +48,7 @@ def fit(options: Options, resume: bool = False, more: Sequence[Strategy | Callba
     """Train one run, with progress on the terminal and, unless `tracking` is None, in MLflow.
 
     With several ranks, every rank calls this function; only rank 0 prints and writes. `resume` continues the run in
-    `options.output_dir`. `more` are strategies and callbacks in addition to those that the options name.
-
-    Raises:
-        UserError: the options cannot be run, the folder is not empty, or it contains nothing to resume.
+    `options.output_dir`. `more` are additional strategies and callbacks.
     """
     from dpfl_lightning.build import build_loop
 

@@ -1,13 +1,12 @@
 """`python -m dpfl_lightning.plan`: compute noise from epsilon, or epsilon from noise, before training."""
 
 import argparse
-import inspect
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import jsonargparse
 
@@ -65,8 +64,8 @@ def _mistake(message: str, known: Sequence[str]) -> UserError:
     """Return jsonargparse's message as a UserError in the usual form."""
     if wrong := re.fullmatch(r'Parser key "(\w+)": .* value: (.*)', message):
         key, value = wrong.groups()
-        annotation = inspect.signature(plan).parameters[key].annotation
-        kind = "a whole number" if int in (annotation, *get_args(annotation)) else "a finite number"
+        hint = get_type_hints(plan)[key]
+        kind = "a whole number" if int in (hint, *get_args(hint)) else "a finite number"
         return UserError(f"`{key}` must be {kind}, got {value!r}.")
     if wrong := re.fullmatch(r"unrecognized arguments: (?:--)?([^\s=]+).*", message):
         return UserError(f"`{wrong[1]}` must be a known key. {nearest(wrong[1], known) or 'See --help.'}")
@@ -85,7 +84,14 @@ def _plan_run(words: Sequence[str]) -> int:
         prog=_PROG,
         description="Show noise, steps and epsilon of every client of a run before training.",
     )
-    planned, notes = _planned_clients(options)
+    from dpfl_lightning.build import build_loop
+    from dpfl_lightning.privacy.sampling import SAMPLINGS
+
+    loop = build_loop(options)
+    schedules, sampling = loop.plan_schedule().clients, SAMPLINGS[loop.info.sampling]
+    sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
+    planned = client_plans(schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected)
+    notes = loop.describe()
     print("\n".join([_run_text(planned), *notes]))
     if flags.json:
         rows = [
@@ -100,19 +106,6 @@ def _plan_run(words: Sequence[str]) -> int:
         ]
         print(json.dumps({"clients": rows, "notes": notes}))
     return 0
-
-
-def _planned_clients(options: Any) -> tuple[list[ClientPlan], list[str]]:
-    """Return the plan of every client and the strategies' notes. The loop is built, but nothing is trained."""
-    from dpfl_lightning.build import planned_clients
-    from dpfl_lightning.privacy.sampling import SAMPLINGS
-
-    loop, schedules = planned_clients(options)
-    sizes = [(n, schedule.batch_size(n)) for schedule, n in zip(schedules, loop.population.num_records, strict=True)]
-    sampling = SAMPLINGS[loop.info.sampling]
-    return client_plans(
-        schedules, loop.accountant, sizes, sampling, loop.caveats, loop.clients.unprotected
-    ), loop.describe()
 
 
 # ---- printed texts

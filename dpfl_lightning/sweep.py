@@ -1,7 +1,6 @@
 """`python -m dpfl_lightning.sweep --config sweeps/nas_digits.yaml`: search hyperparameters and architectures.
 
-The file is a configuration of `fit` with an additional section `sweep`. The same command resumes a search that was
-stopped. On another machine that can reach the same storage, it joins the search.
+The same command resumes a search that was stopped. On another machine that can reach the storage, it joins the search.
 """
 
 from __future__ import annotations
@@ -75,9 +74,6 @@ class Search:
 
     **Privacy** The cost depends on the objective. Trials on a distilled set or on public records cost nothing. The cost
     of each private trial is stored in the study before the trial begins, and added up at the end.
-
-    Raises:
-        UserError: the options are invalid, or the folder or the storage cannot be used.
     """
 
     def __init__(self, sweep: SweepOptions, options: Options, workers: int = 1, helping: bool = False) -> None:
@@ -94,7 +90,11 @@ class Search:
 
         self.objective = objective(sweep, self._in_trials({}))
         self._check_builds()
-        url = sweep.storage or self._sqlite_url()
+        if not (url := sweep.storage):
+            plain, advice = not set("?#%") & set(str(self.folder)), "Choose another folder, or set sweep.storage."
+            must = "have no ?, # or % in its name if it holds the database"
+            require(plain, "output_dir", must, str(self.folder), advice)
+            url = f"sqlite:///{self.folder / 'study.db'}"
         self.folder.mkdir(parents=True, exist_ok=True)
         # Check the folder before opening the study, because another worker may start a trial in between.
         made = any((self.folder / "trials" / str(sweep.name)).glob("*"))
@@ -108,13 +108,6 @@ class Search:
             self._track(self.options.tracking)
 
     # -- before the first trial
-
-    def _sqlite_url(self) -> str:
-        """Return the URL of an SQLite file in the folder of the search."""
-        plain = not set("?#%") & set(str(self.folder))
-        advice = "Choose another folder, or set sweep.storage."
-        require(plain, "output_dir", "have no ?, # or % in its name if it holds the database", str(self.folder), advice)
-        return f"sqlite:///{self.folder / 'study.db'}"
 
     def _in_trials(self, values: Mapping[str, Any]) -> Options:
         """Return the options of a trial that drew `values`."""
@@ -184,12 +177,8 @@ class Search:
 
     def work(self) -> None:
         """Run trials until the study has all of them, together with any other workers."""
-        self._begun, self._done_before = time.monotonic(), self._done(self.study.trials())
+        self._begun, self._done_before = time.monotonic(), sum(not one.again for one in self.study.trials())
         self.study.work(self._trial, self._on_end)
-
-    @staticmethod
-    def _done(trials: Sequence[Trial]) -> int:
-        return sum(not one.again for one in trials)
 
     def _trial(self, running: Running) -> tuple[float, ...]:
         running.note("host", socket.gethostname())
@@ -208,7 +197,7 @@ class Search:
         from dpfl_lightning.search.report import line
 
         trials, best = self.study.trials(), self.study.best()
-        done, wanted = self._done(trials), self.study.wanted
+        done, wanted = sum(not one.again for one in trials), self.study.wanted
         each = (time.monotonic() - self._begun) / max(1, done - self._done_before)  # trials of all workers
         left = max(0, wanted - done) * each
         print(line(trial, done, wanted, best[0] if best else None, left), flush=True)
@@ -321,11 +310,8 @@ def _clients(options: Options) -> dict[str, Any]:
 def with_the_set(source: str | None, card: Mapping[str, Any], final: Options) -> str | None:
     """Describe the joint guarantee of a distilled set (`source`, `card`) and of a later run on the same clients.
 
-    The two ledgers are composed if both are available and client k of one is client k of the other. Otherwise the text
-    states why not, and that their epsilons and deltas have to be added. None if there is no set or it was made of
-    public records only.
-
-    **Privacy** Arithmetic on public facts.
+    The two ledgers are composed if both are available and client k of one is client k of the other; otherwise the text
+    states why not. None if there is no set or it was made of public records only.
     """
     if source is None or (card.get("data") or {}).get("use_public"):
         return None

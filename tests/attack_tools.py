@@ -5,7 +5,7 @@ The statistics here are written anew, independent of `dpfl_lightning.auditing.bo
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,10 +18,10 @@ from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.federated.server.callback import Callback
 from dpfl_lightning.federated.server.strategy import Strategy
-from dpfl_lightning.federated.server.view import View
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
+from dpfl_lightning.privacy.accounting.events import GaussianEvent
+from dpfl_lightning.privacy.accounting.planned import Planned
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
-from dpfl_lightning.privacy.mechanism import Mechanism
 
 
 class Releases(Strategy):
@@ -75,16 +75,28 @@ class CutBetweenRounds(Callback):
             raise PowerCut
 
 
-def mean_loss(kind: type[MeanLoss], view: View, mechanism_of: Mapping[int, Mechanism]) -> MeanLoss:
-    """A question for the clients' mean losses at their models, bounded by 2; it runs in older versions, too."""
-    values = {
-        "clients": tuple(mechanism_of),
-        "mechanism_of": mechanism_of,
-        "models": view.state.models,
-        "row_of": dict.fromkeys(mechanism_of, 0),
-        "loss_bound": 2.0,
-    }
-    return kind(**{field.name: values[field.name] for field in dataclasses.fields(kind) if field.name in values})
+class Asks(Releases):
+    """Asks in each round for the clients' mean losses, bounded by 2, once for each kind of question.
+
+    Attributes:
+        answers: for each question, client -> its answer.
+    """
+
+    def __init__(self, kinds: Sequence[type[MeanLoss]], noise: float, fixed: bool = False) -> None:
+        super().__init__(fixed)
+        self.answers: list[dict[int, float]] = []
+        self._kinds, self._noise = kinds, noise
+
+    def plan_run(self, schedule, view):
+        line = Planned("loss", GaussianEvent(1.0, self._noise, 1), len(self._kinds) * view.run.rounds)
+        return schedule.replan(lambda _, client: dataclasses.replace(client, planned=(*client.planned, line)))
+
+    def plan_round(self, plan, view):
+        mechanism_of = {client: view.mechanism(client, "loss") for client in plan.clients}
+        for kind in self._kinds:
+            fields = {"models": view.state.models, "row_of": dict.fromkeys(plan.clients, 0), "loss_bound": 2.0}
+            self.answers.append(dict(view.ask(kind(mechanism_of=mechanism_of, **fields))))
+        return plan
 
 
 # ---- noise

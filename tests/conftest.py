@@ -42,6 +42,18 @@ def parts_of(parts) -> dict:
     return {"strategies": [one for one in parts if isinstance(one, Strategy)], "callbacks": only_watch}
 
 
+def small_loop(population=None, module=None, *, parts=(), **options) -> FederatedLoop:
+    """A loop on the CPU, by default of one round; `parts` are strategies and callbacks."""
+    usual = {
+        "rounds": 1,
+        "clients": ClientOptions(count=4, batch_size=16),
+        "device": "cpu",
+        "new_net": lambda seed: small_net(seed=seed),
+    }
+    population, module = population or blobs(), module or ClientModule(small_net())
+    return FederatedLoop(population, module, **{**usual, **parts_of(parts), **options})
+
+
 class PowerCut(Exception):
     pass
 
@@ -117,16 +129,9 @@ def make_loop(tmp_path):
             privacy = private([4.0, 6.0, 8.0, 10.0])
         made.append(1)
         options.setdefault("output_dir", tmp_path / f"run{len(made)}")
-        options.setdefault("rounds", 3)
-        options.setdefault("new_net", lambda seed: small_net(seed=seed))
-        return FederatedLoop(
-            population if population is not None else blobs(),
-            module if module is not None else ClientModule(small_net()),
-            clients=clients or ClientOptions(count=4, batch_size=16, learning_rate=0.3),
-            privacy=privacy,
-            device="cpu",
-            **parts_of(parts),
-            **options,
+        clients = clients or ClientOptions(count=4, batch_size=16, learning_rate=0.3)
+        return small_loop(
+            population, module, parts=parts, **{"rounds": 3, "clients": clients, "privacy": privacy, **options}
         )
 
     return make

@@ -1,15 +1,30 @@
 """Slow and obviously right forms that the package is compared with."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
 from dpfl_lightning.privacy.accounting.rdp import sampled_gaussian_rdp
 from dpfl_lightning.privacy.clipping.reference import ClipRequest
+
+
+class Net(nn.Module):
+    """Named layers, and a forward pass `forward(net, x)` through them."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self._forward = forward
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._forward(self, x)
 
 
 def clipped_sum(net, params: dict[str, Tensor], x: Tensor, y: Tensor, clip_norm: float, order: int = 2) -> Tensor:

@@ -27,11 +27,12 @@ from dpfl_lightning.config.options import (
     check,
     departures,
 )
-from dpfl_lightning.config.registry import REGISTRIES, call, help_text
+from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.yaml_text import parse_yaml
-from dpfl_lightning.data.datasets import NAMES
+from dpfl_lightning.data.datasets import BUILT_IN
 from dpfl_lightning.data.groups import GROUPS, UNITS
 from dpfl_lightning.data.partition import PARTITIONS
+from dpfl_lightning.data.sources import SOURCES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.search.options import SweepOptions
@@ -266,7 +267,7 @@ except SystemExit as end:
 
 def test_help_lists_the_names():
     for key, names in {
-        "data.name": NAMES,
+        "data.name": [*SOURCES, *BUILT_IN],
         "data.partition": PARTITIONS,
         "data.groups": GROUPS,
         "data.label_noise": UNITS,
@@ -274,7 +275,8 @@ def test_help_lists_the_names():
         "strategies": strategies.STRATEGIES,
     }.items():
         for name in names:
-            assert name in all_keys()[key].help, f"`--help` of {key} does not mention {name}"
+            known = all_keys()[key]
+            assert name in f"{known.help} {known.hint}", f"`--help` of {key} does not mention {name}"
     for name in get_args(all_keys()["privacy.accountant"].hint):
         assert get_accountant(name).name == name
 
@@ -327,7 +329,7 @@ FILE_MISTAKES = [
     ("seed: -1", "`seed` must be >= 0"),
     ("data: fashion_mnist", "`data` must be a mapping of keys", "Write data: {name: fashion_mnist}"),
     ("data:", "`data` must be a mapping of keys, got None"),
-    ("data: {name: null}", "`data.name` must be text, got None"),
+    ("data: {name: null}", "`data.name` must be one of fashion_mnist, mnist,", "got None"),
     ("data: {download: perhaps}", "`data.download` must be true or false, got 'perhaps'"),
     ("data: {held_out_per_client: 1.5}", "a fraction below 1 or a whole number, got 1.5"),
     ("data: {partition: iid}", "`data.partition` must be a mapping, got 'iid'", "Write {name: iid}."),
@@ -432,29 +434,3 @@ def test_a_command_that_takes_some_keys_refuses_the_others(printed):
     assert load([*PRIVATE, "--data.name", "mnist"], takes=["data", "privacy"])[0].data.name == "mnist"
     text = printed("--help", takes=["data"])
     assert "--data.name" in text and "--rounds" not in text and "--model" not in text
-
-
-# ---- options of named functions; tests/data and tests/models have tables of wrong options, too
-
-
-def scale(x: float, by: float, times: int = 1, unit: str = "", steps: Sequence[int] = ()) -> tuple:
-    return x, by, times, unit, steps
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({}, "`thing.by` must be given for scale, got None"),
-        ({"by": "3"}, "`thing.by` must be a number, got '3'"),
-        ({"by": True}, "`thing.by` must be a number, got True"),
-        ({"by": 3, "times": 1.0}, "`thing.times` must be a whole number, got 1.0"),
-        ({"by": 3, "unit": 5}, "`thing.unit` must be text, got 5"),
-        ({"by": 3, "steps": [1, 2.5]}, r"`thing.steps` must be a list of whole numbers, got \[1, 2.5\]"),
-        ({"by": 3, "steps": "12"}, "`thing.steps` must be a list of whole numbers, got '12'"),
-        ({"by": 3, "x": 1}, r"`thing.x` must be an option of scale \(by, times, unit, steps\), got 1"),
-    ],
-)
-def test_wrong_options_of_a_name_are_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        call("thing", {"scale": scale}, "scale", 2.0, **options)
-    assert call("thing", {"scale": scale}, "scale", 2.0, by=3, steps=[1]) == (2.0, 3, 1, "", [1])

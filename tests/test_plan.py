@@ -291,9 +291,10 @@ def test_the_plan_of_a_run_has_the_schedule_of_every_client(shown, monkeypatch):
         caveats=("data sizes are public",),
         clients=types.SimpleNamespace(unprotected=()),
         population=types.SimpleNamespace(num_records=(100, 100)),
+        plan_schedule=lambda: types.SimpleNamespace(clients=schedules),
         describe=lambda: ["both take part in every round"],
     )
-    monkeypatch.setattr("dpfl_lightning.build.planned_clients", lambda options: (loop, schedules))
+    monkeypatch.setattr("dpfl_lightning.build.build_loop", lambda options: loop)
     flags = types.SimpleNamespace(json=True)
     monkeypatch.setattr("dpfl_lightning.config.load.load", lambda words, *_, **__: (None, flags))
     text, result = shown("--config=any.yaml", "--json")

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import threshold_epsilon
 from dpfl_lightning.auditing.exact import moved, with_one_more
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most
-from dpfl_lightning.auditing.harness import NOBODY, Harness
+from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, made_up
 from dpfl_lightning.auditing.noisy import as_planned, spread_over_planned
-from dpfl_lightning.auditing.records import made_up
+from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.build import FederatedLoop, build_engine
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -41,10 +40,7 @@ from dpfl_lightning.privacy.noise import Streams
 BITS = 200  # releases with a record, and as many without, whose bits are read
 _NUMBERS = 1 << 24  # largest number of noisy values for that
 CROWD = 300  # hostile records around the watched one
-_POOL = 32
-
-
-# ---- bits
+TINY = 1e-23  # factor of the loss
 
 
 def grid(
@@ -58,8 +54,8 @@ def grid(
     wide = copy.deepcopy(module).to(torch.float64)
     mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0, expected_batch_size=1.0)
     start = wide.flat
-    records = made_up(like, _POOL, seed, start.device, torch.float64)
-    harness = Harness(build_engine(engine), wide, like, records, {"records": torch.arange(_POOL)}, Streams(), copies=2)
+    records = made_up(like, POOL, seed, start.device, torch.float64)
+    harness = Harness(build_engine(engine), wide, like, records, {"records": torch.arange(POOL)}, Streams(), copies=2)
     if float(start.abs().max()) > mechanism.grid(len(start)) * 2.0**40:  # the steps' sum would hide the grid
         start = torch.zeros_like(start)
     jobs: list[tuple[Job, int]] = [(LocalTraining(), 1), (LocalTraining(), 2)]
@@ -71,7 +67,7 @@ def grid(
         multiples = sums / mechanism.grid(sums[0].numel())
         off_grid += int((~((multiples - multiples.round()).abs() < 1e-2)).sum())
         numbers += multiples.numel()
-    gradients = harness.gradients(torch.arange(_POOL), mechanism, start)
+    gradients = harness.gradients(torch.arange(POOL), mechanism, start)
     gradient = gradients[int(gradients.norm(dim=1).argmax())][None]
     count = max(20, min(BITS, _NUMBERS // len(start)))
     inside, outside = (_finest_bits(mechanism, value, count) for value in (gradient, torch.zeros_like(gradient)))
@@ -101,9 +97,6 @@ def _finest_bits(mechanism: Mechanism, clipped_sum: Tensor, count: int) -> np.nd
     return np.array(lowest_bits)
 
 
-# ---- repeated noise
-
-
 def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) -> Finding:
     """Check that releases have independent noise: the spread of their differences / the planned spread.
 
@@ -113,7 +106,7 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     module = copy.deepcopy(loop.module)
     start, copies = module.flat, max(2, min(32, math.ceil(4000 / module.num_params)))
     mechanism, rate = dataclasses.replace(subject.mechanism, sample_rate=1.0), subject.settings.learning_rate
-    records = made_up(loop.population, _POOL, loop.seed, start.device, start.dtype)
+    records = made_up(loop.population, POOL, loop.seed, start.device, start.dtype)
 
     def harness(streams: Streams) -> Harness:
         engine, eight = build_engine(loop.clients.engine.name, loop.clients.engine.workers), {"eight": torch.arange(8)}
@@ -124,10 +117,8 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
 
     first, second = (harness(loop.clients.streams(loop.run_plan())) for _ in range(2))
     first_releases = released(first)
-    simulations = [
-        harness(Streams.simulated("0" * 32, *other)) for other in ((0, "a run"), (1, "a run"), (0, "another run"))
-    ]
-    simulated = [released(simulation) for simulation in simulations]
+    others = ((0, "a run"), (1, "a run"), (0, "another run"))
+    simulated = [released(harness(Streams.simulated("0" * 32, *other))) for other in others]
     pairs = {
         "two starts": (first_releases, released(second)),
         "made again": (first_releases, released(first, again=True)),
@@ -145,17 +136,11 @@ def fresh_noise(loop: FederatedLoop, subject: AuditTarget, significance: float) 
     return as_planned("fresh noise", what, "spread_over_planned", ratios, significance)
 
 
-# ---- difficult cases of what one record moves
-
-
 def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """Measure how far one record moves a sum over hundreds of others, in clip norms, without noise.
 
     The others are ordinary, or some of them are huge, constant, infinite or NaN. In a model that mixes records, the one
-    record changes the gradients of the others.
-
-    Raises:
-        UserError: the engine cannot run the module.
+    record changes the gradients of the others. Raises UserError if the engine cannot run the module.
     """
     module = copy.deepcopy(module).to(torch.float64)
     x, y = made_up(like, CROWD, seed, module.flat.device, torch.float64, scales=(1e-3, 1.0, 1.0, 1.0))
@@ -166,21 +151,15 @@ def isolation(subject: AuditTarget, engine: str, module: ClientModule, like: Pop
     watched = {"huge": 0, "constant": 1, "broken": 2, "gigantic": 3, "ordinary": 7}
     datasets, pairs = with_one_more({"ordinary": ordinary, "hostile": torch.arange(30, CROWD)}, watched)
     harness = Harness(build_engine(engine), module, like, (x, y), datasets, Streams())
-    most = _most_moved(harness, subject, pairs, subject.planned.clip_norm)
-    return _sums_finding("isolation", f"{engine}: one record among {len(ordinary)} or more", harness, most, 1e-5)
-
-
-TINY = 1e-23  # factor of the loss
-_CLIP_NORMS = (1e-5, 1e-8)
+    what = f"{engine}: one record among {len(ordinary)} or more"
+    return _most_moved("isolation", what, harness, subject, pairs, [subject.planned.clip_norm], [None], 1e-5)
 
 
 def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """Measure how far one record with huge features and a tiny loss moves a sum, in clip norms, in float32.
 
-    The squares of its gradient, or of the factors of its gradient, leave the range of float32.
-
-    Raises:
-        UserError: the engine cannot run the module.
+    The squares of its gradient, or of the factors of its gradient, leave the range of float32. Raises UserError if the
+    engine cannot run the module.
     """
     scaled = copy.deepcopy(module)
     original_loss = scaled.sample_loss
@@ -192,26 +171,27 @@ def tiny_norms(subject: AuditTarget, engine: str, module: ClientModule, like: Po
         row.zero_()[int(draw.integers(len(row)))] = scale
     datasets = {str(row): torch.tensor([row]) for row in range(len(x))}
     harness = Harness(build_engine(engine, 1), scaled, like, (x, y), datasets, Streams())
-    pairs, starts = [(NOBODY, name) for name in datasets], (scaled.flat, torch.zeros_like(scaled.flat))
-    most = max(_most_moved(harness, subject, pairs, clip, start) for clip in _CLIP_NORMS for start in starts)
-    return _sums_finding("tiny norms", f"{engine}: one record of huge features and tiny loss", harness, most, 1e-3)
+    pairs, starts = [(NOBODY, name) for name in datasets], [scaled.flat, torch.zeros_like(scaled.flat)]
+    what = f"{engine}: one record of huge features and tiny loss"
+    return _most_moved("tiny norms", what, harness, subject, pairs, [1e-5, 1e-8], starts, 1e-3)
 
 
 def _most_moved(
+    check: str,
+    what: str,
     harness: Harness,
     subject: AuditTarget,
     pairs: Sequence[tuple[str, str]],
-    clip_norm: float,
-    start: Tensor | None = None,
-) -> float:
-    """Return the largest difference of releases of a pair of data sets, in clip norms, without noise."""
-    noiseless = dataclasses.replace(
-        subject.mechanism, clip_norm=clip_norm, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0
+    clip_norms: Sequence[float],
+    starts: Sequence[Tensor | None],
+    tolerance: float,
+) -> Finding:
+    """Judge the largest difference of releases of a pair of data sets, in clip norms, without noise."""
+    full = dataclasses.replace(subject.mechanism, noise_multiplier=0.0, sample_rate=1.0, expected_batch_size=1.0)
+    most = max(
+        moved(harness, dataclasses.replace(full, clip_norm=norm), 1 / norm, pairs, LocalTraining(), together, start)
+        for norm, start, together in itertools.product(clip_norms, starts, (False, True))
     )
-    return max(moved(harness, noiseless, 1 / clip_norm, pairs, LocalTraining(), side, start) for side in (False, True))
-
-
-def _sums_finding(check: str, what: str, harness: Harness, most: float, tolerance: float) -> Finding:
     return Finding(
         check=check,
         what=f"{what} moves a release by",
@@ -220,9 +200,6 @@ def _sums_finding(check: str, what: str, harness: Harness, most: float, toleranc
         refuted=not most <= 1 + tolerance,
         figures={"engine": harness.engine.name, "sums": harness.engine.description, "most": finite_or_none(most)},
     )
-
-
-# ---- answers
 
 
 class _Asks(Strategy):
@@ -249,8 +226,7 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
 
     It reads the client's plan; a small run on dummy records then asks two equal questions and one without a mechanism.
     """
-    problems = []
-    schedule = loop.schedule.clients[subject.client]
+    problems, schedule = [], loop.schedule.clients[subject.client]
     lines = [line for line in schedule.planned if line.count]
     unprotected = [line for line in lines if not isinstance(line.event, NoisedEvent | SelectionEvent)]
     epsilon = loop.accountant.epsilon([line.event for line in lines], schedule.delta) if unprotected else 0.0
@@ -279,12 +255,9 @@ def answers(loop: FederatedLoop, subject: AuditTarget) -> Finding:
         problems.append(f"two equal questions to two clients cause {charges.count('loss')} charges")
     if any(first[client] == second[client] for client in first):
         problems.append("two equal questions have the same answer")
-    for source, epsilons in (
-        ("result", [row["epsilon_spent"] for row in result.clients]),
-        ("guarantees", [promise["epsilon"] for promise in promises]),
-    ):
-        if [epsilon is None for epsilon in epsilons] != [False, True]:
-            problems.append(f"an answer without a mechanism has epsilon {epsilons[1]} in the {source}")
+    for source, rows, key in (("result", result.clients, "epsilon_spent"), ("guarantees", promises, "epsilon")):
+        if [row[key] is None for row in rows] != [False, True]:
+            problems.append(f"an answer without a mechanism has epsilon {rows[1][key]} in the {source}")
     return Finding(
         check="answers",
         what=f"{len(schedule.planned)} planned kinds of releases; two equal questions, one without a mechanism",

@@ -18,16 +18,11 @@ Curve = Callable[[float], float]  # power of a test -> its smallest possible fal
 _FAR = 300.0  # t statistic beyond which noncentral t probabilities cannot be evaluated
 
 
-# ---- one run with many canaries, each included by a fair coin
-
-
 def guesses(scores: np.ndarray, included: np.ndarray, each_side: Sequence[int]) -> list[RunTotals]:
     """Guess that the k highest scores were included and the k lowest were not, for every k of `each_side`.
 
-    Args:
-        scores: scores of canaries that a fair coin each included, `[m]`, computed from releases without the coins.
-        included: results of the coins, `[m]` bool.
-        each_side: numbers k <= m / 2, fixed before the run.
+    `scores` `[m]` are computed from releases without the coins, `included` `[m]` bool are the fair coins; the numbers
+    k <= m / 2 are fixed before the run.
 
     >>> guesses(np.array([3.0, -1.0, 0.5, 0.0]), np.array([True, False, False, True]), (1, 2))
     [(2, 2), (4, 2)]
@@ -73,14 +68,11 @@ def one_run_epsilon(canaries: int, tallies: Sequence[RunTotals], significance: f
     >>> round(one_run_epsilon(200, [(200, 150)], significance=0.05, delta=1e-5), 3)
     0.821
     """
-    bound, level = 0.0, significance / len(tallies)
-    for guessed, correct in tallies:
 
-        def refuted(epsilon: float, guessed: int = guessed, correct: int = correct) -> bool:
-            return one_run_p_value(canaries, guessed, correct, epsilon, delta) < level
+    def refuted(epsilon: float, totals: RunTotals) -> bool:
+        return one_run_p_value(canaries, *totals, epsilon, delta) < significance / len(tallies)
 
-        bound = _largest(refuted, bound)
-    return bound
+    return _largest(refuted, tallies)
 
 
 def curve_refuted(canaries: int, totals: RunTotals, significance: float, curve: Curve) -> bool:
@@ -103,23 +95,18 @@ def curve_refuted(canaries: int, totals: RunTotals, significance: float, curve: 
 def one_run_weakness(
     canaries: int, tallies: Sequence[RunTotals], significance: float, family: Callable[[float], Curve]
 ) -> float:
-    """Return the largest t for which the guesses refute `family(t)`, curves of decreasing privacy; 0 if they refute
-    none.
+    """Return the largest t >= 0 for which the guesses refute `family(t)`, curves of decreasing privacy.
 
-    The significance is shared evenly among the tallies. If more is claimed than one (epsilon, delta), this is far
-    tighter than `one_run_epsilon`.
+    If more is claimed than one (epsilon, delta), this is far tighter than `one_run_epsilon`.
 
     >>> round(one_run_weakness(200, [(200, 150)], significance=0.05, family=gaussian_curve), 3)
     0.441
     """
-    bound, level = 0.0, significance / len(tallies)
-    for totals in tallies:
 
-        def refuted(t: float, totals: RunTotals = totals) -> bool:
-            return curve_refuted(canaries, totals, level, family(t))
+    def refuted(t: float, totals: RunTotals) -> bool:
+        return curve_refuted(canaries, totals, significance / len(tallies), family(t))
 
-        bound = _largest(refuted, bound)
-    return bound
+    return _largest(refuted, tallies)
 
 
 def gaussian_curve(mu: float) -> Curve:
@@ -141,20 +128,19 @@ def curve_of_points(epsilons: np.ndarray, deltas: np.ndarray) -> Curve:
     return least
 
 
-def _largest(refuted: Callable[[float], bool], least: float) -> float:
-    """Return the largest number that is refuted, to 1e-7 relative from below; `least` if that one is not refuted."""
-    if not refuted(least):
-        return least
-    low, high = least, max(1.0, 2 * least)
-    while refuted(high):
-        low, high = high, 2 * high
-    while high - low > 1e-7 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
+def _largest(refuted: Callable[[float, RunTotals], bool], tallies: Sequence[RunTotals]) -> float:
+    """Return the largest number >= 0 that some tally refutes, to 1e-7 relative from below; 0 if none is refuted."""
+    low = 0.0
+    for totals in tallies:
+        if not refuted(low, totals):
+            continue
+        high = max(1.0, 2 * low)
+        while refuted(high, totals):
+            low, high = high, 2 * high
+        while high - low > 1e-7 * high:
+            middle = (low + high) / 2
+            low, high = (middle, high) if refuted(middle, totals) else (low, middle)
     return low
-
-
-# ---- many releases with and without one canary
 
 
 def threshold_epsilon(inside: np.ndarray, outside: np.ndarray, significance: float, delta: float) -> float:
@@ -166,21 +152,15 @@ def threshold_epsilon(inside: np.ndarray, outside: np.ndarray, significance: flo
     >>> threshold_epsilon(np.zeros(100), np.zeros(100), significance=0.05, delta=1e-5)
     0.0
     """
-    (try_in, in_), (try_out, out) = ((s[: len(s) // 2], s[len(s) // 2 :]) for s in (inside, outside))
-    pairs = [(1, try_in, try_out), (-1, -try_out, -try_in)]  # both sides of the threshold
-    candidates = [(side, *_best_threshold(sure, other, significance, delta)) for side, sure, other in pairs]
-    side, threshold, _ = max(candidates, key=lambda candidate: candidate[2])
-    sure, other = (in_, out) if side > 0 else (-out, -in_)
-    return max(0.0, float(_threshold_bounds(np.array([threshold]), sure, other, significance, delta)[0]))
-
-
-def _best_threshold(
-    positives: np.ndarray, negatives: np.ndarray, significance: float, delta: float
-) -> tuple[float, float]:
-    thresholds = np.unique(np.concatenate([positives, negatives]))
-    bounds = _threshold_bounds(thresholds, positives, negatives, significance, delta)
-    best = int(bounds.argmax())
-    return float(thresholds[best]), float(bounds[best])
+    best, bound = -math.inf, 0.0
+    for positives, negatives in ((inside, outside), (-outside, -inside)):  # both sides of the threshold
+        (tried, judged), (tried_others, judged_others) = (np.split(s, [len(s) // 2]) for s in (positives, negatives))
+        thresholds = np.unique(np.concatenate([tried, tried_others]))
+        bounds = _threshold_bounds(thresholds, tried, tried_others, significance, delta)
+        if bounds.max() > best:
+            best, chosen = bounds.max(), thresholds[[bounds.argmax()]]
+            bound = float(_threshold_bounds(chosen, judged, judged_others, significance, delta)[0])
+    return max(0.0, bound)
 
 
 def _threshold_bounds(
@@ -226,9 +206,7 @@ def shift_interval(inside: np.ndarray, outside: np.ndarray, significance: float)
 def std_interval(std: float, freedom: int, significance: float) -> tuple[float, float]:
     """Return an interval for the true std of a normal sample; each end fails with probability `significance`.
 
-    Args:
-        std: root of (sum of squares / freedom).
-        freedom: degrees of freedom, >= 1.
+    `std` is the root of (sum of squares / freedom), `freedom` >= 1 the degrees of freedom.
 
     >>> low, high = std_interval(1.0, freedom=10_000, significance=0.05)
     >>> round(low, 4), round(high, 4)
@@ -253,12 +231,9 @@ def rate_interval(hits: np.ndarray | int, trials: int, significance: float) -> t
 
 
 def releases_to_tell(mu: float, ratio: float, significance: float, miss: float = 0.1) -> int:
-    """Return how many releases with the canary, and as many without, show that `ratio * mu` is above `mu`.
+    """Return how many releases with the canary, and as many without, show that `ratio * mu` is above `mu`; ratio > 1.
 
-    Args:
-        ratio: > 1.
-        significance: significance of the lower end of `shift_interval`.
-        miss: probability that they fail to show it, in (0, 1).
+    `significance` is that of the lower end of `shift_interval`, `miss` the probability that they fail to show it.
 
     >>> releases_to_tell(mu=1.0, ratio=1.5, significance=1e-3)
     163

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import rate_interval
-from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import NOBODY, Harness, OneNoise, Scene
-from dpfl_lightning.auditing.records import made_up, most_opposed
+from dpfl_lightning.auditing.harness import NOBODY, POOL, Harness, OneNoise, Scene, made_up, most_opposed
+from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget
-from dpfl_lightning.build import ENGINES, build_engine
+from dpfl_lightning.build import build_engine
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.plan import ClassGradients, Job, LocalTraining
@@ -25,27 +24,23 @@ from dpfl_lightning.privacy.noise import Streams
 
 TOLERANCE = 1e-5  # relative, above the clip norm: for rounding in float64
 SIZES = (0, 1, 5, 40, 130)  # numbers of other records: none, few, and more than the engines process in a pass
-_POOL = 32
 
 
 def sensitivity(subject: AuditTarget, engine: str, module: ClientModule, like: Population, seed: int) -> Finding:
     """Measure how far one added record moves a release of an engine, in clip norms, with and without equal noise.
 
     It covers training and class gradients, clients alone and in one batch, huge inputs, and a record without a finite
-    gradient. Removing a record gives the same pairs of data sets.
-
-    Raises:
-        UserError: the engine cannot run the module.
+    gradient. Removing a record gives the same pairs of data sets. Raises UserError if the engine cannot run the module.
     """
     module = copy.deepcopy(module).to(torch.float64)
-    x, y = made_up(like, _POOL, seed, module.flat.device, torch.float64)
+    x, y = made_up(like, POOL, seed, module.flat.device, torch.float64)
     records = torch.cat([x, torch.full_like(x[:1], math.nan)]), torch.cat([y, y[:1]])  # the last record is broken
     choosing = Harness(build_engine("serial"), module, like, records, {}, Streams())
-    canary, other = most_opposed(choosing.gradients(torch.arange(_POOL), subject.planned))
+    canary, other = most_opposed(choosing.gradients(torch.arange(POOL), subject.planned))
     draw = np.random.default_rng(seed)
-    crowds = {f"{size} records": torch.from_numpy(draw.integers(_POOL, size=size)) for size in SIZES}
+    crowds = {f"{size} records": torch.from_numpy(draw.integers(POOL, size=size)) for size in SIZES}
     crowds["5 opposed records"] = torch.tensor([other] * 5)
-    datasets, pairs = with_one_more(crowds, {"a canary": canary, "a broken record": _POOL})
+    datasets, pairs = with_one_more(crowds, {"a canary": canary, "a broken record": POOL})
     harness = Harness(build_engine(engine), module, like, records, datasets, OneNoise(secrets.token_bytes(32)))
     noisy_mechanism = dataclasses.replace(subject.mechanism, sample_rate=1.0)
     noiseless = dataclasses.replace(noisy_mechanism, noise_multiplier=0.0)
@@ -129,8 +124,3 @@ def sampling(subject: AuditTarget, scene: Scene, steps: int = 200) -> Finding:
         confidence=1 - scene.significance,
         figures={"twice": duplicates, "rate_low": low, "rate_high": high, "rate_claimed": claimed},
     )
-
-
-def engines() -> list[str]:
-    """Return the names of all engines."""
-    return sorted(ENGINES)

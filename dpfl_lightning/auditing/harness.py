@@ -1,6 +1,10 @@
-"""Harness of an audit: a real engine over dummy data sets, in place of a run's clients."""
+"""Harness of an audit: a real engine over dummy records, in place of a run's clients.
+
+The output of an audit is shown, so it must not depend on private records.
+"""
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +22,42 @@ from dpfl_lightning.privacy.clipping.reference import ClipRequest
 from dpfl_lightning.privacy.mechanism import Mechanism
 from dpfl_lightning.privacy.noise import RandomGenerator, Streams
 
+POOL = 32  # dummy records from which the canary is chosen
 NOBODY = "nobody"  # a data set whose Poisson samples are all empty
 _NEVER = 1e-12  # its sampling rate
+SCALES = (1.0, 1.0, 10.0, 1000.0)  # large inputs give gradients that must be clipped
 _NUMBERS = 1 << 25  # numbers of gradients or releases that are held at once
+
+
+def made_up(
+    like: Population, count: int, seed: int, device: torch.device, dtype: torch.dtype, scales: Sequence[float] = SCALES
+) -> Batch:
+    """Draw normal inputs `[count, *X]`, cycling through the scales, and random labels `[count]`."""
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.tensor(scales)[torch.arange(count) % len(scales)].view(-1, *[1] * len(like.input_shape))
+    x = scale * torch.randn(count, *like.input_shape, generator=generator)
+    if like.y.is_floating_point():
+        y = scale.flatten() * torch.randn(count, generator=generator)
+    else:
+        y = torch.randint(like.num_classes, (count,), generator=generator)
+    return x.to(device, dtype), y.to(device, dtype if like.y.is_floating_point() else like.y.dtype)
+
+
+def most_opposed(gradients: Tensor) -> tuple[int, int]:
+    """Find the record of about the largest gradient, and the one most opposed to it, of `[n, P]`, n >= 2.
+
+    With copies of the second around it, the first also reveals a divisor that counts the records of a batch.
+
+    >>> most_opposed(torch.tensor([[1.0, 0.0], [0.1, 0.0], [-0.6, 0.8]]))
+    (0, 2)
+    """
+    norms = torch.linalg.vector_norm(gradients, dim=1)
+    products = gradients @ gradients.T
+    strong = norms >= 0.999 * norms.max()
+    cosines = products / norms.clamp_min(1e-30)[:, None] / norms.clamp_min(1e-30)
+    cosines = torch.where(strong[:, None] & (norms > 0), cosines, torch.inf).fill_diagonal_(torch.inf)
+    canary, other = divmod(int(cosines.argmin()), len(gradients))
+    return canary, other
 
 
 class OneNoise(Streams):
@@ -33,14 +70,8 @@ class OneNoise(Streams):
 class Harness:
     """One engine that releases as in a run: sampling, clipping, noise, divisor, learning rate.
 
-    Args:
-        engine: engine that is not set up yet.
-        module: module whose parameters are the default start of releases.
-        like: population that defines shape, classes and dtype of the records; its records are not read.
-        records: pool of records, x `[n, *X]`, y `[n]`.
-        datasets: rows `[b]` of the pool, b >= 1, by name.
-        copies: number of clients with the same data set, and of its releases at once (fewer for a large net).
-        sampling: "poisson" or "shuffle".
+    The parameters of `module` are the default start of releases. `like` defines shape, classes and dtype of the records
+    (its records are not read); `datasets` are rows `[b]`, b >= 1, of `records` (x, y), each held by `copies` clients.
     """
 
     def __init__(
@@ -96,14 +127,9 @@ class Harness:
     ) -> Tensor:
         """Return releases of clients with these data sets from `start` `[P]`, each with separate noise and sampling.
 
-        Args:
-            names: names of data sets, each at most `copies` times.
-            steps: local steps, >= 1.
-            together: whether the engine puts clients that take one step into one batch, as in a run.
-            again: whether to repeat the last releases, with the same charge numbers.
-
-        Returns:
-            `[len(names), P]`, or `[len(names), G, p]` for class gradients; infinite for a release that is not finite.
+        Each data set may be named `copies` times. `together` puts clients that take one step into one batch, as in a
+        run; `again` repeats the last charge numbers. Returns `[len(names), P]`, or `[len(names), G, p]` for class
+        gradients; infinite for a release that is not finite.
         """
         start = self.start if start is None else start
         self._attempt += not again
@@ -133,17 +159,14 @@ class Harness:
         job: Job,
         round: int,
     ) -> RoundPlan:
-        taken: Counter[str] = Counter()
-        clients, count = [], len(names)
-        for name in names:
-            clients.append(self._first[name] + taken[name])
-            taken[name] += 1
+        taken, count = Counter(names), len(names)
         if max(taken.values()) > self.copies:
             raise ValueError(f"at most {self.copies} releases of a data set at once")
+        next_client = {name: itertools.count(self._first[name]) for name in taken}
         empty = dataclasses.replace(mechanism, sample_rate=_NEVER)
         return RoundPlan(
             round=round,
-            clients=tuple(clients),
+            clients=tuple(next(next_client[name]) for name in names),
             model_of=(0,) * count if together else tuple(range(count)),
             mechanism_of=tuple(empty if name == NOBODY else mechanism for name in names),
             steps=(steps,) * count,
@@ -154,22 +177,12 @@ class Harness:
 
 @dataclass(frozen=True)
 class Scene:
-    """Objects that the noisy checks of one client share.
+    """Objects that the noisy checks of one client share."""
 
-    Args:
-        harness: the run's engine with all data sets, for full and empty batches.
-        drawing: the same engine, with batches drawn as in the run.
-        gradients: clipped gradients of the canary and of the records around it, `[P]`.
-        canaries: rows of the canaries of the one-run check, `[m]`, and rows that replace excluded ones, or None.
-        included: results of the coins, `[m]` bool.
-        significance: probability that a sound build fails one check.
-        most: largest number of releases with the canary, and of those without.
-    """
-
-    harness: Harness
-    drawing: Harness
-    gradients: tuple[Tensor, Tensor]
-    canaries: tuple[Tensor, Tensor | None]
-    included: np.ndarray
-    significance: float
-    most: int
+    harness: Harness  # the run's engine with all data sets, for full and empty batches
+    drawing: Harness  # the same engine, with batches drawn as in the run
+    gradients: tuple[Tensor, Tensor]  # clipped gradients of the canary and of the records around it, [P]
+    canaries: tuple[Tensor, Tensor | None]  # rows of the one-run check [m], and rows that replace excluded ones
+    included: np.ndarray  # results of the coins, [m] bool
+    significance: float  # probability that a sound build fails one check
+    most: int  # largest number of releases with the canary, and of those without

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dpfl_lightning.auditing.bounds import releases_to_tell, shift_interval, std_interval, threshold_epsilon
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most
 from dpfl_lightning.auditing.harness import NOBODY, Harness, Scene
+from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import finite_or_none, gaussian_epsilon
 from dpfl_lightning.privacy.mechanism import Mechanism
@@ -85,8 +85,10 @@ def canary(subject: AuditTarget, scene: Scene) -> Finding:
     directions = torch.stack([contrast / torch.linalg.vector_norm(contrast).clamp_min(1e-30) for contrast in contrasts])
     significance_each = scene.significance / len(directions)
     count = min(scene.most, needed := releases_to_tell(subject.mu, RATIO, significance_each))
-    inside, outside = _scores(subject, scene.harness, mechanism, 1, directions, count, together=subject.main.steps == 1)
-    ends = [shift_interval(a, b, significance_each) for a, b in zip(inside.T, outside.T, strict=True)]
+    names, together = [WITH, WITHOUT], subject.main.steps == 1
+    scores = _several(subject, scene.harness, names, mechanism, 1, count, together, lambda d: -(d @ directions.T))
+    pairs = scores.double().cpu().numpy().transpose(2, 0, 1)
+    ends = [shift_interval(inside, outside, significance_each) for inside, outside in pairs]
     low, high = max(ends)
     delta = subject.settings.delta
     bound, claim = (float(gaussian_epsilon(np.array([max(mu, 0.0)]), np.array([delta]))[0]) for mu in (low, subject.mu))
@@ -121,32 +123,26 @@ def _laplace_canary(subject: AuditTarget, scene: Scene) -> Finding:
 
     count = min(scene.most, STEPS)
     scores = _several(subject, harness, [WITH, WITHOUT], mechanism, 1, count, subject.main.steps == 1, score)
-    inside, outside = scores.double().cpu().numpy()[..., 0]
-    return _by_threshold("canary", "one full-batch step", subject, 1, inside, outside, scene.significance)
+    return _by_threshold("canary", "one full-batch step", subject, 1, scores, scene.significance)
 
 
 def one_round(subject: AuditTarget, scene: Scene) -> Finding:
     """Check a whole round with sampled records, with and without the canary, by a threshold on the releases."""
     canary_gradient, other = scene.gradients
-    direction = (canary_gradient - other if subject.replace_one else canary_gradient)[None]
+    direction = (canary_gradient - other if subject.replace_one else canary_gradient)[:, None]
     steps = subject.main.steps
     count = min(scene.most, max(100, min(1000, STEPS // (2 * steps))))
-    inside, outside = _scores(subject, scene.drawing, subject.mechanism, steps, direction, count, together=True)
-    what = f"{steps} sampled steps"
-    return _by_threshold("round", what, subject, steps, inside[:, 0], outside[:, 0], scene.significance)
+    names, mechanism = [WITH, WITHOUT], subject.mechanism
+    scores = _several(subject, scene.drawing, names, mechanism, steps, count, True, lambda d: -(d @ direction))
+    return _by_threshold("round", f"{steps} sampled steps", subject, steps, scores, scene.significance)
 
 
 def _by_threshold(
-    check: str,
-    what: str,
-    subject: AuditTarget,
-    steps: int,
-    inside: np.ndarray,
-    outside: np.ndarray,
-    significance: float,
+    check: str, what: str, subject: AuditTarget, steps: int, scores: Tensor, significance: float
 ) -> Finding:
-    """Compare the epsilon that scores `[n]` with and without the canary prove with the claim for so many steps."""
-    delta, count = subject.settings.delta, len(inside)
+    """Compare the epsilon that scores `[2, n, 1]` with and without the canary prove with the claim for these steps."""
+    delta, count = subject.settings.delta, scores.shape[1]
+    inside, outside = scores.double().cpu().numpy()[..., 0]
     bound = threshold_epsilon(inside, outside, significance, delta)
     claim = subject.accountant.epsilon([subject.planned.event(steps)], delta)
     return Finding(
@@ -158,22 +154,6 @@ def _by_threshold(
         confidence=1 - significance,
         figures={"releases": count, "epsilon_low": bound, "epsilon_claimed": claim},
     )
-
-
-def _scores(
-    subject: AuditTarget,
-    harness: Harness,
-    mechanism: Mechanism,
-    steps: int,
-    directions: Tensor,
-    count: int,
-    together: bool,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Project releases with and without the canary on directions `[d, P]`: two arrays `[count, d]`, high for "with"."""
-    names, projection = [WITH, WITHOUT], directions.T
-    scores = _several(subject, harness, names, mechanism, steps, count, together, lambda d: d @ projection)
-    inside, outside = (-values.double().cpu().numpy() for values in scores)
-    return inside, outside
 
 
 def _several(

@@ -2,21 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dpfl_lightning.auditing.bounds import (
-    Curve,
-    curve_of_points,
-    guesses,
-    numbers_of_guesses,
-    one_run_epsilon,
-    one_run_weakness,
-)
-from dpfl_lightning.auditing.findings import Finding, at_least, at_most
+from dpfl_lightning.auditing import bounds
 from dpfl_lightning.auditing.harness import NOBODY, Scene
+from dpfl_lightning.auditing.report import Finding, at_least, at_most
 from dpfl_lightning.auditing.target import AuditTarget
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import NoisedEvent
@@ -41,29 +35,29 @@ def number_of_canaries(num_params: int) -> int:
 def one_run(subject: AuditTarget, scene: Scene) -> list[Finding]:
     """Train a client through all its rounds on the canaries that a coin included, and guess which they were.
 
-    Returns:
-        The bound for the claimed (epsilon, delta), and that for the whole claimed curve, each at half the significance.
-        The epsilon of the curve is the claim for the correspondingly reduced noise.
+    Returns the bound for the claimed (epsilon, delta), and that for the whole claimed curve (the claim for the
+    correspondingly reduced noise), each at half the significance.
     """
     scores, included = _scores(subject, scene), scene.included
-    tallies, m = guesses(scores, included, numbers_of_guesses(len(scores))), len(scores)
+    tallies, m = bounds.guesses(scores, included, bounds.numbers_of_guesses(len(scores))), len(scores)
     delta, claim, events = subject.settings.delta, subject.epsilon, subject.events()
     levels = (scene.significance / 2, USUAL)
-    epsilons = [one_run_epsilon(m, tallies, level, delta) for level in levels]
-    weakness = [one_run_weakness(m, tallies, level, lambda t: _claimed_curve(subject, events, t)) for level in levels]
+    epsilons = [bounds.one_run_epsilon(m, tallies, level, delta) for level in levels]
+    claimed = partial(_claimed_curve, subject, events)
+    weakness = [bounds.one_run_weakness(m, tallies, level, claimed) for level in levels]
     of_curve = [subject.accountant.epsilon(_weaker(events, divisor), delta) if divisor else 0.0 for divisor in weakness]
     best, steps = max(tallies, key=lambda tally: tally[1] / tally[0]), sum(event.steps for event in events)
     figures = {"canaries": m, "tallies": [list(tally) for tally in tallies], "epsilon_claimed": claim}
 
-    def finding(name: str, what: str, bounds: list[float], refuted: bool, **extra_figures: float | None) -> Finding:
+    def finding(name: str, what: str, lower: list[float], refuted: bool, **extra_figures: float | None) -> Finding:
         return Finding(
             check=name,
             what=what,
-            measured=f"epsilon >= {at_least(bounds[0])} (at 95 %: {at_least(bounds[1])})",
+            measured=f"epsilon >= {at_least(lower[0])} (at 95 %: {at_least(lower[1])})",
             claimed=f"epsilon {at_most(claim)}",
             refuted=refuted,
             confidence=1 - levels[0],
-            figures={**figures, "epsilon_low": bounds[0], "epsilon_low_95": bounds[1], **extra_figures},
+            figures={**figures, "epsilon_low": lower[0], "epsilon_low_95": lower[1], **extra_figures},
         )
 
     description = f"{m} canaries, {steps} steps; {best[1]} of {best[0]} guesses right"
@@ -74,11 +68,11 @@ def one_run(subject: AuditTarget, scene: Scene) -> list[Finding]:
     ]
 
 
-def _claimed_curve(subject: AuditTarget, events: Sequence[NoisedEvent], weakness: float) -> Curve:
+def _claimed_curve(subject: AuditTarget, events: Sequence[NoisedEvent], weakness: float) -> bounds.Curve:
     """Return a lower bound of the privacy curve of the events if their noise is divided by `weakness` >= 0."""
     accountant = get_accountant("rdp", "replace_one" if subject.replace_one else "add_remove")  # fast for a whole curve
     queries = [(_weaker(events, max(weakness, 1e-6)), float(delta)) for delta in DELTAS]
-    return curve_of_points(accountant.search(queries), DELTAS)
+    return bounds.curve_of_points(accountant.search(queries), DELTAS)
 
 
 def _weaker(events: Sequence[NoisedEvent], weakness: float) -> list[NoisedEvent]:

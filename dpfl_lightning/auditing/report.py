@@ -1,14 +1,12 @@
-"""Text report of an audit: measured and claimed values, and their interpretation."""
+"""Findings of an audit, and their text report: measured and claimed values, and their interpretation."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from dpfl_lightning.auditing.findings import at_most
+from dpfl_lightning.privacy.accounting.accountant import epsilon_text
 from dpfl_lightning.runtime.text import markdown
-
-HEAD = ("check", "what", "measured", "claimed", "confidence", "verdict")
-
-BATCHES = {"poisson": "Poisson", "shuffle": "shuffled"}
 
 #: check -> what it shows
 MEANING = {
@@ -27,10 +25,45 @@ MEANING = {
 }
 
 
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check: what was measured, the measured bounds and the claim as text, and whether it is refuted.
+
+    `confidence` is the probability with which a sound build is not refuted (None: always), `figures` are for JSON.
+    """
+
+    check: str
+    what: str
+    measured: str
+    claimed: str
+    refuted: bool
+    confidence: float | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+def at_least(value: float) -> str:
+    """Format a lower bound, rounded down.
+
+    >>> at_least(1.9999), at_least(math.inf)
+    ('1.999', 'inf')
+    """
+    return f"{math.floor(value * 1000) / 1000:.3f}" if math.isfinite(value) else str(value)
+
+
+def at_most(value: float) -> str:
+    """Format a claim, rounded up.
+
+    >>> at_most(1.0001)
+    '1.001'
+    """
+    return epsilon_text(value, decimals=3)
+
+
 def text(found: Mapping[str, Any]) -> str:
     """Return the findings of every client as a table, the verdict, and how to read it."""
+    head = ("check", "what", "measured", "claimed", "confidence", "verdict")
     parts = [
-        f"{claim_words(client)}\n{markdown(HEAD, [row(finding) for finding in client['findings']])}"
+        f"{claim_words(client)}\n{markdown(head, [row(finding) for finding in client['findings']])}"
         for client in found["clients"]
     ]
     checks = dict.fromkeys(finding["check"] for client in found["clients"] for finding in client["findings"])
@@ -42,12 +75,13 @@ def text(found: Mapping[str, Any]) -> str:
             "bound at or below its claim proves nothing; one above it would have refuted the build."
         )
     parts += [f"Not audited: {words}." for words in found["not_audited"]]
-    parts += ["\n".join(f"{check}: {MEANING[check]}." for check in checks)] if checks else []
-    return "\n\n".join(parts)
+    parts.append("\n".join(f"{check}: {MEANING[check]}." for check in checks))
+    return "\n\n".join(filter(None, parts))
 
 
 def claim_words(client: Mapping[str, Any]) -> str:
-    claim, sampling = client["claim"], BATCHES[client["claim"]["sampling"]]
+    claim = client["claim"]
+    sampling = {"poisson": "Poisson", "shuffle": "shuffled"}[claim["sampling"]]
     return (
         f"Client {client['client']} claims epsilon {at_most(claim['epsilon'])} at delta {claim['delta']:g} "
         f"({claim['adjacency']}, {claim['accountant']}): {claim['steps']} steps, {sampling} batches of "

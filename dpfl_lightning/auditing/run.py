@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
@@ -10,16 +11,14 @@ import numpy as np
 import torch
 
 from dpfl_lightning.auditing import attacks, exact, noisy, one_run
-from dpfl_lightning.auditing.findings import Finding
-from dpfl_lightning.auditing.harness import Harness, Scene
-from dpfl_lightning.auditing.records import made_up, most_opposed
+from dpfl_lightning.auditing.harness import POOL, Harness, Scene, made_up, most_opposed
+from dpfl_lightning.auditing.report import Finding
 from dpfl_lightning.auditing.target import AuditTarget, subjects
-from dpfl_lightning.build import FederatedLoop, build_engine
+from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.privacy.noise import Streams
 
 COPIES = 32  # releases of one data set at once
-_POOL = 32  # records from which the canary is chosen
 _STATISTICAL = 7  # number of checks of a client whose results are random
 
 
@@ -31,26 +30,16 @@ def audit(
     tell: Callable[[int, int], None] = lambda done, total: None,
     only: Collection[str] | None = None,
 ) -> dict[str, Any]:
-    """Run every check of every chosen client, through the real engine, on dummy records.
+    """Run every check (or `only` those with these names) of every chosen client, through the real engine.
 
-    Args:
-        loop: loop that has not run; records and coins follow from its seed, noise is fresh.
-        chosen: clients; None takes two, those with the smallest and the largest budget.
-        confidence: probability that a sound build passes every check, in (0, 1); shared by all random checks.
-        tell: called with (done, all) checks.
-        only: names of the checks to run.
+    The loop has not run; dummy records and coins follow from its seed, noise is fresh. No private record is read, only
+    shape, classes and sizes of the population. None of `chosen` takes the clients with the smallest and the largest
+    budget; `confidence` is the probability that a sound build passes every check; `tell` gets (done, all) checks.
 
-    Returns:
-        A dictionary for JSON: `clients` (each with `client`, `claim`, and the fields of `Finding` in `findings`),
-        `refuted` and `not_audited` (texts), `confidence`, `engine`, `seed`.
-
-    **Privacy** Reads no private record, only the shape, classes and sizes of the population.
-
-    Raises:
-        UserError: there is no mechanism to audit, or a chosen client does not exist.
+    Returns a dictionary for JSON: `clients` (each with `client`, `claim`, and `findings`), `refuted` and `not_audited`
+    (texts), `confidence`, `engine`, `seed`. Raises UserError if there is no mechanism, or no such client.
     """
-    advice = "A run without privacy has no claim."
-    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, advice)
+    require(loop.privacy is not None, "privacy", "be a mechanism to audit", None, "A run without privacy has no claim.")
     require(0 < confidence < 1, "--confidence", "be in (0, 1)", confidence)
     require(most_releases >= 2, "--releases", "be at least 2", most_releases)
     targets, left_out = subjects(loop, chosen)
@@ -68,18 +57,14 @@ def audit(
             done += 1
             tell(done, total)
         clients.append({"client": subject.client, "claim": subject.as_dict(), "findings": findings})
-    refuted = dict.fromkeys(
-        f"client {client['client']}: {finding['check']}"
-        for client in clients
-        for finding in client["findings"]
-        if finding["refuted"]
-    )
+    all_findings = [(client["client"], finding) for client in clients for finding in client["findings"]]
+    refuted = [f"client {client}: {finding['check']}" for client, finding in all_findings if finding["refuted"]]
     return {
         "engine": loop.clients.engine.name,
         "seed": loop.seed,
         "confidence": confidence,
         "clients": clients,
-        "refuted": list(refuted),
+        "refuted": list(dict.fromkeys(refuted)),
         "not_audited": list(dict.fromkeys(left_out)),
     }
 
@@ -90,9 +75,8 @@ def _checks(
     """Yield the name of every check of a client, and a function that runs it."""
     context = loop.module, loop.population, loop.seed
     by_engine = {"sensitivity": exact.sensitivity, "isolation": attacks.isolation, "tiny norms": attacks.tiny_norms}
-    for engine in exact.engines():
-        for name, check in by_engine.items():
-            yield name, partial(_unless_refused, check, subject, engine, context, left_out)
+    for engine, (name, check) in itertools.product(sorted(ENGINES), by_engine.items()):
+        yield name, partial(_unless_refused, partial(check, subject, engine, *context), engine, left_out)
     if loop.clients.simulated:
         left_out.append("fresh noise: a simulation with privacy.noise_key repeats its noise, and protects nobody")
     else:
@@ -107,12 +91,10 @@ def _checks(
     yield "one run", lambda: one_run.one_run(subject, scene())
 
 
-def _unless_refused(
-    check: Callable[..., Finding], subject: AuditTarget, engine: str, context: tuple, left_out: list[str]
-) -> list[Finding]:
+def _unless_refused(check: Callable[[], Finding], engine: str, left_out: list[str]) -> list[Finding]:
     """Return the finding for one engine, or nothing if the engine cannot run the module."""
     try:
-        return [check(subject, engine, *context)]
+        return [check()]
     except UserError as error:
         left_out.append(f"engine {engine}: {error}")
         return []
@@ -122,15 +104,14 @@ def _scene(loop: FederatedLoop, subject: AuditTarget, significance: float, most:
     module, seed = copy.deepcopy(loop.module), loop.seed + subject.client
     start, count = module.flat, one_run.number_of_canaries(module.num_params)
     parts = [
-        made_up(loop.population, _POOL, seed, start.device, start.dtype),
+        made_up(loop.population, POOL, seed, start.device, start.dtype),
         made_up(loop.population, 2 * count, seed + 1, start.device, start.dtype, scales=(1.0,)),
     ]
     x, y = (torch.cat(both) for both in zip(*parts, strict=True))
     included = np.random.default_rng(seed).random(count) < 0.5
-    canaries, others = _POOL + torch.arange(count), _POOL + count + torch.arange(count)
-    mask = torch.from_numpy(included)
+    canaries, others, mask = POOL + torch.arange(count), POOL + count + torch.arange(count), torch.from_numpy(included)
     choosing_harness = Harness(build_engine("serial"), module, loop.population, (x, y), {}, Streams())
-    canary, other = most_opposed(choosing_harness.gradients(torch.arange(_POOL), subject.planned))
+    canary, other = most_opposed(choosing_harness.gradients(torch.arange(POOL), subject.planned))
     datasets = {
         "two": torch.arange(2),
         "eight": torch.arange(8),

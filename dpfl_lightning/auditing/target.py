@@ -19,9 +19,7 @@ from dpfl_lightning.privacy.mechanism import Laplace, Mechanism, mechanism_of
 class Release:
     """`count` releases of one purpose, each of `steps` steps.
 
-    Args:
-        planned: the accounted mechanism, on which the claim is based.
-        mechanism: the mechanism that clients will run.
+    The claim is based on `planned`, the accounted mechanism; clients will run `mechanism`.
     """
 
     purpose: str
@@ -39,9 +37,8 @@ class Release:
 class AuditTarget:
     """One client: its noised sums, and the claims about them.
 
-    Args:
-        replace_one: whether neighbours differ in a record's value instead of its presence.
-        sampling: "poisson" or "shuffle".
+    `replace_one` means that neighbours differ in a record's value instead of its presence; `sampling` is "poisson" or
+    "shuffle".
     """
 
     client: int
@@ -105,11 +102,7 @@ class AuditTarget:
 def subjects(loop: FederatedLoop, chosen: Sequence[int] | None) -> tuple[list[AuditTarget], list[str]]:
     """Return the clients to audit, and descriptions of what is not audited. The schedule of the loop is planned here.
 
-    Args:
-        chosen: clients; None takes the one with the smallest budget and the one with the largest.
-
-    Raises:
-        UserError: a chosen client does not exist.
+    None of `chosen` takes the clients with the smallest and the largest budget. Raises UserError for an unknown client.
     """
     schedule, count = loop.plan_schedule(), loop.population.num_clients
     for client in chosen or ():

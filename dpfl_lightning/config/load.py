@@ -7,6 +7,7 @@
 import argparse
 import copy
 import dataclasses
+import inspect
 import re
 import sys
 import types
@@ -43,18 +44,14 @@ def load(
 ) -> tuple[Options, argparse.Namespace]:
     """Return the options of a command line, and the values of the command's flags.
 
-    `--help`, `--print_config` (the resolved YAML) and `--strategies.help` print and exit with status 0.
+    `--help`, `--print_config` (the resolved YAML) and `--strategies.help` print and exit with status 0. Raises
+    UserError.
 
     Args:
-        argv: arguments after the program's name; None reads those of the process.
         extra: adds the command's flags by `add_argument`. Their names must differ from the fields of `Options`.
-        prog, description: for the command's help.
         config_of: returns the configuration file that the command's flags imply, if any; it replaces `--config`.
         section: a section that only this command has. Its value is returned as the flag of that name.
         takes: sections whose keys the command line may set; empty allows all keys.
-
-    Raises:
-        UserError: a missing or malformed file, an unknown key, a wrong type or a value out of range.
 
     >>> options, flags = load(["--rounds", "5", "--privacy.epsilon=2", "--dry"],
     ...                       lambda parser: parser.add_argument("--dry", action="store_true"))
@@ -117,10 +114,9 @@ def from_mapping(raw: Mapping[str, Any]) -> Options:
 
 
 def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Options:
-    """Return the options with the values of some dotted keys replaced, as if they were set by a later override.
+    """Return the options with the values of some dotted keys replaced, as if a later override set them.
 
-    A new name of a model or a strategy drops the options of the old one, except those that `values` also sets. `origin`
-    states in messages where the values were set.
+    A new name drops the options of the old one, except those in `values`. Messages state `origin`.
 
     >>> with_values(Options(privacy=None), {"model.name": "convnet", "model.width": 8}, "here").model
     {'name': 'convnet', 'width': 8}
@@ -133,7 +129,7 @@ def with_values(options: Options, values: Mapping[str, Any], origin: str) -> Opt
 
 
 def to_yaml(options: Options) -> str:
-    """Return the resolved configuration as YAML that `load` can read."""
+    """Return the options as YAML that `load` can read."""
     return dump(dataclasses.asdict(options))
 
 
@@ -254,12 +250,7 @@ class _Values:
 
 
 def split(argv: Sequence[str], also: Sequence[str] = ()) -> tuple[list[tuple[str, str]], list[str]]:
-    """Separate overrides (key, text) from all other arguments, which include `--KEY.help`.
-
-    `also` names further sections whose keys count as overrides.
-
-    Raises:
-        UserError: a key has no value.
+    """Separate overrides (key, text) of the fields of `Options` and of the sections `also` from all other arguments.
 
     >>> split(["--rounds", "5", "--resume", "runs/x", "--privacy.epsilon=2"])
     ([('rounds', '5'), ('privacy.epsilon', '2')], ['--resume', 'runs/x'])
@@ -309,8 +300,6 @@ def _command_parser(
     prog: str, description: str | None, section: Section | None, takes: Sequence[str]
 ) -> _CommandParser:
     """Return a parser of the flags that all commands have. It knows the keys only for its help."""
-    import docstring_parser
-
     usage = f"{prog} [--config FILE] [--KEY VALUE ...] [FLAGS]"
     parser = _CommandParser(prog=prog, usage=usage, description=description, allow_abbrev=False)
     parser.add_argument(
@@ -323,9 +312,8 @@ def _command_parser(
     groups = {}
     for name, kind in [*([section] if section else []), ("", Options), *SECTIONS.items()]:
         if not takes or name in takes:
-            about = docstring_parser.parse(kind.__doc__ or "")
-            text = f"{about.short_description} {about.long_description or ''}" if name else ""
-            groups[name] = parser.add_argument_group(name or "run", text or None)
+            about = (inspect.getdoc(kind) or "").partition("\n\nArgs:")[0] if name else None
+            groups[name] = parser.add_argument_group(name or "run", about)
     for key, known in all_keys(section).items():
         if group := groups.get(key.rpartition(".")[0]):
             default = "null" if known.default is None else known.default

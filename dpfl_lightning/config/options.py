@@ -6,6 +6,7 @@ of those names checks. The `Args` line of each field is its text in `--help`.
 
 import dataclasses
 import functools
+import inspect
 import re
 import types
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 from dpfl_lightning.config.per_client import Bound, resolve
-from dpfl_lightning.config.registry import REGISTRIES, names_in
+from dpfl_lightning.config.registry import NAMES, REGISTRIES, described, names_of
 from dpfl_lightning.errors import nearest, require
 
 #: options that change how a run is executed and reported, but not what it releases; a resumed run may change them
@@ -22,6 +23,10 @@ FREE = ("engine", "network", "evaluation", "tracking", "output_dir")
 # One value for all clients, a list with one value per client, or a named distribution; see `per_client`.
 PerClientInt = int | tuple[int, ...] | dict
 PerClientFloat = float | tuple[float, ...] | dict
+_PER_CLIENT: dict[Any, Any] = {
+    int: (PerClientInt, PerClientInt | None),
+    float: (PerClientFloat, PerClientFloat | None),
+}
 
 _AT_LEAST_ONE = Bound("be >= 1", lambda value: value >= 1)
 _NOISE_KEY = Bound("be 32 hexadecimal digits", lambda value: bool(re.fullmatch("[0-9a-fA-F]{32}", value)))
@@ -43,8 +48,7 @@ class DataOptions:
     """The data set and how its records are distributed to the clients.
 
     Args:
-        name: data set: fashion_mnist, mnist, cifar10, cifar100, or digits and diabetes (a regression), which need no
-            download.
+        name: data set; digits and diabetes (a regression) need no download.
         folder: folder with the files of the data set; null uses the system's package or the cache.
         download: download missing files and verify their checksum.
         records_per_client: number of training records of each client, >= 1; null distributes all records.
@@ -117,8 +121,8 @@ class PrivacyOptions:
         clip_norm: norm to which the gradient of each record is clipped, > 0; the L2 norm, or L1 with mechanism laplace.
         noise_multiplier: std of the noise on the sum of gradients (Laplace: its scale) divided by clip_norm, >= 0; null
             computes it from epsilon. If both are set, a client stops participating when its budget is spent.
-        accountant: rdp, prv (tighter, slower), gdp (exact, only for full batches) or paper_ma (of the noise-aware
-            paper; valid, but needs more noise than necessary).
+        accountant: computes epsilon. prv is tighter and slower than rdp; gdp is exact, and only for full batches;
+            paper_ma is that of the noise-aware paper, which is valid, but needs more noise than necessary.
         adjacency: relation between neighbouring data sets: add_remove (one record is added or removed) or replace_one
             (one record is replaced; about twice the epsilon).
         sampling: poisson, which the accountants assume, or shuffle, whose epsilon is not proven.
@@ -137,7 +141,7 @@ class PrivacyOptions:
     mechanism: Literal["gaussian", "laplace"] = "gaussian"
     clip_norm: PerClientFloat = 1.0
     noise_multiplier: PerClientFloat | None = None
-    accountant: Literal["rdp", "prv", "gdp", "paper_ma"] = "rdp"
+    accountant: str = "rdp"
     adjacency: Literal["add_remove", "replace_one"] = "add_remove"
     sampling: Literal["poisson", "shuffle"] = "poisson"
     reserve_rounds: AtLeastZero = 0
@@ -150,15 +154,15 @@ class EngineOptions:
     """How local steps are computed. Engines differ in speed, not in meaning.
 
     Args:
-        name: fast, serial (the reference), stacked (many clients as one batch, for small models on a GPU) or trainer
-            (one lightning.Trainer per client).
+        name: serial is the reference; stacked computes many clients as one batch, for small models on a GPU; trainer
+            uses one lightning.Trainer per client.
         device: auto uses a GPU if there is one.
         workers: number of clients trained at the same time (engine fast), >= 1; null uses one per core, or one on a
             GPU. With several ranks (torchrun, srun) it is the number on each rank, and null divides the cores of the
             host among its ranks.
     """
 
-    name: Literal["fast", "serial", "stacked", "trainer"] = "fast"
+    name: str = "fast"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     workers: AtLeastOneOrNull = None
 
@@ -259,28 +263,17 @@ def departures(options: Options) -> dict[str, Any]:
 
 
 def check(options: Options) -> None:
-    """Check what needs several options: the value of every client, and that noise can be computed.
-
-    Raises:
-        UserError: the first value that is out of range.
-    """
+    """Raise UserError unless the value of every client is in range, and noise can be computed."""
     for key, known in all_keys().items():
         section, _, name = key.rpartition(".")
         value = getattr(getattr(options, section), name, None) if section else None
-        if value is not None and known.hint in _PER_CLIENT:
-            resolve(key, value, options.clients.count, options.seed, _PER_CLIENT[known.hint])
+        for kind, hints in _PER_CLIENT.items():
+            if value is not None and known.hint in hints:
+                resolve(key, value, options.clients.count, options.seed, kind)
     if options.privacy is not None and options.privacy.noise_multiplier is None:
         advice = "Set it or noise_multiplier, as in --privacy.epsilon 2. Without privacy: --privacy null."
         must = "be a budget from which the noise is computed"
         require(options.privacy.epsilon is not None, "privacy.epsilon", must, None, advice)
-
-
-_PER_CLIENT: dict[Any, type[int] | type[float]] = {
-    PerClientInt: int,
-    PerClientInt | None: int,
-    PerClientFloat: float,
-    PerClientFloat | None: float,
-}
 
 
 # ---- keys and their types
@@ -306,23 +299,21 @@ MAY_BE_NULL = {name for name, hint in get_type_hints(Options).items() if types.N
 
 @functools.cache
 def all_keys(extra: tuple[str, type] | None = None) -> dict[str, Key]:
-    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass).
-
-    The help of a key that accepts a name lists the names.
-    """
-    import docstring_parser
-
+    """Return every dotted key that holds a value, also those of an `extra` section (name and dataclass)."""
     keys = {}
     for section, kind in [*([extra] if extra else []), ("", Options), *SECTIONS.items()]:
-        texts = {line.arg_name: line.description for line in docstring_parser.parse(kind.__doc__ or "").params}
+        texts = described(inspect.getdoc(kind) or "")
         hints = get_type_hints(kind)
         for name, annotated in get_type_hints(kind, include_extras=True).items():
             if section or name not in SECTIONS:
                 key = f"{section}.{name}" if section else name
-                more = f" Names: {', '.join(names_in(REGISTRIES[key]))}." if key in REGISTRIES else ""
+                names, hint = names_of(key), hints[name]
+                if key in NAMES and hint is str:
+                    hint, names = Literal[*names], []
+                more = f" Names: {', '.join(names)}." if names else ""
                 bound = next(iter(getattr(annotated, "__metadata__", ())), None)
-                help_text = " ".join((texts[name] or "").split()) + more
-                keys[key] = Key(hints[name], bound, getattr(kind(), name), help_text)
+                help_text = " ".join(texts[name].split()).partition(": ")[2] + more
+                keys[key] = Key(hint, bound, getattr(kind(), name), help_text)
     return keys
 
 

@@ -47,18 +47,13 @@ _BOUNDS = {
 
 
 def resolve(key: str, value: object, num_clients: int, seed: int, kind: Kind = float) -> tuple[Any, ...]:
-    """Return the value of one option for each client.
+    """Return the value of one option for each client, or raise UserError. Equal arguments give equal values.
 
     Args:
         key: dotted name of the option. Options with different names are drawn independently. The last part determines
-            the range: `delta` in [0, 1), `noise_multiplier` and `latency_seconds` in [0, inf), `learning_rate` in
-            (0, inf), everything else above 0.
+            the range.
         value: a number, a list of `num_clients` numbers, or a mapping with a `name` (see the top of this module).
-        seed: root seed of the draws; equal arguments give equal values.
         kind: `int` for an option that counts something; normal draws are then rounded.
-
-    Raises:
-        UserError: a wrong number of values, an unknown name or option, a value of the wrong type or out of range.
 
     >>> resolve("clients.batch_size", [16, 64], num_clients=2, seed=0, kind=int)
     (16, 64)

@@ -3,8 +3,8 @@
 `published.csv` holds the lists for 60 clients. Their first 40 and 20 entries are the lists for 40 and 20 clients,
 except for five lists of 20, which were drawn separately.
 
-Reference: Malekmohammadi, Yu and Cao (2024), Table 7 (the distributions), and the lists in the authors' code release
-(index 0 first, not sorted; the paper's figures sort by epsilon). With 20 clients they reproduce its Table 3.
+Reference: Malekmohammadi, Yu and Cao (2024), Table 7 (the distributions), and the lists in the authors' code release,
+which are not sorted. With 20 clients they reproduce its Table 3.
 """
 
 import csv

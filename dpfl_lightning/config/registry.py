@@ -3,13 +3,14 @@
 import ast
 import importlib
 import inspect
+import re
 import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from dpfl_lightning.config.typed import converted, in_words
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, require_one_of
 
 T = TypeVar("T")
 
@@ -34,39 +35,50 @@ REGISTRIES = {
     "data.groups": Registry("data.groups", "GROUPS", 3),
     "data.label_noise": Registry("data.groups", "UNITS", 2),
 }
+#: other keys that accept names -> module and attribute of the mappings whose keys are the names
+NAMES = {
+    "data.name": [("data.sources", "SOURCES"), ("data.datasets", "BUILT_IN")],
+    "engine.name": [("build", "ENGINES")],
+    "privacy.accountant": [("privacy.accounting.accountant", "ACCOUNTANTS")],
+    "sweep.sampler": [("search.samplers", "SAMPLERS")],
+    "sweep.pruner": [("search.samplers", "PRUNERS")],
+}
 
 
-def names_in(registry: Registry) -> list[str]:
-    """Return the names in a registry. They are read from the module's source, because importing it would import torch.
+def names_of(key: str) -> list[str]:
+    """Return the names that a key accepts; empty if it accepts no names.
 
-    >>> names_in(REGISTRIES["data.groups"])
+    They are read from the source of the registries, because importing these would import torch.
+
+    >>> names_of("data.groups")
     ['rotation', 'label_shift']
     """
-    place = Path(__file__).parents[1].joinpath(*registry.module.split("."))
+    registries = [REGISTRIES[key][:2]] if key in REGISTRIES else NAMES.get(key, [])
+    return [name for module, attribute in registries for name in _keys_in(module, attribute)]
+
+
+def _keys_in(module: str, attribute: str) -> list[str]:
+    place = Path(__file__).parents[1].joinpath(*module.split("."))
     file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
             target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
-            if isinstance(target, ast.Name) and target.id == registry.attribute:
+            if isinstance(target, ast.Name) and target.id == attribute:
                 return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
-    raise LookupError(f"{file} has no registry {registry.attribute}")
+    raise LookupError(f"{file} has no registry {attribute}")
 
 
 def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: Any, **options: Any) -> T:
-    """Return `known[name](*args, **options)`, for a name and options that a user wrote.
+    """Return `known[name](*args, **options)`, for a name and options that a user wrote below the dotted `key`.
 
-    The function's parameters after `args` are the options; their annotations give the types. `key` is the dotted name
-    of the option that holds the name, such as `model`.
-
-    Raises:
-        UserError: an unknown name or option, a missing option, or a value of the wrong type.
+    The function's parameters after `args` are the options; their annotations give the types. Raises UserError.
 
     >>> call("model", {"scale": lambda x, by=2: x * by}, "scale", 3, bye=4)
     Traceback (most recent call last):
     ...
     dpfl_lightning.errors.UserError: `model.bye` must be an option of scale (by), got 4. Did you mean `by`?
     """
-    require(name in known, f"{key}.name", f"be one of {', '.join(known)}", name, nearest(name, known))
+    require_one_of(known, f"{key}.name", name)
     allowed = {one.name: (hint, one) for hint, one in _parameters(known[name], len(args))}
     takes = ", ".join(allowed) or "it has none"
     for option, value in options.items():
@@ -83,6 +95,18 @@ def call(key: str, known: Mapping[str, Callable[..., T]], name: str, /, *args: A
     return known[name](*args, **options)
 
 
+def imported(key: str, class_path: str, base: type[T]) -> type[T]:
+    """Return the class package.module.Class that `key` names, or raise UserError unless it derives from `base`."""
+    module, _, name = class_path.rpartition(".")
+    try:
+        kind = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"`{key}` must be importable, got {class_path!r}: {error}. Is it on PYTHONPATH?") from None
+    fits = inspect.isclass(kind) and issubclass(kind, base)
+    require(fits, key, f"be a class that derives from {base.__name__}", class_path)
+    return kind
+
+
 def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, inspect.Parameter]]:
     """Return annotation and parameter of each option, which follow `given` arguments."""
     hints = get_type_hints(getattr(function, "__init__") if isinstance(function, type) else function)  # noqa: B009
@@ -94,14 +118,8 @@ def _parameters(function: Callable[..., Any], given: int) -> list[tuple[Any, ins
 
 
 def help_text(key: str, name: str | None, about: str) -> str:
-    """Return the text that `--KEY.help [NAME]` prints: all names and the help of the key, or the options of one name.
-
-    The registry is imported only here, because many registries import torch.
-
-    Raises:
-        UserError: `name` is not registered for the key.
-    """
-    registry = REGISTRIES[key]
+    """Return the text of `--KEY.help [NAME]`: all names and the help of the key, or the options of one name."""
+    registry = REGISTRIES[key]  # imported only here, because many registries import torch
     module = importlib.import_module(f"dpfl_lightning.{registry.module}")
     known = getattr(module, registry.functions)() if registry.functions else getattr(module, registry.attribute)
     if name is None:
@@ -119,7 +137,22 @@ def help_text(key: str, name: str | None, about: str) -> str:
 
 
 def _text(function: Callable[..., Any]) -> str:
-    return inspect.getdoc(function) or "(no docstring)"
+    """Return the docstring. Options that only base classes of a class describe come first in its `Args`."""
+    text = inspect.getdoc(function) or "(no docstring)"
+    here = described(text)
+    options = {one.name for _, one in _parameters(function, 0)} - here.keys()
+    bases = reversed(function.__mro__[1:]) if isinstance(function, type) else ()
+    there = {name: words for base in bases for name, words in described(inspect.getdoc(base) or "").items()}
+    args = [words for name, words in there.items() if name in options]
+    if args and not here:
+        text += "\n\nArgs:\n"
+    return text.replace("Args:\n", "\n".join(["Args:", *args, ""]), 1).rstrip()
+
+
+def described(text: str) -> dict[str, str]:
+    """Return the lines of a docstring's `Args` that describe each argument."""
+    section = text.partition("Args:\n")[2].partition("\n\n")[0]
+    return {match[1]: match[0] for match in re.finditer(r"^    (\w+): .*(?:\n {8}.*)*", section, re.MULTILINE)}
 
 
 def _default(option: inspect.Parameter) -> str:

@@ -17,10 +17,7 @@ _SIMPLE: dict[Any, tuple[str, type]] = {
 
 
 def converted(hint: Any, value: Any) -> Any:
-    """Return a value, as it is read from YAML, as the type `hint`: lists become tuples, and whole numbers floats.
-
-    Raises:
-        TypeError: the value has another type.
+    """Return a value from YAML as the type `hint`, or raise TypeError. Lists become tuples, and whole numbers floats.
 
     >>> converted(tuple[float, ...] | None, [1, 2.5])
     (1.0, 2.5)

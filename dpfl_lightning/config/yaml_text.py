@@ -42,11 +42,7 @@ _PRESETS = Path(__file__).parents[1] / "conf"
 
 
 def read_yaml(path: str) -> Any:
-    """Return the content of a file, or of the preset of that name, that `--config` names.
-
-    Raises:
-        UserError: the file cannot be read, or is not valid YAML.
-    """
+    """Return the content of the file or preset that `--config` names; raises UserError."""
     presets = {name: one for one in _PRESETS.glob("*.yaml") for name in (one.stem, one.name, f"conf/{one.name}")}
     file = presets[path] if path in presets and not Path(path).exists() else Path(path)
     try:
@@ -59,10 +55,7 @@ def read_yaml(path: str) -> Any:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """Parse YAML. `where` describes the text in messages.
-
-    Raises:
-        UserError: the text is not valid YAML, or has a key twice.
+    """Parse YAML, or raise UserError if it is not valid or has a key twice. `where` describes the text in messages.
 
     >>> parse_yaml("{clip_norm: 1e-1}", "--privacy")
     {'clip_norm': 0.1}

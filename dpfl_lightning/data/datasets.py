@@ -1,5 +1,6 @@
 """Public data sets as normalised tensors, by name."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,7 @@ from torch import Tensor
 
 from dpfl_lightning.data.formats import Raw, check_labels
 from dpfl_lightning.data.sources import SOURCES, find
-from dpfl_lightning.errors import nearest, require
-
-NAMES = (*SOURCES, "digits", "diabetes")
+from dpfl_lightning.errors import require_one_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     its records when it was published. IDX and CIFAR files keep their official split.
 
     Args:
-        name: one of `NAMES`; scikit-learn's `digits` and `diabetes` (a regression) are always available.
+        name: a name in `SOURCES` or `BUILT_IN`; the latter need no files.
         folder: folder of the files, or its parent if the folder is called `name`. None: the system's package, or the
             cache.
         download: whether to download missing files; False never opens a connection.
@@ -56,11 +55,9 @@ def load(name: str, folder: str | None = None, download: bool = True) -> Dataset
     >>> tuple(digits.x.shape), tuple(digits.test_x.shape), digits.num_classes
     ((1438, 1, 8, 8), (359, 1, 8, 8), 10)
     """
-    require(name in NAMES, "data.name", f"be one of {', '.join(NAMES)}", name, nearest(name, NAMES))
-    if name == "digits":
-        return _normalised(name, _read_digits(), num_classes=10, scale=16, mean=0.5, std=0.5)
-    if name == "diabetes":
-        return _read_diabetes()
+    require_one_of((*SOURCES, *BUILT_IN), "data.name", name)
+    if name in BUILT_IN:
+        return BUILT_IN[name]()
     source = SOURCES[name]
     place = find(name, source, None if folder is None else Path(folder), download)
     raw = source.layout.read(place)
@@ -80,15 +77,16 @@ def _normalised(name: str, raw: Raw, num_classes: int, scale: float, mean: float
     return Dataset(name, inputs(x), labels, inputs(test_x), test_labels, num_classes)
 
 
-def _read_digits() -> Raw:
+def _digits() -> Dataset:
     """Return scikit-learn's 1,797 digits with a fixed public 80/20 split."""
     from sklearn.datasets import load_digits  # slow to import, and only this data set needs it
 
     bunch = load_digits()
-    return _public_split(bunch.images[:, None], bunch.target)
+    raw = _public_split(bunch.images[:, None], bunch.target)
+    return _normalised("digits", raw, num_classes=10, scale=16, mean=0.5, std=0.5)
 
 
-def _read_diabetes() -> Dataset:
+def _diabetes() -> Dataset:
     """Return 442 patients, ten features of variance 1; the target, a year's progression, as (score - 152) / 77."""
     from sklearn.datasets import load_diabetes
 
@@ -102,3 +100,7 @@ def _public_split(x: Any, y: Any) -> tuple[Any, Any, Any, Any]:
     """Return x, y, test_x and test_y, always the same."""
     train, test = np.split(np.random.default_rng(0).permutation(len(y)), [round(0.8 * len(y))])
     return x[train], y[train], x[test], y[test]
+
+
+#: name -> data set that scikit-learn contains
+BUILT_IN: dict[str, Callable[[], Dataset]] = {"digits": _digits, "diabetes": _diabetes}

@@ -1,6 +1,5 @@
 """Compilation of loops by numba, cached on disk for later processes."""
 
-import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numba
 from numba.core.caching import FunctionCache
 
-from dpfl_lightning.errors import UserNotice
+from dpfl_lightning.errors import warn_user
 
 
 def compiled(function: Callable[..., None], **options: Any) -> Any:
@@ -31,8 +30,7 @@ class _Kept(FunctionCache):
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # unpickling an incomplete file (after a power cut) may raise anything
-            message = f"{self.cache_path} holds a broken file of compiled loops ({error!r}): they are compiled again."
-            warnings.warn(UserNotice(message), stacklevel=2)
+            warn_user(f"{self.cache_path} holds a broken file of compiled loops ({error!r}): they are compiled again.")
             self._saved(self.flush)
             return None
 
@@ -43,5 +41,4 @@ class _Kept(FunctionCache):
         try:
             save(*what)
         except OSError as error:
-            message = f"compiled loops cannot be cached ({error}): the next run compiles them again for some seconds."
-            warnings.warn(UserNotice(message), stacklevel=4)
+            warn_user(f"compiled loops cannot be cached ({error}): the next run compiles them again for some seconds.")

@@ -36,14 +36,9 @@ def kept(values: Tensor, factors: Tensor) -> Tensor:
 class Products:
     """Gradients `left[j]^T right[j]` of B records for K parameters, by compiled loops: one call for all parameters.
 
-    The loops read float32 and compute in float64 without a copy. They take addresses, because passing K tensors would
-    take longer than the computation for small ones.
-
-    Args:
-        pairs: length K >= 1; left `[B, p]` and right `[B, d]`, float32 on a CPU.
-
-    Raises:
-        ValueError: shapes, dtypes or groups do not fit; the loops themselves check nothing.
+    `pairs` are K >= 1 of left `[B, p]` and right `[B, d]`, float32 on a CPU. The loops read float32 and compute in
+    float64 without a copy. They take addresses, because passing K small tensors would take longer than the computation,
+    and check nothing: this class raises ValueError if shapes, dtypes or groups do not fit.
     """
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -66,10 +61,8 @@ class Products:
     def add(self, totals: Sequence[Tensor], factors: Tensor, group: Tensor | None) -> None:
         """Add `factors[j] left[j]^T right[j]` to row `group[j]` of the parameter's total, for all j and parameters.
 
-        Args:
-            totals: length K, `[G, p * d]` float64; each row is contiguous.
-            factors: `[B]` float64; a record whose factor is 0 is not read.
-            group: `[B]` int64 in [0, G); None adds all records to row 0.
+        The K `totals` are `[G, p * d]` float64 with contiguous rows, `factors` `[B]` float64 (a record whose factor is
+        0 is not read), `group` `[B]` int64 in [0, G) (None is row 0 for all).
         """
         for (left, right), total in zip(self._pairs, totals, strict=True):
             fits = total.shape == (len(totals[0]), left.shape[1] * right.shape[1]) and total.stride(1) == 1

@@ -1,7 +1,6 @@
 """Backward pass of a convolution whose output gradient is mostly zeros, as after max-pooling (float32, on a CPU).
 
-After a 2x2 max-pool three quarters of a gradient are zeros, which a dense convolution multiplies, too. Both gradients
-of a convolution are sums of weighted windows, one for each non-zero number:
+Both gradients of a convolution are sums of weighted windows, one for each non-zero number:
 
     dW_j[o] = sum over (h, w) of    dy_j[o, h, w] * the window of x_j at (h, w)
     dx_j    = sum over (o, h, w) of dy_j[o, h, w] * W[o], at that window
@@ -47,10 +46,7 @@ def mostly_zeros(dy: Tensor) -> bool:
 def sparse_backward(layer: nn.Conv2d, weight: Tensor, x: Tensor, dy: Tensor, need_dx: bool) -> Gradients:
     """Return each record's gradients of weight `[B, O, kh, kw, C]` and bias `[B, O]`, and that of x or None.
 
-    Args:
-        weight: `[O, C, kh, kw]`.
-        x: `[B, C, H, W]`; fastest with channels last in memory.
-        dy: gradient of the output, `[B, O, H', W']`.
+    `weight` is `[O, C, kh, kw]`, `x` `[B, C, H, W]` (fastest with channels last in memory), `dy` `[B, O, H', W']`.
     """
     _, channels, rows, columns = weight.shape
     return _backward(_loops(rows, columns, channels), weight, layer.stride, layer.padding, x, dy, need_dx)
@@ -85,7 +81,6 @@ def _loops(rows: int, columns: int, channels: int) -> Callable[..., None]:
     )
     for actual, expected in ((dw[0].permute(0, 3, 1, 2), true_dw), (db[0], dy[0].sum(dim=(1, 2))), (dx, true_dx)):
         if actual is None or not torch.allclose(actual, expected, rtol=1e-4, atol=1e-4):
-            raise RuntimeError(
-                "compiled loops for convolutions give wrong gradients on this processor: please report it"
-            )
+            reason = "give wrong gradients on this processor: please report it"
+            raise RuntimeError(f"compiled loops for convolutions {reason}")
     return loops

@@ -35,12 +35,9 @@ def convolution_backward(rows: int, run: int) -> Any:
         corner, size = pad_h * line + pad_w * channels, (height + 2 * pad_h) * line
         padded, spread = np.zeros(size, np.float32), np.zeros(size, np.float32)
         # the non-zero numbers of one record's dy, stored twice: by channel and by spot
-        values, places, ends = (
-            np.empty(out * spots, np.float32),
-            np.empty(out * spots, np.int64),
-            np.empty(out, np.int64),
-        )
+        values, places = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
         weights, kernels = np.empty(out * spots, np.float32), np.empty(out * spots, np.int64)
+        ends = np.empty(out, np.int64)
         begins, corners = np.zeros(spots + 1, np.int64), np.empty(spots, np.int64)  # at of each spot's window
         for spot in range(spots):
             corners[spot] = spot // out_w * down * line + spot % out_w * right * channels

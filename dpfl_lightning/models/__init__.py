@@ -10,39 +10,37 @@ from torch.nn.parameter import UninitializedParameter
 
 from dpfl_lightning.config.registry import call
 from dpfl_lightning.errors import UserError, require
-from dpfl_lightning.models.cnn import cnn_femnist, cnn_small, cnn_tiny, convnet, lenet5, linear, logistic
-from dpfl_lightning.models.personal import PersonalInput
-from dpfl_lightning.models.resnet import resnet18, resnet20, resnet34
+from dpfl_lightning.models import nets
+from dpfl_lightning.models.nets import PersonalInput
 
 __all__ = ["PersonalInput", "build", "check_net"]
 
-#: registry name -> function(input_shape, num_classes, **options)
+#: registry name -> function(input_shape, num_classes, **options); `names_in` reads the names from this source
 MODELS: dict[str, Callable[..., nn.Module]] = {
-    "cnn_small": cnn_small,
-    "cnn_tiny": cnn_tiny,
-    "cnn_femnist": cnn_femnist,
-    "lenet5": lenet5,
-    "convnet": convnet,
-    "resnet18": resnet18,
-    "resnet20": resnet20,
-    "resnet34": resnet34,
-    "logistic": logistic,
-    "linear": linear,
+    "cnn_small": nets.cnn_small,
+    "cnn_tiny": nets.cnn_tiny,
+    "cnn_femnist": nets.cnn_femnist,
+    "lenet5": nets.lenet5,
+    "convnet": nets.convnet,
+    "resnet18": nets.resnet18,
+    "resnet20": nets.resnet20,
+    "resnet34": nets.resnet34,
+    "logistic": nets.logistic,
+    "linear": nets.linear,
 }
 
 
 def build(name: str, input_shape: Sequence[int], num_classes: int, /, **options: Any) -> nn.Module:
     """Return a newly initialised model of `MODELS`, a module [B, *X] -> [B, num_classes]; 1 output for a regression.
 
-    Raises:
-        UserError: a name or option is unknown, a value is out of range, or the input shape does not fit.
+    Raises UserError if a name or option is unknown, a value is out of range, or the input shape does not fit.
 
     >>> sum(parameter.numel() for parameter in build("cnn_small", (1, 28, 28), 10).parameters())
     28938
     """
-    image = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
+    fits = name not in MODELS or name in ("logistic", "linear") or len(input_shape) == 3
     advice = f"It takes images, not records of shape {tuple(input_shape)}."
-    require(image, "model.name", "fit the data", name, advice)
+    require(fits, "model.name", "fit the data", name, advice)
     require(num_classes >= 1, "num_classes", "be at least 1", num_classes)
     return call("model", MODELS, name, tuple(input_shape), num_classes, **options)
 

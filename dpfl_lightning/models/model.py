@@ -13,13 +13,10 @@ FORWARD_CHUNK = 100  # records of a forward pass without gradients, so that acti
 
 
 class Model(nn.Module):
-    """A net with a loss for each record. `ClientModule` adds the private training step to it.
+    """A net with a loss for each record, `[B, *X]` -> `[B, num_classes]`, or `[B, 1]` for a regression.
 
-    Args:
-        net: maps `[B, *X]` to `[B, num_classes]` (classification) or `[B, 1]` (regression).
-
-    Raises:
-        UserError: a layer mixes records (BatchNorm), no parameter is trainable, or `personal` names no parameter.
+    `ClientModule` adds the private training step to it. Raises UserError if a layer mixes records (BatchNorm), no
+    parameter is trainable, or `personal` names no parameter.
 
     >>> Model(nn.Linear(4, 3)).num_params
     15

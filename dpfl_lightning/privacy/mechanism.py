@@ -126,9 +126,8 @@ def on_grid(clipped_sum: Tensor, step: float | Tensor) -> Tensor:
 class Gaussian(Mechanism):
     """The Poisson-sampled Gaussian mechanism on a sum of gradients clipped in L2; the noise's scale is its std.
 
-    Adding or removing one record moves the clipped sum by at most `clip_norm` in L2; the noise has standard deviation
-    `noise_scale` in every coordinate and is added once per logical batch. One call of `privatise` is one step of
-    `event`.
+    Adding or removing one record moves the clipped sum by at most `clip_norm` in L2. The noise is added once per
+    logical batch. One call of `privatise` is one step of `event`.
     """
 
     clip_order: ClassVar[int] = 2
@@ -144,8 +143,7 @@ class Laplace(Mechanism):
 
     Use it for comparison: an L1 bound is far tighter than an L2 bound of the same size, and the noise's variance grows
     with the square of the number of releases that share a budget. The scale is b of the density exp(-|x| / b) / (2 b).
-    Adding or removing one record moves the clipped sum by at most `clip_norm` in L1. One call of `privatise` is
-    (1 / noise_multiplier)-private; the event ignores sampling, so `sample_rate` is usually 1.
+    One call of `privatise` is (1 / noise_multiplier)-private; the event ignores sampling: `sample_rate` is usually 1.
     """
 
     clip_order: ClassVar[int] = 1

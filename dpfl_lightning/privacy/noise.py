@@ -20,12 +20,12 @@ class RandomGenerator:
     """Cryptographic random numbers of one stream; no other stream may use its `key` of 32 bytes.
 
     The numbers are the key stream of AES-256 in counter mode (`cryptography`, OpenSSL). Normal numbers come from the
-    ziggurat method with 256 layers, in float64 (Marsaglia and Tsang, 2000). Each takes 64 fresh bits, so that the tail
-    ends beyond 12 standard deviations, where 32 bits would reach only a few.
+    ziggurat method with 256 layers, in float64 (Marsaglia and Tsang, 2000), from 64 fresh bits each, so that the tail
+    ends beyond 12 standard deviations.
 
-    **Accuracy** `integer_normals` with scale s gives each integer within 3.6 s a probability that is within a factor
-    1 +- 2^-50 s of that of a rounded normal number, and within a factor 1 +- 2^-43 s up to 8 s, beyond which 10^-15 of
-    all numbers lie. The scales of ordinary runs are 2^18 to 2^22. It is an estimate, not a proof, that errors of 2^-30
+    **Accuracy** `integer_normals` with scale s (2^18 to 2^22 in ordinary runs) gives each integer within 3.6 s a
+    probability that is within a factor 1 +- 2^-50 s of that of a rounded normal number, and within a factor
+    1 +- 2^-43 s up to 8 s, beyond which 10^-15 of all numbers lie. It is an estimate, not a proof, that errors of 2^-30
     have no common sign and therefore move a privacy loss by about 3e-5 in 10^9 numbers.
     """
 
@@ -98,8 +98,8 @@ class Streams:
     """Creates the random generators of a run.
 
     Without `simulation`, every generator has a fresh key from the operating system, so no noise is ever drawn twice:
-    not after a crash, from a copied or restored folder, with edited code, in another run or by another process. A
-    secret of 32 bytes makes a reproducible simulation, which protects nobody.
+    after a crash, from a copied folder, with edited code, in another run or process. A secret of 32 bytes makes a
+    reproducible simulation, which protects nobody.
     """
 
     def __init__(self, simulation: bytes | None = None) -> None:
@@ -121,9 +121,8 @@ class Streams:
         if self.simulation is not None:
             return "simulated: it follows from privacy.noise_key"
         source = "AES-256 in counter mode, keyed afresh by the operating system for every release"
-        if device.type == "cuda":
-            return f"the GPU's generator (Philox), seeded for every release by {source}"
-        return source
+        gpu = "the GPU's generator (Philox), seeded for every release by "
+        return f"{gpu}{source}" if device.type == "cuda" else source
 
 
 def _digest(key: bytes, *parts: str | int) -> bytes:

@@ -65,11 +65,7 @@ class Cost:
 
 
 def objective(sweep: SweepOptions, options: Options) -> Objective:
-    """Return the objective of a search.
-
-    Raises:
-        UserError: the set is missing or of other data, or records are missing or must not be used to choose.
-    """
+    """Return the objective of a search; raises UserError if the set or the records cannot be used."""
     if sweep.objective == "set":
         return ProxyObjective(sweep, options)
     return FederatedObjective(options, private=sweep.objective == "private")
@@ -163,10 +159,7 @@ def _training(
 
 
 def _public_of(options: Options, distilled: DistilledSet | None) -> tuple[Tensor, Tensor] | None:
-    """Return the run's public records, or None if it has none and needs none.
-
-    Records that clients held when the set was made do not count as public.
-    """
+    """Return the run's public records, or None if it has none and needs none."""
     count = options.data.public_records
     must = "be false with objective set: its nets would be scored on records that clients hold"
     require(not options.data.use_public, "data.use_public", must, True)

@@ -38,8 +38,8 @@ class SweepOptions:
         scores: scores of a trial: accuracy (high), num_params (low), seconds (low). The first one selects best.yaml.
             Several scores give a Pareto front.
         trials: number of trials of the study, over all workers and restarts, >= 1.
-        sampler: {name, options}: tpe, random, grid, qmc, gp or nsga2. The default of its option seed is the run's seed.
-        pruner: {name, options}: none, median, percentile, halving or hyperband; only with the single score accuracy.
+        sampler: {name, options}. The default of its option seed is the run's seed.
+        pruner: {name, options}; only with the single score accuracy.
         storage: URL of the database that the workers share; null is study.db (SQLite) in output_dir.
         heartbeat_seconds: interval in seconds between the heartbeats of a trial, >= 1. After three intervals without a
             heartbeat, another worker repeats the trial.
@@ -61,11 +61,7 @@ class SweepOptions:
 
 
 def check(sweep: SweepOptions) -> None:
-    """Check what needs several options of the search.
-
-    Raises:
-        UserError: no key to search, or an option that contradicts another one.
-    """
+    """Raise UserError if no key is searched, or an option contradicts another one."""
     require(bool(sweep.space), "sweep.space", "name at least one key to search", sweep.space)
     for score in sweep.scores:
         require(score in SCORES, "sweep.scores", f"be of {', '.join(SCORES)}", score, nearest(score, SCORES))

@@ -70,13 +70,10 @@ def reasons(trials: Sequence[Trial]) -> list[str]:
 
 
 def total_cost(begun: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]] | None:
-    """Return each client's epsilon and delta, added up over the notes of all trials that began.
+    """Return each client's epsilon (None: no bound) and delta, added up over the notes of all trials that began.
 
     A trial counts with its whole budget even if it was pruned, failed or died, because its length depends on the
-    trials' results.
-
-    Returns:
-        `epsilon` (None: no bound), `delta` and `caveats` (each once); None if no trial has a cost.
+    trials' results. None if no trial has a cost.
     """
     costs = [noted["cost"] for noted in begun if "cost" in noted]
     if not costs:

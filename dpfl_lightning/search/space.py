@@ -30,28 +30,19 @@ _PUBLIC = ("name", "folder", "public_records", "use_public")
 
 @dataclass(frozen=True)
 class Dimension:
-    """The values of one key: choices, or a range whose ends are included.
-
-    Args:
-        key: dotted key of a configuration.
-        choices: label -> value, or None for a range.
-        low: lower end of the range. The range has whole numbers if both ends are whole numbers.
-        high: upper end of the range; with a step, the last value that a step reaches.
-        log: whether the logarithm is drawn uniformly.
-        when: other key -> value (label, for choices) that it must have for this key to be drawn.
-    """
+    """The values of one dotted key: choices, or a range whose ends are included."""
 
     key: str
-    choices: Mapping[Any, Any] | None = None
+    choices: Mapping[Any, Any] | None = None  # label -> value
     low: float = 0.0
-    high: float = 0.0
+    high: float = 0.0  # with a step, the last value that a step reaches
     step: float | None = None
-    log: bool = False
-    when: Mapping[str, Any] = field(default_factory=dict)
+    log: bool = False  # whether the logarithm is drawn uniformly
+    when: Mapping[str, Any] = field(default_factory=dict)  # other key -> value (label) that it must have
 
     @property
     def whole(self) -> bool:
-        """Whether the range has whole numbers."""
+        """Whether the range has whole numbers: both ends are whole."""
         return isinstance(self.low, int) and isinstance(self.high, int)
 
     def ends(self) -> list[Any]:
@@ -83,10 +74,7 @@ def _stepped(low: float, high: float, step: float) -> list[Any]:
 
 
 def parse(space: Mapping[str, Any], objective: str) -> dict[str, Dimension]:
-    """Return the dimensions of `sweep.space` by key.
-
-    Raises:
-        UserError: a key that the objective cannot search, or an invalid option or range.
+    """Return the dimensions of `sweep.space` by key; raises UserError.
 
     >>> parse({"model.width": {"low": 8, "high": 32, "step": 8}}, "set")["model.width"].whole
     True

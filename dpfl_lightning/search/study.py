@@ -15,7 +15,7 @@ from optuna.trial import FrozenTrial, TrialState
 from dpfl_lightning.errors import UserError, require
 from dpfl_lightning.runtime.stopping import words_and_status
 from dpfl_lightning.search.options import SCORES, SweepOptions
-from dpfl_lightning.search.samplers import pruner, sampler, size_of_grid
+from dpfl_lightning.search.samplers import pruner, sampler
 from dpfl_lightning.search.space import Dimension, drawn
 from dpfl_lightning.search.storage import agreed, in_one_line, opened
 
@@ -38,28 +38,18 @@ class _Surplus(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """A finished trial.
-
-    Args:
-        state: complete, pruned or failed.
-        found: dotted key -> drawn value (label, for choices).
-        scores: name -> value; a pruned trial has its last value.
-        reason: why it failed or was pruned.
-        steps: step -> accuracy at that step.
-        facts: notes about the trial: num_params, seconds, host, cost, error.
-        again: whether another trial repeats it.
-    """
+    """A finished trial."""
 
     number: int
-    state: str
-    found: Mapping[str, Any]
-    scores: Mapping[str, float]
-    reason: str = ""
+    state: str  # complete, pruned or failed
+    found: Mapping[str, Any]  # dotted key -> drawn value (label, for choices)
+    scores: Mapping[str, float]  # name -> value; a pruned trial has its last value
+    reason: str = ""  # why it failed or was pruned
     begun: datetime | None = None
     ended: datetime | None = None
-    steps: Mapping[int, float] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    again: bool = False
+    steps: Mapping[int, float] = field(default_factory=dict)  # step -> accuracy at that step
+    facts: Mapping[str, Any] = field(default_factory=dict)  # notes: num_params, seconds, host, cost, error
+    again: bool = False  # whether another trial repeats it
 
 
 class Running:
@@ -100,10 +90,6 @@ class Study:
             workers, and workers that resume, draw with other seeds to avoid repeating trials. For a grid or a sequence
             (qmc), they continue the order with which the study began.
         first: whether this is the first worker on this machine.
-
-    Raises:
-        UserError: an unknown sampler or pruner, a space that the sampler cannot search, a database that does not
-            answer, or a study of this name that searches something else.
     """
 
     def __init__(
@@ -128,16 +114,12 @@ class Study:
         self._study.pruner = pruner(sweep)
         self.wanted = sweep.trials
         if sweep.sampler["name"] == "grid":
-            self._check_grid()
-            self.wanted = min(sweep.trials, size_of_grid(dimensions))
+            outside = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
+            advice = "Choose another sweep.name, or resume with another sampler."
+            must = f"not be grid in a study with {outside} trials that another sampler drew"
+            require(not outside, "sweep.sampler.name", must, "grid", advice)  # the search would end too early
+            self.wanted = min(sweep.trials, math.prod(len(dimension.grid()) for dimension in dimensions.values()))
         self._on_end: Callable[[Trial], None] = lambda trial: None
-
-    def _check_grid(self) -> None:
-        """Raise UserError if the study has trials outside the grid, because the search would then end too early."""
-        outside = sum(bool(trial.params) and "grid_id" not in trial.system_attrs for trial in self._known())
-        advice = "Choose another sweep.name, or resume with another sampler."
-        must = f"not be grid in a study with {outside} trials that another sampler drew"
-        require(not outside, "sweep.sampler.name", must, "grid", advice)
 
     # -- running trials
 
@@ -186,7 +168,7 @@ class Study:
             trial.set_user_attr("reason", str(error))
             raise optuna.TrialPruned from None
         except KeyboardInterrupt as error:  # not a failure of the trial, so it is queued again
-            _queue_again(self._study, self._study.trials[trial.number])
+            RetryHeartbeatStaleTrialCallback()(self._study, self._study.trials[trial.number])
             trial.set_user_attr("reason", words_and_status(error)[0])
             raise
         except Exception as error:
@@ -202,7 +184,7 @@ class Study:
     def _given_up(self, study: optuna.Study, trial: FrozenTrial) -> None:
         """Queue a trial again whose worker was silent for too long."""
         self._on_end(self._trial(trial, {trial.number}))
-        _queue_again(study, trial, _MOST_RETRIES)
+        RetryHeartbeatStaleTrialCallback(_MOST_RETRIES)(study, trial)
 
     def _known(self) -> list[FrozenTrial]:
         """Return all trials except those that a worker took in excess."""
@@ -264,11 +246,6 @@ class Study:
     @mlflow_run.setter
     def mlflow_run(self, run_id: str) -> None:
         self._study.set_user_attr(_MLFLOW, run_id)
-
-
-def _queue_again(study: optuna.Study, trial: FrozenTrial, most: int | None = None) -> None:
-    """Queue a trial with the same values, unless this was done `most` times."""
-    RetryHeartbeatStaleTrialCallback(most)(study, trial)
 
 
 def _repeated(trials: Sequence[FrozenTrial]) -> set[int]:

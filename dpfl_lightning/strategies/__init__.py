@@ -1,12 +1,11 @@
 """Registry of the server strategies: the name that a configuration uses -> class."""
 
 import importlib
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from dpfl_lightning.config.registry import call
-from dpfl_lightning.errors import UserError, nearest
+from dpfl_lightning.config.registry import call, imported
+from dpfl_lightning.errors import nearest, require
 from dpfl_lightning.federated.server.strategy import Strategy
 
 #: registry name -> (file, class)
@@ -40,10 +39,7 @@ STRATEGIES = {
 
 
 def build(strategies: Mapping[str, Mapping[str, Any] | None]) -> list[Strategy]:
-    """Build the strategies of a configuration, in its order.
-
-    Args:
-        strategies: registry name, or the `class_path` of a user-defined strategy -> its options; None means no options.
+    """Build the strategies of a configuration, in its order: name or package.module.Class -> options (or None).
 
     >>> [type(s).__name__ for s in build({"size_weighted": None, "fedprox": {"pull": 0.1}})]
     ['SizeWeighted', 'FedProx']
@@ -63,14 +59,6 @@ def _class(name: str) -> type[Strategy]:
     if name in STRATEGIES:
         file, attribute = STRATEGIES[name]
         return getattr(importlib.import_module(f"{__name__}.{file}"), attribute)
-    module, _, attribute = name.rpartition(".")
-    try:
-        kind = getattr(importlib.import_module(module), attribute) if module else None
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"`strategies.{name}` must be importable, got: {error}. Is it on PYTHONPATH?") from None
-    if not (inspect.isclass(kind) and issubclass(kind, Strategy)):
-        raise UserError(
-            f"`strategies` must name one of {', '.join(STRATEGIES)}, or a user-defined Strategy as "
-            f"package.module.Class, got {name!r}. {nearest(name, STRATEGIES)}".rstrip()
-        )
-    return kind
+    must = f"name one of {', '.join(STRATEGIES)}, or a user-defined Strategy as package.module.Class"
+    require("." in name, "strategies", must, name, nearest(name, STRATEGIES))
+    return imported(f"strategies.{name}", name, Strategy)

@@ -7,18 +7,17 @@ import math
 import pytest
 import torch
 from attack_tools import Releases
-from conftest import blobs, parts_of
+from conftest import blobs, small_loop
+from reference import Net
 from torch import Tensor, nn
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 
 NOISE = 1e-3  # noise multiplier: hardly any, so that the sum is seen
-
-# ---- norms that underflow
 
 
 class Steep(nn.Module):
@@ -39,18 +38,17 @@ class Steep(nn.Module):
         return self.logits + (out if out.dim() == 2 else out.flatten(2).sum(dim=2))
 
 
+def over_positions() -> nn.Module:
+    return Net(lambda net, x: net.layer(x).transpose(1, 2), layer=nn.Linear(64, 2, bias=False))
+
+
 LAYERS = {
     "linear": (lambda: nn.Linear(36, 2, bias=False), (36,)),
     "linear with bias": (lambda: nn.Linear(36, 2), (36,)),
-    "linear over positions": (lambda: nn.Sequential(nn.Linear(64, 2, bias=False), Transposed()), (4, 64)),
+    "linear over positions": (over_positions, (4, 64)),
     "convolution": (lambda: nn.Conv2d(1, 2, 3, bias=False), (1, 6, 6)),
     "convolution of few positions": (lambda: nn.Conv2d(16, 2, 3, bias=False), (16, 4, 4)),
 }
-
-
-class Transposed(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.transpose(1, 2)
 
 
 def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, folder) -> Tensor:
@@ -59,18 +57,21 @@ def sent(layer: str, engine: str, margin: float, size: float, clip_norm: float, 
     seen = Releases()
     x, y = torch.zeros(1, *shape), torch.zeros(1, dtype=torch.long)
     x.flatten()[14] = size
-    FederatedLoop(
-        Population.from_datasets([(x, y)], held_out=0.0, num_classes=2),
-        ClientModule(Steep(make(), margin)),
-        rounds=1,
+    train(x, y, 2, Steep(make(), margin), engine, clip_norm, folder, seen)
+    return seen.of_round[1][0].double()
+
+
+def train(x, y, num_classes, net, engine, clip_norm, folder, seen) -> None:
+    """One round of one client with hardly any noise."""
+    small_loop(
+        Population.from_datasets([(x, y)], held_out=0.0, num_classes=num_classes),
+        ClientModule(net),
         clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
         privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=clip_norm),
         engine=ENGINES[engine](),
-        **parts_of([seen]),
+        parts=[seen],
         output_dir=folder,
-        device="cpu",
     ).run()
-    return seen.of_round[1][0].double()
 
 
 #: margin, feature, clip norm
@@ -90,38 +91,25 @@ def test_a_tiny_gradient_of_huge_features_is_clipped(layer, engine, tmp_path):
         assert moved <= 1.01 * clip_norm + noise, f"{moved / clip_norm:.3g} clip norms: {margin, size, clip_norm}"
 
 
-# ---- nets that mix records
-
-
-class Rescaled(nn.Module):
+def rescaled(net, x: Tensor) -> Tensor:
     """Divides the batch by its largest value, where something exceeds 8."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        largest = x.abs().max() if len(x) else x.new_ones(())
-        return torch.where(largest > 8, x * 8 / largest, x)
+    largest = x.abs().max() if len(x) else x.new_ones(())
+    return torch.where(largest > 8, x * 8 / largest, x)
 
 
-class Capacity(nn.Module):
+def capacity(net, x: Tensor) -> Tensor:
     """Two experts of one layer each, which take 16 records of a batch each and pass over the others."""
-
-    def __init__(self, features: int) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(features, features) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = x
-        for number, expert in enumerate(self.experts):
-            mine = (x[:, 0] > 0) == bool(number)
-            taken = mine & (mine.cumsum(dim=0) <= 16)
-            out = torch.where(taken[:, None], expert(x), out)
-        return out
+    out = x
+    for number, expert in enumerate((net.first, net.second)):
+        mine = (x[:, 0] > 0) == bool(number)
+        taken = mine & (mine.cumsum(dim=0) <= 16)
+        out = torch.where(taken[:, None], expert(x), out)
+    return out
 
 
-class Centred(nn.Module):
+def centred(net, x: Tensor) -> Tensor:
     """Subtracts the mean of a batch of more than 32 records."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(dim=0) if len(x) > 32 else x
+    return x - x.mean(dim=0) if len(x) > 32 else x
 
 
 class Entangled(torch.autograd.Function):
@@ -142,34 +130,16 @@ class Entangled(torch.autograd.Function):
         return gradient + 100 * gradient.sum(dim=0) if len(gradient) > 32 else gradient
 
 
-class EntangledGradients(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return Entangled.apply(x)
-
-
-def net(mixing: nn.Module | None = None) -> nn.Module:
+def loop_of(mixing: nn.Module, folder):
     torch.manual_seed(0)
-    middle = [] if mixing is None else [mixing]
-    return nn.Sequential(*middle, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    net = nn.Sequential(mixing, nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+    return small_loop(module=ClientModule(net), privacy=PrivacyOptions(epsilon=4.0, delta=1e-3), output_dir=folder)
 
 
-def loop_of(net: nn.Module, folder, **more) -> FederatedLoop:
-    return FederatedLoop(
-        blobs(),
-        ClientModule(net),
-        rounds=1,
-        clients=ClientOptions(count=4, batch_size=16),
-        privacy=PrivacyOptions(epsilon=4.0, delta=1e-3),
-        output_dir=folder,
-        device="cpu",
-        **more,
-    )
-
-
-@pytest.mark.parametrize("mixing", [Rescaled(), Capacity(6), Centred()], ids=lambda layer: type(layer).__name__)
+@pytest.mark.parametrize("mixing", [rescaled, capacity, centred])
 def test_a_net_that_mixes_records_is_refused(mixing, tmp_path):
     with pytest.raises(UserError, match="`model` must see one record at a time"):
-        loop_of(net(mixing), tmp_path / "run")
+        loop_of(Net(mixing, first=nn.Linear(6, 6), second=nn.Linear(6, 6)), tmp_path / "run")
     assert not (tmp_path / "run").exists(), "before anything is charged"
 
 
@@ -183,21 +153,12 @@ def test_a_backward_pass_that_mixes_records_moves_no_sum_too_far(engine, tmp_pat
             x[0], y[0] = 100 * x[0], (y[0] + 1) % 3
         seen = Releases()
         torch.manual_seed(0)
-        FederatedLoop(
-            Population.from_datasets([(x, y)], held_out=0.0, num_classes=3),
-            ClientModule(nn.Sequential(nn.Linear(6, 8), EntangledGradients(), nn.Linear(8, 3))),
-            rounds=1,
-            clients=ClientOptions(1, batch_size=None, learning_rate=1.0),
-            privacy=PrivacyOptions(noise_multiplier=NOISE, delta=1e-3, clip_norm=1.0),
-            engine=ENGINES[engine](),
-            **parts_of([seen]),
-            output_dir=tmp_path / str(number),
-            device="cpu",
-        ).run()
+        entangled = nn.Sequential(nn.Linear(6, 8), Net(lambda net, x: Entangled.apply(x)), nn.Linear(8, 3))
+        train(x, y, 3, entangled, engine, 1.0, tmp_path / str(number), seen)
         sums.append(seen.of_round[1][0].double() * 48)
     noise = 2 * NOISE * (math.sqrt(len(sums[0])) + 6)
     assert float((sums[1] - sums[0]).norm()) <= 2.01 + noise
 
 
 def test_a_net_that_does_not_is_not_refused(tmp_path):
-    loop_of(net(nn.LayerNorm(6)), tmp_path / "run")
+    loop_of(nn.LayerNorm(6), tmp_path / "run")

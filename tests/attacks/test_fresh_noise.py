@@ -8,8 +8,8 @@ import shutil
 
 import pytest
 import torch
-from attack_tools import CutBetweenRounds, Releases, cut_after_training, independent, mean_loss, noise_apart
-from conftest import FIXED_KEY, PowerCut, blobs, parts_of, small_net
+from attack_tools import Asks, CutBetweenRounds, Releases, cut_after_training, independent, noise_apart
+from conftest import FIXED_KEY, PowerCut, small_loop, small_net
 from torch.nn import functional as F
 
 from dpfl_lightning.build import FederatedLoop
@@ -19,9 +19,9 @@ from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.fit import main as fit
-from dpfl_lightning.privacy.accounting.events import GaussianEvent
-from dpfl_lightning.privacy.accounting.planned import Planned
+from dpfl_lightning.plan import main as plan
 from dpfl_lightning.privacy.ledger.ledger import read_ledger
+from dpfl_lightning.strategies.clustering.ifca import Ifca
 
 NOISE = 100.0  # so much that the clipped sums, of at most 78 records, are lost in it
 RATE = 0.25
@@ -29,34 +29,31 @@ RATE = 0.25
 
 def run_of(folder, seen=None, *, module=None, seed=0, rounds=3, parts=(), rate=RATE, **privacy) -> FederatedLoop:
     """A loop of four clients with full batches, one step a round, and no budget but the schedule's."""
-    return FederatedLoop(
-        blobs(),
-        module or ClientModule(small_net()),
+    return small_loop(
+        module=module,
         rounds=rounds,
         clients=ClientOptions(count=4, batch_size=None, learning_rate=rate),
         privacy=PrivacyOptions(**{"noise_multiplier": NOISE, "delta": 1e-3, **privacy}),
-        **parts_of([*parts, *([] if seen is None else [seen])]),
+        parts=[*parts, *([] if seen is None else [seen])],
         seed=seed,
         output_dir=folder,
-        device="cpu",
         engine=SerialEngine(),  # which calls a loss as it is
-        new_net=lambda seed: small_net(seed=seed),
     )
 
 
-def noise_std(loop: FederatedLoop, client: int, rate: float = RATE) -> float:
-    """Of one number of the client's update."""
-    return rate * NOISE / loop.settings[client].num_records
+def assert_independent(loop: FederatedLoop, ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Each client's two releases, `[C, P]`, have different noise."""
+    for client in range(4):
+        noise_std = RATE * NOISE / loop.settings[client].num_records  # of one number of the client's update
+        apart = noise_apart(ours[client], theirs[client], noise_std)
+        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
 
 
-def releases(folder, round: int = 1, **options) -> tuple[FederatedLoop, torch.Tensor]:
+def releases(folder, round: int = 1, resume: bool = False, **options) -> tuple[FederatedLoop, torch.Tensor]:
     seen = Releases()
     loop = run_of(folder, seen, **options)
-    loop.run()
+    loop.run(resume=resume)
     return loop, seen.of_round[round]
-
-
-# ---- separate runs and seeds
 
 
 OTHERS = [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 2}, {"clip_norm": 2.0}, {"noise_multiplier": 2 * NOISE}]
@@ -64,23 +61,18 @@ OTHERS = [{"seed": 1}, {"rate": 2 * RATE}, {"rounds": 2}, {"clip_norm": 2.0}, {"
 
 @pytest.mark.parametrize(
     "other, key",
-    [*((other, FIXED_KEY) for other in OTHERS), (OTHERS[0], None), (OTHERS[1], None)],
-    ids=lambda given: "default" if given is None else given if isinstance(given, str) else next(iter(given)),
+    [*((other, FIXED_KEY) for other in OTHERS), (OTHERS[0], None), (OTHERS[1], None), ({}, None)],
+    ids=lambda given: "default" if given is None else given if isinstance(given, str) else next(iter(given), "nothing"),
 )
 def test_runs_that_differ_have_noise_of_their_own(other, key, tmp_path):
-    """A given key repeats a run, and no other one: what two runs release would give the noise away."""
+    """A given key repeats a run, and no other one: what two runs release would give the noise away.
+
+    Without a key even runs of one configuration differ.
+    """
     loop, ours = releases(tmp_path / "first", noise_key=key, rounds=1)
     _, theirs = releases(tmp_path / "second", **{"noise_key": key, "rounds": 1, **other})
-    unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other)), 1)  # of the other's noise
-    for client in range(4):
-        apart = noise_apart(ours[client], theirs[client] / unit, noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
-
-
-def test_runs_of_one_configuration_have_noise_of_their_own(tmp_path):
-    loop, ours = releases(tmp_path / "first")
-    _, theirs = releases(tmp_path / "second")
-    assert all(independent(noise_apart(ours[row], theirs[row], noise_std(loop, row))) for row in range(4))
+    unit = {"rate": 2, "clip_norm": 2, "noise_multiplier": 2}.get(next(iter(other), ""), 1)  # of the other's noise
+    assert_independent(loop, ours, theirs / unit)
 
 
 def test_a_simulation_repeats_itself_and_promises_nothing(tmp_path):
@@ -102,34 +94,13 @@ def test_seeds_with_a_key_promise_nothing(tmp_path, monkeypatch, request):
         assert "nobody is protected" in result["guarantee"]
 
 
-# ---- questions
-
-
 class Another(MeanLoss):
     """Another question, of the same fields."""
 
 
-class Asks(Releases):
-    """Asks two questions in every round, whose fields are equal."""
-
-    def __init__(self, kinds) -> None:
-        super().__init__()
-        self.answers, self._kinds = [], kinds
-
-    def plan_run(self, schedule, view):
-        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 2 * view.run.rounds)
-        return schedule.replan(lambda _, own: type(own)(own.target_epsilon, own.delta, (*own.planned, line)))
-
-    def plan_round(self, plan, view):
-        own = {client: view.mechanism(client, "loss") for client in plan.clients}
-        for kind in self._kinds:
-            self.answers.append(dict(view.ask(mean_loss(kind, view, own))))
-        return plan
-
-
 @pytest.mark.parametrize("kinds", [(MeanLoss, MeanLoss), (MeanLoss, Another)], ids=["twice the same", "two classes"])
 def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
-    asks = Asks(kinds)
+    asks = Asks(kinds, NOISE)
     run_of(tmp_path / "run", asks, rounds=1).run()
     first, second = asks.answers
     charges = [charge for charge in read_ledger(tmp_path / "run" / "ledger.jsonl") if charge.purpose == "loss"]
@@ -137,12 +108,7 @@ def test_questions_with_equal_fields_are_two_releases(kinds, tmp_path):
     assert all(first[client] != second[client] for client in range(4)), "and has noise of its own"
 
 
-# ---- a round that was broken off
-
-
 class Smoothed(ClientModule):
-    """Cross entropy with smoothed labels; an owner may keep the smoothing wherever."""
-
     def __init__(self, smoothing: float) -> None:
         super().__init__(small_net())
         self._smoothing = smoothing
@@ -171,10 +137,6 @@ def broken_off(folder, module: ClientModule, round: int = 2) -> torch.Tensor:
     return seen[round]
 
 
-def charged(folder, round: int) -> int:
-    return sum(charge.round == round for charge in read_ledger(folder / "ledger.jsonl"))
-
-
 def test_a_smoothing_that_was_edited_is_refused(tmp_path):
     folder = tmp_path / "run"
     broken_off(folder, Smoothed(0.0))
@@ -188,21 +150,15 @@ def test_a_smoothing_that_was_edited_is_refused(tmp_path):
 def test_a_round_that_was_broken_off_is_charged_again_with_other_noise(kind, tmp_path):
     folder = tmp_path / "run"
     before = broken_off(folder, kind(small_net()))
-    seen = Releases()
-    loop = run_of(folder, seen, module=kind(small_net()), reserve_rounds=1)
-    loop.run(resume=True)
-    assert charged(folder, 2) == 2 * 4
-    for client in range(4):
-        apart = noise_apart(before[client], seen.of_round[2][client], noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+    loop, after = releases(folder, 2, resume=True, module=kind(small_net()), reserve_rounds=1)
+    assert sum(charge.round == 2 for charge in read_ledger(folder / "ledger.jsonl")) == 2 * 4
+    assert_independent(loop, before, after)
 
 
-# ---- copies
-
-
-@pytest.mark.parametrize("rate", [RATE, 2 * RATE], ids=["the same", "another learning rate"])
-def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
-    """Going on with a copy, or with a backup that was restored: never the noise that was used already."""
+@pytest.mark.parametrize(
+    "rate, restored", [(RATE, False), (2 * RATE, False), (RATE, True)], ids=["copy", "copy with another rate", "backup"]
+)
+def test_a_copy_or_restored_backup_that_is_resumed_has_other_noise(rate, restored, tmp_path):
     folder, copy = tmp_path / "run", tmp_path / "copy"
     with pytest.raises(PowerCut):
         run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
@@ -210,30 +166,30 @@ def test_copies_of_a_run_have_noise_of_their_own(rate, tmp_path):
     ours, theirs = Releases(), Releases()
     loop = run_of(folder, ours)
     loop.run(resume=True)
+    if restored:
+        shutil.rmtree(folder)
+        copy = copy.rename(folder)
     try:
         run_of(copy, theirs, rate=rate).run(resume=True)
     except UserError:
         assert rate != RATE and not theirs.of_round, "what changes nothing is no mistake"
         return
-    scale = rate / RATE
-    for client in range(4):
-        pair = ours.of_round[2][client], theirs.of_round[2][client] / scale
-        apart = noise_apart(*pair, noise_std(loop, client))
-        assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
-
-
-def test_a_restored_backup_has_other_noise_than_the_run_it_was_taken_from(tmp_path):
-    folder, backup = tmp_path / "run", tmp_path / "backup"
-    with pytest.raises(PowerCut):
-        run_of(folder, Releases(), parts=[CutBetweenRounds(1)]).run()
-    shutil.copytree(folder, backup)
-    ours, theirs = Releases(), Releases()
-    run_of(folder, ours).run(resume=True)
-    shutil.rmtree(folder)
-    shutil.copytree(backup, folder)
-    loop = run_of(folder, theirs)
-    loop.run(resume=True)
     for round in (2, 3):
-        for client, pair in enumerate(zip(ours.of_round[round], theirs.of_round[round], strict=True)):
-            apart = noise_apart(*pair, noise_std(loop, client))
-            assert independent(apart), f"the noise of two releases differs by {apart:.2g} standard deviations"
+        assert_independent(loop, ours.of_round[round], theirs.of_round[round] / (rate / RATE))
+
+
+@pytest.mark.parametrize("selection", ["paper_argmin", "exponential_frozen"])
+def test_choices_without_noise_are_covered_by_no_epsilon(selection, tmp_path, capsys):
+    result = small_loop(
+        rounds=2,
+        privacy=PrivacyOptions(epsilon=8.0, delta=1e-3),
+        parts=[Ifca(num_clusters=2, selection=selection)],
+        output_dir=tmp_path / "run",
+    ).run()
+    bare = selection == "paper_argmin"
+    assert [one["epsilon_spent"] is None for one in result.clients] == [bare] * 4
+    promises = json.loads((tmp_path / "run" / "guarantees.json").read_text())["clients"]
+    assert [one["epsilon"] is None for one in promises] == [bare] * 4
+    assert plan(["--ledger", str(tmp_path / "run"), "--json"]) == 0
+    again = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [one["epsilon"] is None for one in again["clients"]] == [bare] * 4

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attack_tools import CutBetweenRounds, cut_after_training, overspent
-from conftest import FIXED_KEY, PowerCut, blobs, small_net
+from conftest import FIXED_KEY, PowerCut, blobs, small_loop, small_net
 from torch import nn
 
 from dpfl_lightning.build import ENGINES, FederatedLoop
@@ -40,19 +40,8 @@ def loop_of(folder: Path, **changed: Any) -> FederatedLoop:
     """The run, but for what is changed; `clients` and `privacy` are changes of their own."""
     clients = ClientOptions(**{**CLIENTS, **changed.pop("clients", {})})
     privacy = changed.pop("privacy", {})
-    return FederatedLoop(
-        **{
-            "population": blobs(),
-            "module": ClientModule(small_net()),
-            "rounds": ROUNDS,
-            "clients": clients,
-            "privacy": None if privacy is None else PrivacyOptions(**{**PRIVACY, **privacy}),
-            "output_dir": folder,
-            "device": "cpu",
-            "new_net": lambda seed: small_net(seed=seed),
-            **changed,
-        }
-    )
+    privacy = None if privacy is None else PrivacyOptions(**{**PRIVACY, **privacy})
+    return small_loop(**{"rounds": ROUNDS, "clients": clients, "privacy": privacy, "output_dir": folder, **changed})
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +64,6 @@ def begun_by_command(tmp_path_factory) -> Path:
     with pytest.raises(PowerCut):
         fit(options, more=[CutBetweenRounds(DONE)])
     return folder
-
-
-# ---- by code
 
 
 def people(change: Callable[[Population, list[torch.Tensor]], None]) -> Population:
@@ -228,9 +214,6 @@ def test_an_attempt_that_was_refused_does_no_harm(begun, tmp_path):
             loop_of(folder, **BY_CODE[way][0]()).run(resume=True)
     assert loop_of(folder).run(resume=True).finished
     assert not overspent(folder / "ledger.jsonl", BUDGETS, DELTA)
-
-
-# ---- by the configuration in the folder
 
 
 def edited(folder: Path, key: str, value: Any) -> list[str]:

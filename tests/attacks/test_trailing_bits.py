@@ -16,12 +16,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from attack_tools import Releases, attack, finest_bit, mean_loss
-from conftest import parts_of
+from attack_tools import Asks, Releases, attack, finest_bit
+from conftest import small_loop
 from scipy.special import ndtr
 from torch import nn
 
-from dpfl_lightning.build import ENGINES, FederatedLoop
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
 from dpfl_lightning.federated.client.module import ClientModule
@@ -29,7 +29,6 @@ from dpfl_lightning.federated.messages.plan import ClassGradients
 from dpfl_lightning.federated.messages.query import MeanLoss
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.accounting.events import GaussianEvent, LaplaceEvent
-from dpfl_lightning.privacy.accounting.planned import Planned
 
 NOISE = 2.0  # noise multiplier of every release; the clip norm is 1
 DELTA = 1e-5
@@ -86,34 +85,9 @@ class Classes(Releases):
         return dataclasses.replace(plan, job=ClassGradients(2))
 
 
-class Loss(Releases):
-    """Asks every client for its mean loss, too."""
-
-    def __init__(self) -> None:
-        super().__init__(fixed=True)
-        self.answers: dict[int, float] = {}
-
-    def plan_run(self, schedule, view):
-        line = Planned("loss", GaussianEvent(1.0, NOISE, 1), 1)
-        return schedule.replan(lambda _, own: dataclasses.replace(own, planned=(*own.planned, line)))
-
-    def plan_round(self, plan, view):
-        own = {client: view.mechanism(client, "loss") for client in plan.clients}
-        self.answers = dict(view.ask(mean_loss(MeanLoss, view, own)))
-        return plan
-
-
 @dataclasses.dataclass(frozen=True)
 class Way:
-    """One way in which clients release.
-
-    Args:
-        engine: by name.
-        module: makes the module.
-        steps: local steps of the release.
-        kind: "training", "classes" or "loss".
-        mechanism: of the noise.
-    """
+    """One way in which clients release, in so many local steps; the kind is "training", "classes" or "loss"."""
 
     engine: str = "fast"
     module: type = ClientModule
@@ -170,23 +144,24 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
     x = torch.zeros(2 * trials, RECORDS, FEATURES)  # a record of zeros has a gradient of zeros
     x[:trials, 0] = 1.0
     y = torch.tensor([0, 1])  # the other record is of another class
-    callback = {"training": lambda: Releases(fixed=True), "classes": Classes, "loss": Loss}[way.kind]()
+    callback = {
+        "training": lambda: Releases(fixed=True),
+        "classes": Classes,
+        "loss": lambda: Asks([MeanLoss], NOISE, fixed=True),
+    }[way.kind]()
     module = way.module() if way.module is Alone else way.module(Zeros())
     with tempfile.TemporaryDirectory() as folder:
-        FederatedLoop(
+        small_loop(
             Population.from_datasets([(own, y) for own in x], held_out=0.0, num_classes=2),
             module,
-            rounds=1,
             clients=ClientOptions(2 * trials, batch_size=None, learning_rate=1.0, local_epochs=way.steps),
             privacy=PrivacyOptions(noise_multiplier=NOISE, delta=way.delta, mechanism=way.mechanism, clip_norm=1.0),
             engine=ENGINES[way.engine](),
-            **parts_of([callback]),
+            parts=[callback],
             output_dir=Path(folder) / "run",
-            device="cpu",
         ).run()
-    if isinstance(callback, Loss):
-        middle = 1.0
-        sums = np.array([[callback.answers[client] - middle] for client in range(2 * trials)])
+    if isinstance(callback, Asks):  # 1 is the middle of its range
+        sums = np.array([[callback.answers[0][client] - 1.0] for client in range(2 * trials)])
     elif isinstance(callback, Classes):
         sums = callback.of_round[1][:, 0].double().numpy()
     else:
@@ -196,24 +171,16 @@ def noisy_sums(name: str, trials: int) -> tuple[np.ndarray, np.ndarray]:
     return sums[:trials], sums[trials:]
 
 
-def hold_to_the_claim(name: str, trials: int) -> None:
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["few", "a thousand"])
+@pytest.mark.parametrize("name", WAYS)
+def test_bits_tell_no_more_than_the_claim(name, more):
     """Guess from the finest bit of each release, and compare with what the claimed mechanism allows."""
     way = WAYS[name]
+    trials = 1000 if more else way.trials
     with_record, without = (finest_bit(own) for own in noisy_sums(name, trials + LEARN))
     usual, sure = (attack(with_record, without, LEARN, sure) for sure in (False, True))
     assert usual.success_low() <= way.success(), f"{usual.successes} of {2 * trials} guessed right"
     assert max(one.epsilon_low(way.delta) for one in (usual, sure)) <= way.epsilon, (usual, sure)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_bits_tell_no_more_than_the_claim(name):
-    hold_to_the_claim(name, WAYS[name].trials)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WAYS)
-def test_bits_of_a_thousand_releases_tell_no_more_than_the_claim(name):
-    hold_to_the_claim(name, trials=1000)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -12,14 +12,13 @@ from types import ModuleType
 import mutants
 import numpy as np
 import pytest
-from conftest import blobs, small_net
+from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import noisy, one_run
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import FederatedLoop, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.federated.client.module import ClientModule
 
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
 CONFIDENCE = 0.9999  # of each audit here: a sound build is refuted once in 10,000 runs
@@ -28,13 +27,11 @@ COMMAND = f"pip install --no-deps --target /tmp/judge jax_privacy==2.0.0, and {F
 
 
 def sound() -> FederatedLoop:
-    return FederatedLoop(
+    return small_loop(
         blobs(num_clients=2, records=100),
-        ClientModule(small_net()),
         rounds=2,
         clients=ClientOptions(count=2, batch_size=20, learning_rate=0.3),
         privacy=PrivacyOptions(epsilon=[2.0, 8.0], delta=1e-3),
-        device="cpu",
     )
 
 

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import mutants
 import pytest
-from conftest import blobs, small_net
+from conftest import blobs, small_loop
 
 from dpfl_lightning.auditing import exact, noisy
 from dpfl_lightning.auditing.run import audit
 from dpfl_lightning.build import ENGINES, FederatedLoop, build_engine, build_loop
 from dpfl_lightning.config.load import load
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
-from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.server.view import View
 
 DIGITS = Path(__file__).parents[2] / "conf" / "digits.yaml"
@@ -33,14 +32,12 @@ def few(monkeypatch):
 
 def loop_of(engine: str, batch_size: int | None = 20, **privacy) -> FederatedLoop:
     options = {"epsilon": [2.0, 8.0], "delta": 1e-3, **privacy}
-    return FederatedLoop(
+    return small_loop(
         blobs(num_clients=2, records=100),
-        ClientModule(small_net()),
         rounds=2,
         clients=ClientOptions(count=2, batch_size=batch_size, learning_rate=0.3),
         privacy=PrivacyOptions(**options),
         engine=build_engine(engine),
-        device="cpu",
     )
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import mutants
 import pytest
 import torch
+from conftest import small_loop
 from torch import Tensor, nn
 
 from dpfl_lightning.auditing import exact
-from dpfl_lightning.auditing.records import most_opposed
+from dpfl_lightning.auditing.harness import most_opposed
 from dpfl_lightning.auditing.target import subjects
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
@@ -51,13 +52,11 @@ def loop_of(net: nn.Module, **privacy) -> FederatedLoop:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(30, 1, 8, 8, generator=generator), torch.randint(3, (30,), generator=generator)
     options = {"epsilon": 2.0, "delta": 1e-3, "clip_norm": 0.7, **privacy}
-    return FederatedLoop(
+    return small_loop(
         Population.from_datasets([(x, y)], held_out=0.0, num_classes=3),
         ClientModule(net),
-        rounds=1,
         clients=ClientOptions(count=1, batch_size=10),
         privacy=PrivacyOptions(**options),
-        device="cpu",
     )
 
 

@@ -1,6 +1,4 @@
-"""Groups with shifted data: everyone's records as its group has them, nobody else's touched, and no copy too many."""
-
-import itertools
+"""Groups with shifted data: each client has the records of its group, stored once; and wrong labels."""
 
 import numpy as np
 import pytest
@@ -9,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from dpfl_lightning.data import Dataset, Population
-from dpfl_lightning.data.groups import GROUPS, grouped, renamed, stored, turned
+from dpfl_lightning.data import Dataset, Population, load
+from dpfl_lightning.data.groups import GROUPS, grouped, renamed, stored, turned, with_wrong_labels
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.evaluation import evaluate
@@ -45,9 +43,6 @@ def train(population: Population, client: int) -> tuple[torch.Tensor, torch.Tens
     return population.records(client, torch.arange(population.num_records[client]))
 
 
-# --- the shifts themselves ---
-
-
 @settings(deadline=None)
 @given(side=st.integers(1, 5), group=st.integers(0, 3), seed=st.integers(0, 2**32))
 def test_four_quarter_turns_are_the_identity_and_one_is_counter_clockwise(side, group, seed):
@@ -68,11 +63,6 @@ def test_renamed_labels_are_a_bijection_that_only_group_0_leaves_alone(num_class
     assert bool((renamed(y, group, num_classes) == y).any()) == (group == 0)
 
 
-def test_sizes_are_kept_and_the_minority_may_come_first():
-    for name in GROUPS:
-        assert grouped(name, 21, (1, 2, 2), 10, sizes=[3, 6, 6, 6]).of == (0,) * 3 + (1,) * 6 + (2,) * 6 + (3,) * 6
-
-
 @given(num_clients=st.integers(1, 100), count=st.integers(1, 9))
 def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, count):
     count = min(count, num_clients)
@@ -80,9 +70,8 @@ def test_a_count_alone_gives_sizes_as_equal_as_possible_in_order(num_clients, co
     sizes = np.bincount(of, minlength=count)
     assert list(of) == sorted(of) and len(of) == num_clients and len(sizes) == count
     assert list(sizes) == sorted(sizes) and sizes.max() - sizes.min() <= 1
+    assert grouped("rotation", 9, (1, 2, 2), 10, sizes=[1, 3, 5]).of == (0,) * 1 + (1,) * 3 + (2,) * 5
 
-
-# --- in a population ---
 
 PARTITIONS = {
     "iid": {},
@@ -121,23 +110,9 @@ def test_every_client_has_the_records_of_a_run_without_groups_shifted_as_its_gro
         assert torch.equal(ours, theirs)  # belong to nobody, and are shifted for nobody
     used |= {(0, row) for row in ([] if plain.public is None else plain.public.tolist())}
     assert len(population.x) == len(population.y) == len(used), "a copy for each group that uses a record, no other"
-    assert population.groups == GROUP_OF and plain.groups is None
+    assert population.groups == population.to("meta").groups == GROUP_OF and plain.groups is None
+    assert facts_of(population).truth == {"groups": GROUP_OF} and facts_of(plain).truth is None
     assert population.caveats == plain.caveats and (len(plain.caveats) == 1) == (name == "overlapping")
-
-
-def test_where_nobody_shares_a_record_memory_is_what_it_was():
-    for kind in (ROTATION, LABEL_SHIFT):
-        assert len(made(kind).x) == 420 + 105 == len(made().x)
-
-
-def test_overlapping_clients_of_one_group_share_a_copy_and_others_have_their_own():
-    plain = made(partition=("overlapping", {"records_per_client": 400}))
-    population = made(ROTATION, partition=("overlapping", {"records_per_client": 400}))
-    for one, two in itertools.combinations(range(7), 2):
-        both = set(plain.train_of[one].tolist()) & set(plain.train_of[two].tolist())
-        shared = set(population.train_of[one].tolist()) & set(population.train_of[two].tolist())
-        assert len(both) >= 380 and len(shared) == (len(both) if GROUP_OF[one] == GROUP_OF[two] else 0)
-    assert len(population.x) <= 4 * 420 + 105 and "several clients" in population.caveats[0]
 
 
 def test_rows_stay_within_what_is_stored_and_lists_may_be_empty():
@@ -173,24 +148,10 @@ def test_there_is_no_common_test_set_and_each_client_is_tested_as_its_group():
     assert first.test.accuracy == pytest.approx(1 / 7)  # the mean over clients
 
 
-def test_who_is_in_which_group_is_the_truth_of_a_simulation():
-    assert facts_of(made(ROTATION)).truth == {"groups": GROUP_OF} and facts_of(made()).truth is None
+def test_other_groups_are_other_data_to_a_resumed_run():
+    def digest(population):
+        return tuple(data_digests(population, b"key"))
 
-
-def test_to_moves_everything():
-    population = made(ROTATION, public_records=70)
-    moved = population.to("meta")
-    tensors = [moved.x, moved.y, moved.public, *moved.train_of, *moved.held_out_of]
-    assert {tensor.device.type for tensor in tensors} == {"meta"} and moved.test is None
-    assert moved.groups == GROUP_OF and moved.num_records == population.num_records
-
-
-def digest(population):
-    return tuple(data_digests(population, b"key"))
-
-
-def test_other_groups_are_other_data():
-    """A resumed run is compared with the one that was begun by this digest."""
     kinds = [None, *((name, sizes) for name in GROUPS for sizes in ({"count": 2}, {"count": 3}, SIZES))]
     assert len({digest(made(kind)) for kind in kinds}) == len(kinds)
     assert digest(made(ROTATION)) == digest(made(ROTATION))
@@ -199,22 +160,17 @@ def test_other_groups_are_other_data():
 @pytest.mark.parametrize(
     "kind, message",
     [
-        (
-            ("rotatoin", {"count": 2}),
-            "`data.groups.name` must be one of rotation, label_shift.*Did you mean `rotation`",
-        ),
+        (("rotatoin", {"count": 2}), "`data.groups.name` must be one of .*Did you mean `rotation`"),
         (("rotation", {"size": [7]}), r"`data.groups.size` must be an option of rotation \(sizes, count\).*`sizes`\?"),
         (("rotation", {}), "`data.groups.sizes` must be given, or else data.groups.count.*Give sizes:"),
         (("rotation", {"count": 2, "sizes": [3, 4]}), "or else data.groups.count, not both"),
         (("rotation", {"count": 5}), "`data.groups.count` must be from 1 to 4: there are 4 quarter turns.*got 5"),
         (("rotation", {"count": 0}), "`data.groups.count` must be from 1 to 4"),
-        (("rotation", {"count": 2.0}), "`data.groups.count` must be a whole number or null, got 2.0"),
         (("label_shift", {"count": 6}), "from 1 to 5: there are 5 classes, 7 clients, got 6"),
         (("rotation", {"sizes": [1, 1, 1, 2, 2]}), r"have from 1 to 4 sizes, one a group.*got \[1, 1, 1, 2, 2\]"),
         (("rotation", {"sizes": []}), r"have from 1 to 4 sizes, one a group: there are 4 quarter turns, got \[\]"),
         (("rotation", {"sizes": [8, -1]}), "`data.groups.sizes` must be at least 1 each"),
         (("rotation", {"sizes": [3, 6]}), r"have the sum 7, clients.count, got \[3, 6\]. It is 9."),
-        (("rotation", {"sizes": 7}), "`data.groups.sizes` must be a list of whole numbers or null, got 7"),
     ],
 )
 def test_wrong_groups_are_named(kind, message):
@@ -222,22 +178,20 @@ def test_wrong_groups_are_named(kind, message):
         made(kind)
 
 
-def test_data_that_cannot_be_shifted_so_is_named():
+def test_data_that_cannot_be_shifted_is_named():
     data = dataset()
     flat = Dataset("flat", data.x.flatten(1), data.y, data.test_x.flatten(1), data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"must be label_shift if records are not square images but have shape \(4,\)"):
-        Population.partitioned(flat, num_clients=2, groups=("rotation", {"count": 2}))
     wide = Dataset("wide", data.x[..., :1], data.y, data.test_x[..., :1], data.test_y, CLASSES)
-    with pytest.raises(UserError, match=r"not square images but have shape \(1, 2, 1\), got 'rotation'"):
-        Population.partitioned(wide, num_clients=2, groups=("rotation", {"count": 2}))
     regression = Dataset("regression", data.x, data.y.float(), data.test_x, data.test_y.float(), 1)
-    with pytest.raises(UserError, match=r"`data.groups.name` must be rotation if there are no classes to rename"):
-        Population.partitioned(regression, num_clients=2, groups=("label_shift", {"count": 2}))
+    for records, name, message in [
+        (flat, "rotation", r"must be label_shift if records are not square images but have shape \(4,\)"),
+        (wide, "rotation", r"not square images but have shape \(1, 2, 1\), got 'rotation'"),
+        (regression, "label_shift", "`data.groups.name` must be rotation if there are no classes to rename"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            Population.partitioned(records, num_clients=2, groups=(name, {"count": 2}))
     turned_targets = Population.partitioned(regression, num_clients=2, groups=("rotation", {"count": 2}))
     assert turned_targets.y.dtype == torch.float32
-
-
-# --- test records that each client draws for itself ---
 
 
 @pytest.mark.parametrize("kind", [None, ROTATION])
@@ -257,24 +211,66 @@ def test_test_records_that_clients_draw_have_their_classes():
         assert set(population.held_out(client)[1].tolist()) <= set(train(population, client)[1].tolist())
 
 
+def test_wrong_draws_are_named():
+    one_class = ("shards", {"max_classes": 1})
+    with_held_out = "must be null with data.held_out_per_client 2, got 5. .* leave out one of the two"
+    for options, message in [
+        ({"test_per_client": 106}, "must be at most 105, the test records .* of client 0, got 106"),
+        ({"test_per_client": 0}, "must be at least 1, or null, got 0"),
+        ({"test_per_client": 5, "held_out_per_client": 2}, with_held_out),
+        ({"test_per_client": 80, "partition": one_class}, "at most 21, the test records with classes like those of"),
+    ]:
+        with pytest.raises(UserError, match=f"`data.test_per_client` .*{message}"):
+            made(**options)
+
+
+def digits(**changed) -> Population:
+    options = {"num_clients": 5, "public_records": 100, "held_out_per_client": 20, **changed}
+    return Population.partitioned(load("digits"), **options)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_a_share_of_each_clients_records(share):
+    right, wrong = digits(), digits(label_noise=("records", {"share": share}))
+    for rows, others in zip(right.train_of, wrong.train_of, strict=True):
+        assert torch.equal(rows, others)
+        changed = right.y[rows] != wrong.y[rows]
+        assert int(changed.sum()) == int(share * len(rows) + 0.5)
+        assert torch.equal(wrong.y[rows][changed], (right.y[rows][changed] + 1) % 10)
+
+
+@pytest.mark.parametrize(("share", "count"), [(0.0, 0), (0.4, 2), (0.5, 3), (1.0, 5)])
+def test_a_share_of_the_clients(share, count):
+    right, wrong = digits(), digits(label_noise=("clients", {"share": share}))
+    changed = [(right.y[rows] != wrong.y[rows]).float().mean().item() for rows in right.train_of]
+    assert sorted(changed) == [0.0] * (5 - count) + [1.0] * count
+
+
+def test_labels_follow_from_the_seed_and_what_scores_a_model_keeps_its_own():
+    right, wrong = digits(), digits(label_noise=("records", {"share": 1.0}))
+    for rows in (right.test, right.public, *right.held_out_of):
+        assert torch.equal(right.y[rows], wrong.y[rows])
+    same, again, other = (digits(label_noise=("records", {"share": 0.5}), seed=seed).y for seed in (0, 0, 1))
+    assert torch.equal(same, again) and not torch.equal(same, other)
+
+
 @pytest.mark.parametrize(
-    "options, message",
+    ("changed", "words"),
     [
+        ({"label_noise": ("records", {"share": 1.5})}, "`data.label_noise.share` must be in .0, 1., got 1.5"),
+        ({"label_noise": ("record", {"share": 0.5})}, "Did you mean `records`"),
+        ({"label_noise": ("records", {"part": 0.5})}, "part"),
         (
-            {"test_per_client": 106},
-            "`data.test_per_client` must be at most 105, the test records .* of client 0, got 106",
-        ),
-        ({"test_per_client": 0}, "`data.test_per_client` must be at least 1, or null, got 0"),
-        (
-            {"test_per_client": 5, "held_out_per_client": 2},
-            "`data.test_per_client` must be null with data.held_out_per_client 2, got 5. .* leave out one of the two",
-        ),
-        (
-            {"test_per_client": 80, "partition": ("shards", {"max_classes": 1})},
-            "must be at most 21, the test records with classes like those of client",
+            {"label_noise": ("records", {"share": 0.5}), "partition": ("overlapping", {}), "records_per_client": 500},
+            "clients share records",
         ),
     ],
 )
-def test_wrong_draws_are_named(options, message):
-    with pytest.raises(UserError, match=message):
-        made(**options)
+def test_a_mistake_is_named(changed, words):
+    with pytest.raises(UserError, match=words):
+        digits(**changed)
+
+
+def test_a_regression_has_no_classes_to_mistake():
+    with pytest.raises(UserError, match="no classes"):
+        with_wrong_labels("records", torch.zeros(4), [torch.arange(4)], 1, np.random.default_rng(0), share=0.5)

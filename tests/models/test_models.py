@@ -33,68 +33,56 @@ def count(net: nn.Module) -> int:
     return sum(parameter.numel() for parameter in net.parameters())
 
 
-@pytest.mark.parametrize("name, shape, classes, options, parameters", COUNTS)
-def test_parameter_counts(name, shape, classes, options, parameters):
+def test_parameter_counts_are_those_of_the_papers():
+    assert {name for name, *_ in COUNTS} == set(MODELS), "every model has a stated count"
     with torch.device("meta"):  # counts need no memory and no initialisation
-        net = build(name, shape, classes, **options)
-    assert count(net) == parameters
-
-
-def test_every_model_has_a_stated_count():
-    assert {name for name, *_ in COUNTS} == set(MODELS)
+        for name, shape, classes, options, parameters in COUNTS:
+            assert count(build(name, shape, classes, **options)) == parameters, (name, shape, classes, options)
 
 
 def test_convnet_family_has_the_sizes_of_its_paper():
-    """The 432 nets of the 720-net grid with a norm other than batch's: its extremes, which the paper states."""
-    grid = itertools.product((32, 256), (1, 2, 3, 4), ("none", "layer", "instance", "group"), ("none", "max", "avg"))
+    """The extremes of the 432 nets of the 720-net grid with a norm other than batch's."""
     with torch.device("meta"):
-        sizes = {
+        smallest, largest = (
             count(build("convnet", (3, 32, 32), 10, width=width, depth=depth, norm=norm, pooling=pooling))
-            for width, depth, norm, pooling in grid
-        }
-    assert (min(sizes), max(sizes)) == (24_522, 6_496_010)
+            for width, depth, norm, pooling in ((32, 3, "none", "avg"), (256, 4, "layer", "none"))
+        )
+    assert (smallest, largest) == (24_522, 6_496_010)
 
 
 SMALL = {"convnet": {"width": 8}}
 SHAPES = {"linear": (10,), "logistic": (3, 4)}
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_each_record_is_seen_alone(name):
-    torch.manual_seed(0)
-    net = build(name, SHAPES.get(name, (1, 28, 28)), 1 if name == "linear" else 10, **SMALL.get(name, {}))
-    check_net(net)
-    x = torch.randn(3, *SHAPES.get(name, (1, 28, 28)))
-    together = net(x)
-    assert together.shape == (3, 1 if name == "linear" else 10)
-    alone = torch.cat([net(one[None]) for one in x])
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("resnet18", "resnet34")])
-def test_per_record_gradients_can_be_taken(name):
-    shape = SHAPES.get(name, (1, 28, 28))
-    net = build(name, shape, 1 if name == "linear" else 10, **SMALL.get(name, {}))
-    params = {key: value.detach() for key, value in net.named_parameters()}
-
-    def loss(params, x):
-        return torch.func.functional_call(net, params, (x[None],)).square().sum()
-
-    x = torch.randn(2, *shape)
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
-    both = torch.autograd.grad(net(x).square().sum(), list(net.parameters()))
-    for one, summed in zip(each.values(), both, strict=True):
-        torch.testing.assert_close(one.sum(dim=0), summed, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("options", [{"activation": "leaky_relu"}, {"activation": "sigmoid"}, {"pooling": "max"}])
-def test_convnet_options_change_the_outputs(options):
-    x = torch.randn(2, 1, 8, 8)
-    outputs = []
-    for chosen in ({}, options):
+def test_per_record_outputs_and_gradients_are_those_of_the_batch():
+    for name in MODELS:
         torch.manual_seed(0)
-        outputs.append(build("convnet", (1, 8, 8), 10, width=8, **chosen)(x))
-    assert not torch.allclose(*outputs)
+        shape, outputs = SHAPES.get(name, (1, 28, 28)), 1 if name == "linear" else 10
+        net = build(name, shape, outputs, **SMALL.get(name, {}))
+        check_net(net)
+        x = torch.randn(2, *shape)
+        together = net(x)
+        assert together.shape == (2, outputs), name
+        torch.testing.assert_close(together, torch.cat([net(one[None]) for one in x]), rtol=1e-4, atol=1e-5)
+        if name in ("resnet18", "resnet34"):  # large
+            continue
+
+        def loss(params, x, net=net):
+            return torch.func.functional_call(net, params, (x[None],)).square().sum()
+
+        params = {key: value.detach() for key, value in net.named_parameters()}
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, x)
+        both = torch.autograd.grad(together.square().sum(), list(net.parameters()))
+        for one, summed in zip(each.values(), both, strict=True):
+            torch.testing.assert_close(one.sum(dim=0), summed, rtol=1e-3, atol=1e-4)
+
+
+def test_convnet_options_change_the_outputs():
+    x, outputs = torch.randn(2, 1, 8, 8), []
+    for options in ({}, {"activation": "leaky_relu"}, {"activation": "sigmoid"}, {"pooling": "max"}):
+        torch.manual_seed(0)
+        outputs.append(build("convnet", (1, 8, 8), 10, width=8, **options)(x))
+    assert not any(torch.allclose(one, other) for one, other in itertools.combinations(outputs, 2))
 
 
 def test_a_personal_input_is_at_first_the_identity_and_counted():
@@ -119,14 +107,13 @@ def test_resnet_starts_as_published():
     assert convolutions[-1].weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
 
 
-def test_building_a_model_draws_only_its_own_parameters():
+def test_building_a_model_draws_only_its_parameters():
     torch.manual_seed(0)
     net = build("cnn_small", (1, 28, 28), 10)
     torch.manual_seed(0)
-    first = nn.Conv2d(1, 16, 5)
-    second = nn.Conv2d(16, 32, 5)
-    last = nn.Linear(1568, 10)
-    expected = [*first.parameters(), *second.parameters(), *last.parameters()]
+    expected = [
+        p for layer in (nn.Conv2d(1, 16, 5), nn.Conv2d(16, 32, 5), nn.Linear(1568, 10)) for p in layer.parameters()
+    ]
     assert all(torch.equal(one, two) for one, two in zip(net.parameters(), expected, strict=True))
 
 
@@ -135,8 +122,6 @@ def test_building_a_model_draws_only_its_own_parameters():
     [
         ("cnn_smal", (1, 28, 28), 10, {}, r"`model.name` must be one of .* Did you mean `cnn_small`\?"),
         ("convnet", (1, 28, 28), 10, {"widht": 3}, r"`model.widht` must be an option .* Did you mean `width`"),
-        ("cnn_small", (1, 28, 28), 10, {"width": 3}, r"must be an option of cnn_small \(it has none\)"),
-        ("convnet", (1, 28, 28), 10, {"width": "wide"}, "`model.width` must be a whole number, got 'wide'"),
         ("convnet", (1, 28, 28), 10, {"norm": "batch"}, "`model.norm` must be one of instance, group, layer, none"),
         ("convnet", (1, 28, 28), 10, {"width": 6, "norm": "group"}, "`model.width` must be a multiple of 4"),
         ("convnet", (1, 28, 28), 10, {"depth": 0}, "must be at least 1"),
@@ -172,11 +157,9 @@ def test_wrong_models_are_named(name, shape, classes, options, message):
 def test_nets_that_cannot_be_private_are_refused(layer, message):
     with pytest.raises(UserError, match=message):
         check_net(nn.Sequential(nn.ReLU(), nn.Sequential(layer)))
-
-
-def test_a_bare_layer_is_refused_too():
-    with pytest.raises(UserError, match="got BatchNorm1d"):
-        check_net(nn.BatchNorm1d(4))
+    if isinstance(layer, nn.BatchNorm1d):
+        with pytest.raises(UserError, match="got BatchNorm1d"):
+            check_net(layer)
 
 
 def test_nets_that_can_be_private_pass():

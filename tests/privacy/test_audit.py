@@ -46,9 +46,6 @@ def test_one_run_bounds_are_those_of_jax_privacy(shift, plain, gaussian):
     assert float(gaussian_epsilon(np.array([mu]), np.array([1e-6]))[0]) == pytest.approx(gaussian, rel=1e-5)
 
 
-# ---- one run
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     canaries=st.integers(1, 60),
@@ -113,9 +110,6 @@ def test_a_curve_of_points_lies_below_the_truth_and_meets_it():
     assert (gaps > -1e-6).all() and gaps.max() < 2e-3
 
 
-# ---- many releases
-
-
 @pytest.mark.slow
 def test_intervals_fail_as_rarely_as_they_say():
     """Seed 2: 74 failures of 1,000 at 0.05, and 28 where they are exact, have a chance of 1e-3."""
@@ -137,10 +131,7 @@ def test_a_shift_far_beyond_the_noise_is_bounded_as_well(apart):
     low, high = audit.shift_interval(inside, outside, 1e-4)
     assert low < apart < high and high - low < 1 + 0.5 * abs(apart)
     assert audit.shift_interval(outside, inside, 1e-4) == pytest.approx((-high, -low), rel=1e-6)
-
-
-def test_no_noise_is_told():
-    assert audit.shift_interval(np.ones(3), np.zeros(3), 0.05) == (math.inf, math.inf)
+    assert audit.shift_interval(np.ones(3), np.zeros(3), 0.05) == (math.inf, math.inf), "without noise"
     assert audit.shift_interval(np.ones(3), np.ones(3), 0.05) == (0.0, 0.0)
 
 

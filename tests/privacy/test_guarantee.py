@@ -21,8 +21,10 @@ ROUND, FULL = GaussianEvent(0.02, 1.5, 19), GaussianEvent(1.0, 5.0)
 
 
 def test_a_small_epsilon_keeps_its_digits_and_none_is_shown_too_small():
-    words = Guarantee(epsilon=1e-6, delta=0.1, sampling="full batch", accountant="RDP").words()
-    assert words.startswith("(0.000001, 0.1)-differential privacy")
+    texts = {1e-6: "0.000001", 2.0: "2", 1.999991: "2", 2.000001: "2.0001", 99995041.42194: "99995041.422"}
+    for epsilon, shown in texts.items():
+        words = Guarantee(epsilon=epsilon, delta=0.1, sampling="full batches", accountant="RDP").words()
+        assert words.startswith(f"({shown}, 0.1)-differential privacy")
     for value in (1e-6, 3e-6, 7e-6, 1.2345e-5, 0.00099999, 0.001, 0.00123, 0.5, 2.00001, 0.0):
         assert value <= float(epsilon_text(value)) <= max(value * 1.01, value + 1e-4 * (value >= 0.001)), value
 
@@ -41,6 +43,18 @@ def test_a_schedule_says_how_many_releases_an_event_stands_for():
     ledger = guarantee([FULL, *[ROUND] * 30, *[SelectionEvent(0.1)] * 5], 1e-4, RDP)
     assert guarantee([*events, Caveat("words")], 1e-4, RDP, releases=counts).covers == ledger.covers
     assert guarantee([FULL, repeated(ROUND, 0)], 1e-4, RDP, releases=[1, 0]).covers == ledger.covers[:1]
+
+
+def test_words_name_sampling_accountant_and_caveats():
+    events = [FULL, GaussianEvent(0.1, 2.0, 50), Caveat("Data sizes are public.")]
+    promise = guarantee(events, 1e-5, RDP)
+    assert promise.epsilon == RDP.epsilon(events, 1e-5)
+    assert promise.words().endswith(
+        "per record (add or remove one record), full and Poisson-sampled batches, "
+        "accounted by RDP (Opacus, orders 1.1 to 1024). Caveat: Data sizes are public."
+    )
+    fallback = guarantee([GaussianEvent(0.1, 2.0, 5)], 1e-12, get_accountant("prv"), sampling="Poisson sampling")
+    assert "Poisson sampling, accounted by RDP" in fallback.words() and "rounding errors matter" in fallback.words()
 
 
 def test_laplace_releases_are_counted_apart():

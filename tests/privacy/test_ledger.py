@@ -46,26 +46,18 @@ def lines_of(path):
     return path.read_bytes().splitlines(keepends=True)
 
 
-# ---- writing
-
-
-def test_a_charge_is_on_disk_when_it_returns(path):
-    ledger = Ledger(path, HEADER)
-    ledger.charge([charge(0), charge(1)])
-    assert read_ledger(path) == [charge(0), charge(1)]
-    assert read_head(path) == ledger.head and ledger.head.lines == 3
-
-
 def test_charges_of_a_client_and_round_are_counted_whatever_they_are_for(path):
     """Equal numbers would be equal noise in a simulation, and nothing is free because it looks like a charge before."""
     ledger = Ledger(path, HEADER)
     first = [charge(), charge(number=1), charge(number=2, purpose="other"), charge(client=1), charge(round=2)]
     ledger.charge(first)
+    assert read_ledger(path) == first, "a charge is on disk when it returns"
+    assert read_head(path) == ledger.head and ledger.head.lines == 6
     assert [ledger.charges(0, 1), ledger.charges(1, 1), ledger.charges(0, 2), ledger.charges(3, 1)] == [3, 1, 1, 0]
     ledger.close()
     again = Ledger(path, HEADER)
     assert again.charges(0, 1) == 3 and again.used(0, "train") == 3 and again.used(0, "other") == 1
-    again.charge([charge()])
+    again.charge([charge()])  # it continues where it ended
     assert again.charges(0, 1) == 4 and again.used(0, "train") == 4 and read_ledger(path) == [*first, charge()]
 
 
@@ -102,21 +94,6 @@ def test_the_header_of_equal_clients_is_short(path):
     assert verify(path, lambda _: None).header.epsilon == (2.0,) * 100_000
 
 
-def test_it_goes_on_where_it_ended(written):
-    ledger = Ledger(written, HEADER)
-    ledger.charge([charge(0, 4)])
-    ledger.close()
-    assert [one.round for one in read_ledger(written)] == [1, 1, 2, 2, 3, 3, 4]
-
-
-def test_two_writers_are_refused(path):
-    first = Ledger(path, HEADER)
-    with pytest.raises(UserError, match="being written by another run"):
-        Ledger(path, HEADER)
-    first.close()
-    Ledger(path, HEADER).close()
-
-
 def test_another_process_is_refused_but_may_read(path):
     ledger = Ledger(path, HEADER)
     ledger.charge([charge()])
@@ -127,19 +104,15 @@ def test_another_process_is_refused_but_may_read(path):
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True)
     assert done.returncode == 1 and "is being written by another run" in done.stderr
+    with pytest.raises(UserError, match="being written by another run"):
+        Ledger(path, HEADER)
     ledger.charge([charge(1)])
-
-
-def test_a_refused_ledger_is_not_kept_locked(written):
-    for _ in range(2):
-        with pytest.raises(UserError, match=r"`accountant` must stay 'rdp', with which the run in .* began, got 'prv'"):
-            Ledger(written, replace(HEADER, accountant="prv"))
-    Ledger(written, HEADER).close()
 
 
 def test_a_run_whose_charges_mean_something_else_is_refused(written):
     whole = written.read_bytes()
     for key, other in {
+        "`accountant` must stay 'rdp'.*, got 'prv'": {"accountant": "prv"},
         "`delta` of client 0": {"delta": (1e-3,) * 4},
         "`epsilon` of client 0": {"epsilon": (9.0,) * 4},
         "`caveats` must stay": {"caveats": ()},
@@ -151,6 +124,7 @@ def test_a_run_whose_charges_mean_something_else_is_refused(written):
         with pytest.raises(UserError, match=f"{words}.*start a new run for anything else"):
             Ledger(written, replace(HEADER, **other))
         assert written.read_bytes() == whole
+    Ledger(written, HEADER).close()  # a refused ledger is not kept locked
 
 
 def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
@@ -163,9 +137,6 @@ def test_a_write_that_failed_closes_the_ledger(path, monkeypatch):
         ledger.charge([charge(0)])
     assert ledger.used(0, "train") == 0
     assert Ledger(path, HEADER).used(0, "train") == 1, "it may be on disk: it is paid"
-
-
-# ---- crashes
 
 
 def test_a_kill_between_the_lines_and_the_head_loses_nothing(written, monkeypatch):
@@ -193,12 +164,6 @@ def test_what_a_crash_tore_was_never_paid_and_is_cut(written, torn):
     assert [one.client for one in read_ledger(written)] == [0, 1, 0, 1, 0, 1, 2]
 
 
-def test_a_torn_line_of_a_charge_that_returned_is_an_error(written):
-    written.write_bytes(written.read_bytes()[:-20])
-    with pytest.raises(UserError, match=r"must hold the 7 lines that `ledger.head` counts, got 6: 1 were cut off"):
-        Ledger(written, HEADER)
-
-
 @pytest.mark.parametrize("left", [b"", b'{"ledger": 2, "ru'])
 @pytest.mark.parametrize("head", [None, b"", b"\0" * 128])
 def test_a_crash_while_it_was_begun_begins_anew(path, left, head):
@@ -216,9 +181,6 @@ def test_a_crash_before_the_first_head_goes_on(path):
     assert read_head(path).lines == 2
 
 
-# ---- what is done to the file
-
-
 def forged(lines, number, change):
     """The lines, that one changed, with the chain that it would have had."""
     body = change(lines[number - 1][: -ledger_file._TAIL])
@@ -229,6 +191,18 @@ def forged(lines, number, change):
 def cheaper(body):
     assert b"1.5" in body
     return body.replace(b"1.5", b"9.5")
+
+
+def looser(body):
+    return body.replace(b"0.0001", b"0.01")
+
+
+def newer(body):
+    return body.replace(b'"ledger": 2', b'"ledger": 3')
+
+
+def unchained(lines):
+    return [line[: -ledger_file._TAIL] + b"}\n" for line in lines[1:]]
 
 
 def edited(lines, number):
@@ -245,13 +219,11 @@ DAMAGE = {
     ),
     "the last one edited, its chain too": (
         lambda ls: forged(ls, 7, cheaper),
-        "line 7 a chain that differs from that in `ledger.head`",
+        "line 7 a chain that differs from that in",
     ),
+    "the last one torn": (lambda ls: [*ls[:6], ls[6][:-20]], "`ledger.head` counts, got 6: 1 were cut off"),
     "removed": (lambda ls: [*ls[:3], *ls[4:]], "line 4 a line that does not follow line 3: 1 of 7 were removed"),
-    "cut off": (
-        lambda ls: ls[:5],
-        r"the 7 lines that `ledger.head` counts, got 5: 2 were cut off its end, after line 5",
-    ),
+    "cut off": (lambda ls: ls[:5], "`ledger.head` counts, got 5: 2 were cut off its end, after line 5"),
     "all cut off": (lambda ls: [], r"the 7 lines that `ledger.head` counts, got 0"),
     "repeated": (lambda ls: [*ls[:4], ls[3], *ls[4:]], "line 5 a copy of line 4"),
     "the last one repeated": (lambda ls: [*ls, ls[-1]], "line 8 a copy of line 7"),
@@ -261,30 +233,18 @@ DAMAGE = {
     "words": (lambda ls: [*ls[:2], b"nonsense\n", *ls[2:]], "line 3 an invalid line: b'nonsense"),
     "appended words": (lambda ls: [*ls, b"{}\n"], r"line 8 an invalid line: b'\{\}"),
     "an empty line": (lambda ls: [*ls[:2], b"\n", *ls[2:]], "line 3 an invalid line"),
-    "an unknown event": (
-        lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")],
-        "line 8 an invalid line",
-    ),
+    "an unknown event": (lambda ls: [*ls, ls[-1].replace(b"gaussian", b"gauss")], "line 8 an invalid line"),
     "zeros": (lambda ls: [*ls[:3], b"\0\0\n", *ls[4:]], r"got 3: 4 were cut off its end, after line 3"),
     "header edited": (lambda ls: [ls[0].replace(b"0.0001", b"0.01  "), *ls[1:]], "line 1 a header that was edited"),
     "header edited, its chain too": (
-        lambda ls: forged(ls, 1, lambda body: body.replace(b"0.0001", b"0.01")),
+        lambda ls: forged(ls, 1, looser),
         "line 2 a line that was edited, or that follows one",
     ),
     "no header": (lambda ls: ls[1:], "line 1 a charge: the header was removed"),
     "no header, a chain made up": (lambda ls: forged(ls[1:], 1, lambda body: body), "line 1 an invalid header"),
-    "another header": (
-        lambda ls: [OTHER_HEADER, *ls[1:]],
-        f"run {HEADER.run}, .*got that of run {'ff' * 16} in line 1",
-    ),
-    "an older version": (
-        lambda ls: [line[: -ledger_file._TAIL] + b"}\n" for line in ls[1:]],
-        "line 1 a charge without a chain: the ledger is from an older version",
-    ),
-    "a newer version": (
-        lambda ls: forged(ls, 1, lambda body: body.replace(b'"ledger": 2', b'"ledger": 3'))[:1],
-        "must have format 2, got 3 in line 1",
-    ),
+    "another header": (lambda ls: [OTHER_HEADER, *ls[1:]], f"run {HEADER.run}, .*got that of run {'ff' * 16} in line"),
+    "an older version": (unchained, "line 1 a charge without a chain: the ledger is from an older version"),
+    "a newer version": (lambda ls: forged(ls, 1, newer)[:1], "must have format 2, got 3 in line 1"),
 }
 
 
@@ -355,27 +315,18 @@ def test_a_checkpoint_whose_ledger_was_deleted_gets_no_new_one(written):
     assert written.read_bytes() == b"" and not head_file(written).exists()
 
 
-def test_a_checkpoint_tells_another_runs_ledger(written, tmp_path):
-    other = Ledger(tmp_path / "other.jsonl", replace(HEADER, run="ee" * 16))
-    for round in (1, 2, 3, 4):
-        other.charge([charge(0, round), charge(1, round)])
-    other.close()
-    with pytest.raises(
-        UserError, match=f"run {HEADER.run}, to which the checkpoint belongs, got that of run {'ee' * 16}"
-    ):
-        Ledger(other.path, HEADER, read_head(written))
-
-
-def test_a_ledger_rewritten_with_its_head_differs_from_the_checkpoint(written):
+def test_a_checkpoint_tells_another_ledger_from_its_own(written, tmp_path):
     saved = read_head(written)
-    head_file(written).unlink(), written.unlink()
-    cheap = Ledger(written, HEADER)
-    for round in (1, 2, 3):
-        cheap.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
-    cheap.close()
-    assert len(read_ledger(written)) == 6, "the chain has no key: it holds by itself"
-    with pytest.raises(UserError, match="line 7 a chain that differs from that in the checkpoint"):
-        Ledger(written, HEADER, saved)
+    chain = "line 7 a chain that differs from that in the checkpoint"
+    other = f"run {HEADER.run}, to which the checkpoint belongs, got that of run {'ee' * 16}"
+    for name, run, message in (("cheap", HEADER.run, chain), ("other", "ee" * 16, other)):
+        ledger = Ledger(tmp_path / name, replace(HEADER, run=run))
+        for round in (1, 2, 3):
+            ledger.charge([charge(client, round, event=GaussianEvent(0.1, 9.5, 10)) for client in (0, 1)])
+        ledger.close()
+        assert len(read_ledger(ledger.path)) == 6, "the chain has no key: it holds by itself"
+        with pytest.raises(UserError, match=message):
+            Ledger(ledger.path, HEADER, saved)
 
 
 def test_no_changed_byte_and_no_cut_goes_unseen(path):

@@ -31,9 +31,6 @@ def fresh() -> RandomGenerator:
     return Streams().generator("noise", 1, 0)
 
 
-# ---- words
-
-
 def test_words_are_the_published_key_stream(monkeypatch):
     """NIST SP 800-38A, F.5.5 (its counter, then our zero): output blocks 1 to 4 of AES-256 in counter mode.
 
@@ -104,9 +101,6 @@ def test_uniform_numbers_are_above_0_and_at_most_1(monkeypatch):
     words = iter([0, 1 << 62, 2**64 - 1, 0])
     monkeypatch.setattr(halved, "words", lambda count: np.full(count, next(words), np.uint64))
     assert halved.integer_laplace(1, 1000.0)[0] == -round(1000 * (55 * np.log(2)))  # 53 + 1 halvings, and a whole one
-
-
-# ---- distributions: of fixed keys, and of fresh ones
 
 
 @pytest.mark.parametrize("generator", [keyed(1), fresh()], ids=["keyed", "fresh"])
@@ -220,9 +214,6 @@ def test_a_device_gets_all_bits_of_a_word():
     assert len(seeds) == 64 and max(seeds) >= 2**63 > min(seeds)
 
 
-# ---- sampling
-
-
 @pytest.mark.parametrize("generator", [keyed(9), fresh()], ids=["keyed", "fresh"])
 def test_poisson_sizes_are_binomial_and_records_equally_likely(generator):
     for rate in (0.1, 0.5, 1e-3):
@@ -267,8 +258,6 @@ def test_a_tiny_rate_gives_empty_batches_and_a_rate_of_1_everybody():
     assert any(len(rows) == 0 for rows in draw_steps("poisson", 100, 0.001, 50, keyed(11)))
     assert np.array_equal(poisson_rows(100, 1.0, keyed(11)), np.arange(100))
 
-
-# ---- streams
 
 NAMES = st.tuples(st.text(max_size=3), *[st.integers(0, 2**64 - 1)] * 3)
 

@@ -6,15 +6,16 @@ import math
 
 import pytest
 import torch
-from reference import summed
+from reference import Net, summed
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.kernels.float64_sums import Products
 from dpfl_lightning.privacy.clipping.fast import FastClippedSum, clipped_sum_for
-from dpfl_lightning.privacy.clipping.layer_rules import Unsupported
+from dpfl_lightning.privacy.clipping.layer_rules import Lookup, Outer, Unsupported
 from dpfl_lightning.privacy.clipping.reference import (
+    CANCELLING,
     SUM_ROUNDING,
     VmapClippedSum,
     clip_factors,
@@ -61,6 +62,15 @@ NETS = {
     "embedding": (nn.Embedding(7, 3), (5,)),
     "a module without a rule": (nn.Conv1d(2, 3, 2), (2, 5)),
 }
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+def values(net: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in net.named_parameters()}
 
 
 def loss_of(net: nn.Module):
@@ -155,7 +165,7 @@ def test_what_a_record_is_does_not_move_the_others_by_a_bit(first):
     net = nn.Sequential(pooled(), nn.Linear(144, 4))
     clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, 2, 12, 12), torch.empty(0, dtype=torch.long))
     assert isinstance(clipped_sum, FastClippedSum) and clipped_sum.sparse == {"0.0"}, reason
-    params = {name: p.detach() for name, p in net.named_parameters()}
+    params = values(net)
     x, y, each = torch.randn(9, 2, 12, 12), torch.arange(9) % 4, torch.arange(9)
     rows = summed(clipped_sum, params, x, y, 0.1, each, 9)
     x[0] = first
@@ -213,66 +223,52 @@ def test_products_check_what_the_loops_do_not(change):
         Products(pairs).add(totals, factors, group)
 
 
-class Windows(nn.Module):
-    """Its first layer meets windows, not records; it runs in float32 only, as its check must then."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 3)
-
-    def forward(self, x):
-        windows = x.float().unfold(1, 16, 4).reshape(-1, 16)
-        return self.last(self.first(windows).relu().view(len(x), -1, 32).mean(1))
+def meets_windows(net, x):
+    """The first layer meets windows, not records; it runs in float32 only, as its check must then."""
+    windows = x.float().unfold(1, 16, 4).reshape(-1, 16)
+    return net.last(net.first(windows).relu().view(len(x), -1, 32).mean(1))
 
 
-class Asked(nn.Module):
-    """One of its layers meets a question of its own, the same for all records."""
-
-    def __init__(self):
-        super().__init__()
-        self.question, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.last(x * self.question(torch.ones(1, 4, dtype=x.dtype)))
+def meets_a_question(net, x):
+    """One of the layers meets one question, the same for all records."""
+    return net.last(x * net.question(torch.ones(1, 4, dtype=x.dtype)))
 
 
-@pytest.mark.parametrize(("net", "width", "layer"), [(Windows(), 64, "first"), (Asked(), 8, "question")])
+@pytest.mark.parametrize(
+    ("net", "width", "layer"),
+    [
+        (Net(meets_windows, first=nn.Linear(16, 32), last=nn.Linear(32, 3)), 64, "first"),
+        (Net(meets_a_question, question=nn.Linear(4, 8), last=nn.Linear(8, 3)), 8, "question"),
+    ],
+    ids=["windows", "question"],
+)
 def test_layers_that_do_not_meet_records_one_by_one_are_left_to_vmap(net, width, layer):
-    empty = torch.empty(0, width), torch.empty(0, dtype=torch.long)
-    clipped_sum, reason = clipped_sum_for(net, None, *empty)
+    clipped_sum, reason = clipped_sum_for(net, None, torch.empty(0, width), torch.empty(0, dtype=torch.long))
     assert isinstance(clipped_sum, VmapClippedSum) and f"`{layer}` do not have one row" in reason
-    params = {name: p.detach() for name, p in net.named_parameters()}
     with pytest.raises(Unsupported, match=layer):
-        summed(FastClippedSum(net), params, torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
+        summed(FastClippedSum(net), values(net), torch.randn(5, width), torch.zeros(5, dtype=torch.long), 1.0)
 
 
-class Trimmed(nn.Module):
-    """It cuts a batch after its longest record: a gradient is a sum over places in one chunk, a product in another."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(6, 5), nn.Linear(5, 3)
-
-    def forward(self, x):
-        places = max(1, int((x != 0).any(dim=2).sum(dim=1).max()))
-        return self.last((self.first(x[:, :places]) * (x[:, :places] != 0).any(dim=2, keepdim=True)).sum(dim=1))
+def trimmed(net, x):
+    """Cuts a batch after its longest record: a gradient is a sum over places in one chunk, a product in another."""
+    places = max(1, int((x != 0).any(dim=2).sum(dim=1).max()))
+    return net.last((net.first(x[:, :places]) * (x[:, :places] != 0).any(dim=2, keepdim=True)).sum(dim=1))
 
 
 def test_chunks_of_other_forms_add_up():
-    torch.manual_seed(0)
-    net, x, y, group = Trimmed(), torch.randn(4, 3, 6), torch.arange(4) % 3, torch.tensor([0, 1, 0, 1])
+    net = Net(trimmed, first=nn.Linear(6, 5), last=nn.Linear(5, 3))
+    x, y, group = torch.randn(4, 3, 6), torch.arange(4) % 3, torch.tensor([0, 1, 0, 1])
     x[2:, 1:] = 0.0
-    params = {name: p.detach() for name, p in net.named_parameters()}
-    expected = summed(
-        FastClippedSum(net.double()), {name: p.double() for name, p in params.items()}, x.double(), y, 1.0, group, 2
-    )
+    params = values(net)
+    doubled = {name: p.double() for name, p in params.items()}
+    expected = summed(FastClippedSum(net.double()), doubled, x.double(), y, 1.0, group, 2)
     ours = summed(FastClippedSum(net.float(), chunk=2), params, x, y, 1.0, group, 2)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_gradient_that_is_lazily_negated_has_its_sign():
     net = nn.Sequential(nn.Linear(4, 3))
-    params = {name: p.detach() for name, p in net.named_parameters()}
+    params = values(net)
 
     def loss(params, x, y):
         return cross_entropy_of(net)(params, torch._neg_view(x), y)
@@ -283,19 +279,11 @@ def test_a_gradient_that_is_lazily_negated_has_its_sign():
 
 
 def test_parameters_that_no_loss_depends_on_are_refused_alone():
-    class Idle(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.idle = nn.Linear(4, 3), nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.used(x)
-
-    net = Idle()
-    params, x = {name: p.detach() for name, p in net.named_parameters()}, torch.randn(5, 4)
-    assert (summed(FastClippedSum(net), params, x, torch.zeros(5, dtype=torch.long), 1.0)[:, 15:] == 0).all()
+    net = Net(lambda net, x: net.used(x), used=nn.Linear(4, 3), idle=nn.Linear(2, 2))
+    args = values(net), torch.randn(5, 4), torch.zeros(5, dtype=torch.long), 1.0
+    assert (summed(FastClippedSum(net), *args)[:, 15:] == 0).all()
     with pytest.raises(Unsupported, match=r"no loss depends on `idle\.weight`"):
-        summed(FastClippedSum(net), params, x, torch.zeros(5, dtype=torch.long), 1.0, only=["idle.weight"])
+        summed(FastClippedSum(net), *args, only=["idle.weight"])
 
 
 def test_factors_stay_below_the_exact_ones():
@@ -307,17 +295,68 @@ def test_factors_stay_below_the_exact_ones():
 def test_batches_whose_sum_is_not_proved_are_refused():
     require_proved(records=100_000, chunk=128, terms=64)
     require_proved(records=10_000_000, chunk=128)
-    with pytest.raises(
-        UserError, match="`batch` must have fewer records, so that the sum is exact enough, got 10000000"
-    ):
+    words = "`batch` must have fewer records, so that the sum is exact enough, got 10000000"
+    with pytest.raises(UserError, match=words):
         require_proved(records=10_000_000, chunk=128, terms=64)
 
 
 def test_the_reference_agrees_with_the_default_loss():
     net = nn.Linear(3, 2)
-    params = {name: p.detach() for name, p in net.named_parameters()}
     x, y = torch.randn(5, 3) * 1e15, torch.arange(5) % 2
     ours, expected = (
-        summed(one, params, x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net)))
+        summed(one, values(net), x, y, 0.5) for one in (FastClippedSum(net), VmapClippedSum(cross_entropy_of(net)))
     )
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("contrast", [1.0, 1e-3])
+@pytest.mark.parametrize("offset", [0.0, 10.0, 1e3, 1e5])
+def test_a_record_whose_positions_cancel_adds_no_more_than_the_clip_norm(offset, contrast, order):
+    """The norm takes the mean over positions away, so that the gradients of its inputs add up to zero over them."""
+    layers = {"first": nn.Linear(64, 64), "norm": nn.GroupNorm(64, 64), "last": nn.Linear(64, 10)}
+    net = Net(lambda net, x: net.last(torch.relu(net.norm(net.first(x).mT)).mean(dim=2)), **layers)
+    with torch.no_grad():
+        net.first.weight.mul_(0.01)
+    x, y, each = offset + contrast * torch.randn(20, 8, 64), torch.arange(20) % 10, torch.arange(20)
+    added = summed(FastClippedSum(net), values(net), x, y, 1e-2, each, 20, order=order)
+    assert torch.linalg.vector_norm(added.double(), ord=order, dim=1).max() <= 1e-2 * (1 + 1e-5)
+
+
+def outer(positions, offset):
+    left = torch.randn(9, positions, 12)
+    return Outer(left - left.mean(dim=1, keepdim=True), offset + torch.randn(9, positions, 30) / 100)
+
+
+def lookup(positions, offset):
+    dy = offset * torch.randn(9, positions, 12)
+    return Lookup.merged(torch.randint(2, (9, positions)), dy - dy.mean(dim=1, keepdim=True), rows=2)
+
+
+def in_full(grads):
+    """The nine gradients in full."""
+    totals = torch.zeros(9, 24 if isinstance(grads, Lookup) else 360, dtype=torch.float64)
+    grads.add(totals, torch.ones(9, dtype=torch.float64), torch.arange(9))
+    return grads.arranged(totals).flatten(1)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("positions", [2, 7, 40])
+@pytest.mark.parametrize("offset", [0.0, 10.0, 1e3, 1e5])
+@pytest.mark.parametrize("make", [outer, lookup])
+def test_norms_are_never_below_what_is_summed(make, offset, positions, order):
+    grads = make(positions, offset).measurable(order)
+    sizes = torch.linalg.vector_norm(in_full(grads), ord=order, dim=1)
+    assert (grads.norms(order) >= sizes * (1 - 1e-12)).all()
+
+
+def test_norms_are_hardly_larger_where_positions_are_unrelated():
+    left, right, ids = torch.randn(9, 40, 12), torch.randn(9, 40, 30), torch.randint(2, (9, 40))
+    for grads in (Outer(left, right), Lookup.merged(ids, left, rows=2)):
+        assert torch.allclose(grads.norms(), in_full(grads).norm(dim=1), rtol=2e-4)
+
+
+def test_the_terms_of_a_sum_exceed_its_norm_by_no_more_than_the_bound_on_rounding_allows():
+    grads = outer(40, 1e5)
+    terms = torch.linalg.vector_norm(grads.left, dim=2) * torch.linalg.vector_norm(grads.right, dim=2)
+    assert (terms.double().sum(dim=1) <= CANCELLING * (1 + 1e-5) * grads.norms()).all()

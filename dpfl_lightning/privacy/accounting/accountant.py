@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.special import log_ndtr
 
-from dpfl_lightning.errors import nearest, require
+from dpfl_lightning.errors import require, require_one_of
 from dpfl_lightning.privacy.accounting.events import Composed, Event, composed
 from dpfl_lightning.privacy.accounting.prv import EPS_ERROR, NoPrv, prv_epsilon
 from dpfl_lightning.privacy.accounting.rdp import (
@@ -44,7 +44,7 @@ class Accountant(ABC):
     together = 1  # preferred number of clients in one call of `search`
 
     def __init__(self, adjacency: str = "add_remove") -> None:
-        require(adjacency in ADJACENCIES, "adjacency", f"be one of {', '.join(ADJACENCIES)}", adjacency)
+        require_one_of(ADJACENCIES, "adjacency", adjacency)
         self.adjacency = adjacency
         self.sensitivity = 2 if adjacency == "replace_one" else 1
 
@@ -70,9 +70,7 @@ class Accountant(ABC):
 
 def rounded_up(value: float, decimals: int) -> float:
     """Round up to this number of decimals, as every epsilon is."""
-    if not math.isfinite(value):
-        return value
-    return max(math.ceil(value * 10**decimals) / 10**decimals, value)
+    return max(math.ceil(value * 10**decimals) / 10**decimals, value) if math.isfinite(value) else value
 
 
 def epsilon_text(value: float, decimals: int = 4) -> str:
@@ -107,10 +105,9 @@ def finite_or_none(value: float) -> float | None:
 class Rdp(Accountant):
     """Renyi accountant: epsilon is the minimum over orders of the converted sum of RDP. It composes every event.
 
-    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports: it supports
-    neither replace_one with sampled batches nor Laplace noise. It is a few per cent above the tight value. A target at
-    or below the floor (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at
-    any delta.
+    The value is that of Opacus at the best order, rounded up, for all releases that Opacus supports (not replace_one
+    with sampled batches, nor Laplace noise), a few per cent above the tight value. A target at or below the floor
+    (0.0013 at delta 1e-4) cannot be certified, except for pure releases, whose epsilons add up at any delta.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> [Rdp(relation).epsilon([GaussianEvent(0.04, 1.5, 2250)], 1e-5) for relation in ADJACENCIES]
@@ -137,9 +134,7 @@ class Rdp(Accountant):
         # The larger, because Opacus' rounding can fall below the true value if a step costs very little.
         certified = max(float(self.convert(np.array([rdp]), (self.orders[best],), delta)[0]), float(ours[best]))
         pure = releases.pure(self.sensitivity)
-        if pure <= certified:
-            return rounded_up(pure, 6), PURE
-        return rounded_up(certified, 6), self.description
+        return (rounded_up(pure, 6), PURE) if pure <= certified else (rounded_up(certified, 6), self.description)
 
     def search(self, queries: Sequence[Query]) -> np.ndarray:
         releases = [composed(events, delta) for events, delta in queries]
@@ -217,8 +212,7 @@ class Prv(Accountant):
     """Numerical composition of privacy loss distributions (Opacus' PRV): 3 to 10 % below RDP, and slower.
 
     Returns the smaller of two valid upper bounds, PRV and RDP, and says which one it is, or why PRV has no value: below
-    delta 1e-9, if the grid would not fit into memory, if the numerics fail, or if one epsilon would take more than
-    `time_limit_s` seconds, which is checked between distinct events.
+    delta 1e-9, if the grid would not fit into memory, the numerics fail, or one epsilon takes over `time_limit_s`.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Prv().bound([GaussianEvent(0.01, 1.0, 1000)], 1e-5)
@@ -254,8 +248,8 @@ class Prv(Accountant):
 class Gdp(Accountant):
     """Exact Gaussian differential privacy for full batches with noise that may differ: mu^2 = sum steps / z^2.
 
-    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022).
-    Opacus' accountant of the same name is not offered: for sampled batches its approximation lies below the true value.
+    Under replace_one mu is twice that. Epsilon is tight (Balle and Wang, 2018, theorem 8; Dong, Roth, Su, 2022). For
+    sampled batches, Opacus' accountant of the same name gives values below the truth.
 
     >>> from dpfl_lightning.privacy.accounting.events import GaussianEvent
     >>> Gdp().epsilon([GaussianEvent(1.0, 1.0)], 1e-5)
@@ -295,7 +289,7 @@ class Gdp(Accountant):
 
 
 def gaussian_epsilon(mu: np.ndarray, delta: np.ndarray) -> np.ndarray:
-    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, by bisection, rounded up, [n].
+    """Return the smallest epsilon with gaussian_delta(epsilon, mu) <= delta, rounded up, [n].
 
     `mu` [n] >= 0 is sensitivity / noise std of each Gaussian mechanism, inf without noise; `delta` [n] is in (0, 1).
     """
@@ -336,7 +330,7 @@ def gaussian_mu(epsilon: np.ndarray, delta: np.ndarray) -> np.ndarray:
     return np.where(bounded, low, np.inf)
 
 
-_ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {kind.name: kind for kind in (Rdp, Prv, Gdp, PaperMa)}
+ACCOUNTANTS: dict[str, type[Rdp | Prv | Gdp]] = {"rdp": Rdp, "prv": Prv, "gdp": Gdp, "paper_ma": PaperMa}
 
 
 @functools.cache
@@ -345,6 +339,5 @@ def get_accountant(name: str, adjacency: str = "add_remove") -> Accountant:
 
     `adjacency` is the relation between neighbouring data sets, "add_remove" or "replace_one"; the same for a whole run.
     """
-    names = ", ".join(_ACCOUNTANTS)
-    require(name in _ACCOUNTANTS, "accountant", f"be one of {names}", name, nearest(name, _ACCOUNTANTS))
-    return _ACCOUNTANTS[name](adjacency)
+    require_one_of(ACCOUNTANTS, "accountant", name)
+    return ACCOUNTANTS[name](adjacency)

@@ -19,8 +19,8 @@ _MOST_BYTES = 8 << 20  # about 100,000 noises; a larger file is emptied
 class CalibrationCache:
     """Noise multipliers by schedule (public facts), accountant, and versions of code and libraries that solved them.
 
-    A text file in `folder` holds one noise in a line. Several processes may append at once; damaged lines are ignored.
-    If the folder is missing, unreadable or read-only, the cache is empty, which only costs time.
+    A text file in `folder` holds one noise in a line. Several processes may append at once; damaged lines are ignored,
+    and so is a folder that is missing, unreadable or read-only.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -51,12 +51,10 @@ class CalibrationCache:
     def _noises(self) -> dict[str, float]:
         """Noises by key, from the undamaged lines; the file is read once."""
         noises: dict[str, float] = {}
-        try:
-            if not self.file.is_file() or self.file.stat().st_size > 2 * _MOST_BYTES:
-                return noises
-            lines = self.file.read_text(errors="replace").splitlines()
-        except OSError:
-            return noises
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            if self.file.is_file() and self.file.stat().st_size <= 2 * _MOST_BYTES:
+                lines = self.file.read_text(errors="replace").splitlines()
         for line in lines:
             text, _, digest = line.rpartition(" ")
             key, _, noise = text.partition(" ")

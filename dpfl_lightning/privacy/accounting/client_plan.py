@@ -1,12 +1,11 @@
 """Plans of one client before training: its releases, their noise, and the guarantee; arithmetic on public facts."""
 
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dpfl_lightning.errors import UserError, UserNotice, nearest, require
+from dpfl_lightning.errors import UserError, nearest, require, warn_user
 from dpfl_lightning.privacy.accounting.accountant import Accountant, finite_or_none, get_accountant
 from dpfl_lightning.privacy.accounting.calibration_cache import CalibrationCache
 from dpfl_lightning.privacy.accounting.events import (
@@ -27,17 +26,14 @@ from dpfl_lightning.runtime.notice import slow_notice
 
 @dataclass(frozen=True)
 class ClientPlan:
-    """All releases of one client with solved noise, and the guarantee of the whole schedule.
-
-    `batch_size` is the expected number of records in a step, `epsilon_alone` the epsilon of each line of the schedule.
-    """
+    """All releases of one client with solved noise, and the guarantee of the whole schedule."""
 
     schedule: ClientSchedule
     guarantee: Guarantee
     accountant: str
     num_records: int
-    batch_size: int
-    epsilon_alone: tuple[float, ...]
+    batch_size: int  # expected number of records in a step
+    epsilon_alone: tuple[float, ...]  # of each line of the schedule
 
     @property
     def noise_multiplier(self) -> float:
@@ -149,49 +145,46 @@ def plan(
     >>> planned.steps, round(planned.noise_multiplier, 3), planned.guarantee.epsilon <= 2.0
     (1140, 1.887, True)
     """
-    _check_sizes(num_records, batch_size, rounds, local_epochs, steps, participations)
+    sizes = {"num_records": num_records, "rounds": rounds, "local_epochs": local_epochs}
+    for key, value in (sizes if steps is None else {**sizes, "steps": steps}).items():
+        require(value >= 1, key, "be at least 1", value)
+    fits = 1 <= batch_size <= num_records
+    advice = f"A batch of {num_records} is the full batch."
+    require(fits, "batch_size", f"be in 1..{num_records} (num_records)", batch_size, advice)
+    takes_part = rounds if participations is None else participations
+    require(1 <= takes_part <= rounds, "participations", f"be in 1..{rounds} (rounds)", participations)
     _check_privacy(epsilon, noise_multiplier, delta, num_records, mechanism)
     fits = mechanism == "gaussian" or batch_size == num_records
     require(fits, "batch_size", f"be {num_records} (num_records) with Laplace noise", batch_size)
-    takes_part = rounds if participations is None else participations
     solvable = takes_part > 1 or first_round_noise_multiplier is None or epsilon is None
     _check_first_round(first_round, first_round_noise_multiplier, solvable, steps, local_epochs)
-    _check_selections(selections, selection_epsilon)
+    require(selections >= 0, "selections", "be at least 0", selections)
+    if selection_epsilon is None:
+        advice = "For example 0.03 times the budget."
+        require(selections == 0, "selection_epsilon", "be a number if selections is above 0", None, advice)
+    else:
+        require(selections >= 1, "selections", "be at least 1 if selection_epsilon is given", selections)
+        require(0 < selection_epsilon <= 1e6, "selection_epsilon", "be above 0 and at most 1e6", selection_epsilon)
     chosen_accountant = get_accountant(accountant, adjacency)
+
+    def event(sample_rate: float, noise: float | None, steps: int) -> NoisedEvent:
+        laplace = mechanism == "laplace"
+        return LaplaceEvent(noise, steps) if laplace else GaussianEvent(sample_rate, noise, steps)
+
     lines, full = [], first_round is not None
     if full:
         first_noise = noise_multiplier if first_round_noise_multiplier is None else first_round_noise_multiplier
-        lines.append(Planned("first_round", _event(mechanism, 1.0, first_noise, local_epochs), 1))
+        lines.append(Planned("first_round", event(1.0, first_noise, local_epochs), 1))
     if selection_epsilon is not None:
         lines.append(Planned("select", SelectionEvent(selection_epsilon), selections))
     if takes_part > full:
         steps = local_epochs * math.ceil(num_records / batch_size) if steps is None else steps
-        event = _event(mechanism, batch_size / num_records, noise_multiplier, steps)
-        lines.append(Planned("train", event, takes_part - full))
+        lines.append(Planned("train", event(batch_size / num_records, noise_multiplier, steps), takes_part - full))
     schedule = ClientSchedule(math.inf if epsilon is None else epsilon, delta, tuple(lines))
     if epsilon is not None:
         cache = CalibrationCache(cache_folder("calibration"))
         schedule = calibrate([schedule], chosen_accountant, slow_notice("solving the noise multiplier"), cache)[0]
     return client_plans([schedule], chosen_accountant, [(num_records, batch_size)])[0]
-
-
-def _event(mechanism: str, sample_rate: float, noise_multiplier: float | None, steps: int) -> NoisedEvent:
-    if mechanism == "laplace":
-        return LaplaceEvent(noise_multiplier, steps)
-    return GaussianEvent(sample_rate, noise_multiplier, steps)
-
-
-def _check_sizes(
-    num_records: int, batch_size: int, rounds: int, local_epochs: int, steps: int | None, participations: int | None
-) -> None:
-    sizes = {"num_records": num_records, "rounds": rounds, "local_epochs": local_epochs}
-    for key, value in (sizes if steps is None else {**sizes, "steps": steps}).items():
-        require(value >= 1, key, "be at least 1", value)
-    way_out = f"A batch of {num_records} is the full batch."
-    fits = 1 <= batch_size <= num_records
-    require(fits, "batch_size", f"be in 1..{num_records} (num_records)", batch_size, way_out)
-    in_range = participations is None or 1 <= participations <= rounds
-    require(in_range, "participations", f"be in 1..{rounds} (rounds)", participations)
 
 
 def _check_privacy(
@@ -208,16 +201,11 @@ def _check_privacy(
         require(0 < epsilon < math.inf, "epsilon", "be above 0 and finite", epsilon, "Smaller is more private.")
     if noise_multiplier is not None:
         require(0 <= noise_multiplier < math.inf, "noise_multiplier", "be at least 0 and finite", noise_multiplier)
-    usual = f"It is usually below 1 / num_records = {1 / num_records:.2g}."
+    expected = f"below 1 / num_records = {1 / num_records:.2g}"
     in_range = 0 < delta < 1 or (delta == 0 and mechanism == "laplace")
-    require(in_range, "delta", "be in (0, 1)", delta, usual)
+    require(in_range, "delta", "be in (0, 1)", delta, f"It is usually {expected}.")
     if delta > 1 / num_records:
-        warnings.warn(
-            f"`delta` should be below 1 / num_records = {1 / num_records:.2g}, got {delta:g}: publishing one "
-            "record at random would satisfy it.",
-            UserNotice,
-            stacklevel=3,
-        )
+        warn_user(f"`delta` should be {expected}, got {delta:g}: publishing one record at random would satisfy it.")
 
 
 def _check_first_round(
@@ -234,13 +222,3 @@ def _check_first_round(
     must = "be left out if steps is given, unless the first round is full"
     counts_epochs = steps is None or local_epochs == 1 or first_round is not None
     require(counts_epochs, "local_epochs", must, local_epochs, "`steps` counts the steps of a whole round.")
-
-
-def _check_selections(selections: int, selection_epsilon: float | None) -> None:
-    require(selections >= 0, "selections", "be at least 0", selections)
-    if selection_epsilon is None:
-        way_out = "For example 0.03 times the budget."
-        require(selections == 0, "selection_epsilon", "be a number if selections is above 0", None, way_out)
-    else:
-        require(selections >= 1, "selections", "be at least 1 if selection_epsilon is given", selections)
-        require(0 < selection_epsilon <= 1e6, "selection_epsilon", "be above 0 and at most 1e6", selection_epsilon)

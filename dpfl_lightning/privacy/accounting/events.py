@@ -17,9 +17,8 @@ from dpfl_lightning.errors import UserError, require
 class GaussianEvent:
     """`steps` adaptive releases of a clipped sum with Gaussian noise, over Poisson-sampled records.
 
-    Args:
-        sample_rate: Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
-        noise_multiplier: noise std / clip norm, on the sum, >= 0 (0.0: no privacy); None: `calibrate` has to solve it.
+    `sample_rate` is the Poisson probability of a record in one step, in (0, 1]; 1.0 is the full batch.
+    `noise_multiplier` is noise std / clip norm, on the sum, >= 0 (0: no privacy; None: `calibrate` has to solve it).
     """
 
     sample_rate: float
@@ -152,8 +151,8 @@ def _noise(event: GaussianEvent | LaplaceEvent) -> float:
     if noise is None:
         raise UserError("`noise_multiplier` must be a number, got None. Solve it first with `calibrate`.")
     require(noise >= 0, "noise_multiplier", "be at least 0", noise, "0 means no privacy.")
-    if 1e100 < noise < math.inf:  # its square would overflow; less noise gives a valid upper bound
-        noise = 1e100
+    if 1e100 < noise < math.inf:
+        return 1e100  # its square would overflow; less noise gives a valid upper bound
     return float(noise) if noise >= 1e-6 else 0.0  # the rounding of float32 sums would hide smaller noise
 
 

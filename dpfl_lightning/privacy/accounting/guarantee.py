@@ -22,6 +22,7 @@ from dpfl_lightning.privacy.accounting.events import (
     NonPrivateEvent,
     SelectionEvent,
 )
+from dpfl_lightning.runtime.text import counted
 
 #: caveat of every guarantee of a simulation
 SIMULATED = (
@@ -103,8 +104,7 @@ def guarantee(
     """
     epsilon, method = accountant.bound(events, delta) if bound is None else bound
     caveats, unprotected = _words_of(events, Caveat), _words_of(events, NonPrivateEvent)
-    releases_text = _released(events, releases)
-    bounded = math.isfinite(epsilon)
+    releases_text, bounded = _released(events, releases), math.isfinite(epsilon)
     return Guarantee(
         epsilon=epsilon,
         delta=delta,
@@ -141,25 +141,17 @@ def _released(events: Sequence[Event], releases: Sequence[int]) -> tuple[str, ..
         if isinstance(event, SelectionEvent):
             times["selection"] += event.count
         elif isinstance(event, NoisedEvent):
-            kind = _kind_of_step(event)
+            noised = "noised" if event.noise_multiplier else "un-noised"
+            kind = f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"
+            if isinstance(event, LaplaceEvent) and event.noise_multiplier:
+                kind = "Laplace-noised full-batch step"
             times[kind] += count
             steps[kind] += event.steps
     return tuple(
-        f"{_counted(steps[kind], kind)} in {_counted(count, 'release')}" if kind in steps else _counted(count, kind)
+        f"{counted(steps[kind], kind)} in {counted(count, 'release')}" if kind in steps else counted(count, kind)
         for kind, count in times.items()
         if count
     )
-
-
-def _kind_of_step(event: NoisedEvent) -> str:
-    if isinstance(event, LaplaceEvent) and event.noise_multiplier:
-        return "Laplace-noised full-batch step"
-    noised = "noised" if event.noise_multiplier else "un-noised"
-    return f"{noised} full-batch step" if event.sample_rate == 1 else f"{noised} gradient step"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def sampling_words(events: Sequence[Event], drawn: str | None = None) -> str:

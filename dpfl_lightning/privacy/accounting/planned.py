@@ -36,20 +36,13 @@ class Planned:
         """Whether the noise still has to be solved."""
         return isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None
 
-    def with_noise(self, noise_multiplier: float) -> Planned:
-        """Return a copy with this noise if the noise is unsolved, otherwise self."""
-        if isinstance(self.event, NoisedEvent) and self.event.noise_multiplier is None:
-            return replace(self, event=replace(self.event, noise_multiplier=noise_multiplier))
-        return self
-
 
 @dataclass(frozen=True)
 class ClientSchedule:
     """All releases of one client, and the budget they must fit.
 
-    Args:
-        target_epsilon: privacy budget, > 0; inf means no budget: epsilon is only reported.
-        delta: in (0, 1); 0 where no release is Gaussian.
+    `target_epsilon` is > 0 (inf means no budget: epsilon is only reported), `delta` in (0, 1), or 0 where no release is
+    Gaussian.
     """
 
     target_epsilon: float
@@ -110,14 +103,18 @@ class ClientSchedule:
 
     def with_noise(self, noise_multiplier: float) -> ClientSchedule:
         """Return the schedule with every unsolved noise set to this value."""
-        return replace(self, planned=tuple(line.with_noise(noise_multiplier) for line in self.planned))
+        lines = list(self.planned)
+        for number, line in enumerate(lines):
+            if isinstance(line.event, NoisedEvent) and line.event.noise_multiplier is None:
+                lines[number] = replace(line, event=replace(line.event, noise_multiplier=noise_multiplier))
+        return replace(self, planned=tuple(lines))
 
 
 class SpentEpsilon:
     """Computes what a client has spent after a number of releases of each purpose, for progress and curves.
 
-    Each curve is computed once. The values never exceed the epsilon of the whole schedule and are infinite from the
-    first `NonPrivateEvent` release on. The final values come from composing the ledger again.
+    The values never exceed the epsilon of the whole schedule and are infinite from the first `NonPrivateEvent` release
+    on. The final values come from composing the ledger again.
     """
 
     def __init__(self, accountant: Accountant) -> None:

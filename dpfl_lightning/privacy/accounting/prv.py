@@ -32,8 +32,7 @@ def prv_epsilon(releases: Composed, delta: float, adjacency: str, time_limit_s: 
     """Return an upper bound of epsilon, and the error that it includes (Gopi, Lee, Wutschitz, 2021), or raise NoPrv.
 
     For add_remove both directions are composed, and the larger epsilon is returned. A selection is composed as the
-    randomised response of an epsilon-private choice, which is valid but costs up to four times its RDP. `releases` is
-    neither free nor noiseless. The time is checked after each distinct event.
+    randomised response of an epsilon-private choice. `releases` is neither free nor noiseless.
     """
     # The tail of the composed loss is a sum of rounding errors of 1e-16. Compared with exact values, Opacus' result is
     # 0.1 too low at delta 1e-10 after 60,000 steps. This condition keeps a distance of two orders of magnitude.

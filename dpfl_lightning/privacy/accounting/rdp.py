@@ -88,9 +88,6 @@ def _log_excess_whole(q: np.ndarray, z: np.ndarray, orders: tuple[int, ...]) -> 
         return top + np.log(np.add.reduceat(scaled, starts, axis=1))
 
 
-_MOST_NODES = 6000  # of a quadrature
-
-
 def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, replaced: bool) -> np.ndarray:
     """log(A - 1) = log E[(1+v)^alpha - 1 - alpha v] where 1 + v is the ratio of the pair's densities, [n, orders].
 
@@ -104,7 +101,7 @@ def _log_excess_quadrature(q: np.ndarray, z: np.ndarray, order: np.ndarray, repl
     reach = (2 * order.max() - 1 if replaced else max(order.max(), 2.0)) if len(order) else 0.0
     width = 18 + (reach + replaced) / z
     nodes = np.ceil(width / np.minimum(0.4, 0.6 * z))
-    rows = np.flatnonzero((z >= 0.03) & (not replaced or nodes <= _MOST_NODES))
+    rows = np.flatnonzero((z >= 0.03) & (not replaced or nodes <= 6000))
     if not len(rows) or not len(order):
         return log_excess
     q, z, alpha, count = q[rows, None], z[rows, None], order[:, None], int(nodes[rows].max())
@@ -137,8 +134,8 @@ def _ratio(q: np.ndarray, z: np.ndarray, u: np.ndarray, replaced: bool) -> tuple
 def laplace_rdp(noise_multiplier: float, orders: tuple[float, ...] = ORDERS) -> np.ndarray:
     """Return the RDP of one release with Laplace noise of scale `noise_multiplier` times the L1 sensitivity, [k].
 
-    log(a/(2a-1) exp((a-1)/b) + (a-1)/(2a-1) exp(-a/b)) / (a-1) (Mironov, 2017, table II). A shift spread over several
-    coordinates costs less than a shift in one coordinate, because the divergence is convex in the shift.
+    Reference: Mironov (2017), table II. A shift spread over several coordinates costs less than a shift in one
+    coordinate, because the divergence is convex in the shift.
     """
     a, b = np.asarray(orders, dtype=float), noise_multiplier
     left, right = np.log(a / (2 * a - 1)) + (a - 1) / b, np.log((a - 1) / (2 * a - 1)) - a / b

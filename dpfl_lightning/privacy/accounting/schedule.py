@@ -31,22 +31,14 @@ def calibrate(
 ) -> list[ClientSchedule]:
     """Solve each client's free noise multiplier: the smallest z with epsilon(all its releases) <= target.
 
-    Args:
-        schedules: one for each client. Releases with noise_multiplier None share the client's one free noise, which is
-            0 if the target is infinite. Schedules without such releases are returned unchanged.
-        on_progress: called with (solved, all) distinct schedules, also while one is solved; equal ones are solved once.
-        cache: noises solved earlier; new ones are added to it.
+    Releases with noise_multiplier None share the client's free noise, which is 0 if the target is infinite. The noise
+    is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is the epsilon of
+    `accountant`, with which it is composed again. Noise from `cache` (new noise is added) is composed again, too; that
+    it is the smallest rests on the cache entry. `on_progress` gets (solved, all) distinct schedules.
 
-    The noise is on the safe side and within 0.1 % of the smallest that fits: it is rounded up, and so is the epsilon of
-    `accountant`, with which it is composed again. Cached noise is composed again, too, and solved again if it does not
-    fit; that it is the smallest rests on the cache entry.
-
-    `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others get the noise with
-    which they alone fit the target, but the whole schedule still costs an infinite epsilon.
-
-    Raises:
-        UserError: epsilon <= 0, delta is outside (0, 1), or the target is at or below what the accountant can certify
-            together with the releases whose noise is given; the message names that floor.
+    `NonPrivateEvent` releases are left out, because no noise makes their epsilon finite: the others alone fit the
+    target, but the whole schedule costs an infinite epsilon. Raises UserError if epsilon <= 0, delta is outside (0, 1),
+    or the target is at or below what the accountant can certify with the given noise; the message names that floor.
     """
     for schedule in schedules:
         _check(schedule)
@@ -84,23 +76,17 @@ def cut_to_budgets(
     `NonPrivateEvent` releases are left out, and `on_progress` is called, as in `calibrate`. Raises UserError if the
     other releases alone exceed the budget.
     """
-    fixed = [
-        i
-        for i, schedule in enumerate(schedules)
-        if math.isfinite(schedule.target_epsilon) and not any(line.unsolved for line in schedule.planned)
-    ]
-    mains, cut = [schedules[i].main_line for i in fixed], list(schedules)
-    remaining = [
-        replace(schedules[i], planned=tuple(line for line in schedules[i].planned if line is not main)).protected
-        for i, main in zip(fixed, mains, strict=True)
-    ]
-    offers = [
-        (main.event, others.target_epsilon, others.delta, others.events())
-        for main, others in zip(mains, remaining, strict=True)
-    ]
-    most = max((main.count for main in mains), default=0)
+    fixed, offers, cut = [], [], list(schedules)
+    for i, schedule in enumerate(schedules):
+        if math.isinf(schedule.target_epsilon) or any(line.unsolved for line in schedule.planned):
+            continue
+        main = schedule.main_line
+        others = replace(schedule, planned=tuple(line for line in schedule.planned if line is not main)).protected
+        fixed.append((i, main, others))
+        offers.append((main.event, others.target_epsilon, others.delta, others.events()))
+    most = max((main.count for _, main, _ in fixed), default=0)
     counts = affordable_counts(offers, accountant, most, on_progress)
-    for i, main, others, count in zip(fixed, mains, remaining, counts, strict=True):
+    for (i, main, others), count in zip(fixed, counts, strict=True):
         if count == 0 and (floor := accountant.epsilon(others.events(), others.delta)) > others.target_epsilon:
             raise _below_floor(others, floor, accountant)
         shorter = replace(main, count=min(count, main.count))
@@ -157,20 +143,19 @@ def _still_fitting(
     schedules: Sequence[ClientSchedule], accountant: Accountant, cache: CalibrationCache
 ) -> dict[ClientSchedule, float]:
     """Return the cached noises that fit."""
-    cached = {s: noise for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise}
+    cached = [(s, noise) for s, noise in zip(schedules, cache.noises(schedules, accountant), strict=True) if noise]
     if not cached:
         return {}
-    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in cached.items()])
-    return {
-        s: noise for (s, noise), epsilon in zip(cached.items(), epsilons, strict=True) if epsilon <= s.target_epsilon
-    }
+    epsilons = accountant.search([(s.with_noise(noise).events(), s.delta) for s, noise in cached])
+    return {s: noise for (s, noise), epsilon in zip(cached, epsilons, strict=True) if epsilon <= s.target_epsilon}
 
 
 def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], accountant: Accountant) -> list[float]:
     """Round the noises up, and increase them until the accountant's epsilon is within the target."""
     certified, step, pending = list(map(float, noises)), _TOLERANCE, list(range(len(schedules)))
     while pending:
-        certified = [_rounded_noise(noise) for noise in certified]
+        digits = [_DIGITS - 1 - math.floor(math.log10(noise)) if noise > 0 else 0 for noise in certified]
+        certified = list(map(rounded_up, certified, digits))
         queries = [(schedules[i].with_noise(certified[i]).events(), schedules[i].delta) for i in pending]
         bounds = zip(pending, accountant.bounds(queries), strict=True)
         pending = [i for i, (epsilon, _) in bounds if not epsilon <= schedules[i].target_epsilon]
@@ -180,10 +165,6 @@ def _certified(schedules: Sequence[ClientSchedule], noises: Iterable[float], acc
             certified[i] *= 1 + step
         step *= 2
     return certified
-
-
-def _rounded_noise(noise: float) -> float:
-    return rounded_up(noise, _DIGITS - 1 - math.floor(math.log10(noise))) if noise > 0 else noise
 
 
 def _smallest_noise(
@@ -205,7 +186,11 @@ def _smallest_noise(
     for i, too_much in zip(bounded, least, strict=True):
         if too_much > 0:
             raise _below_floor(schedules[i], target[i] * math.exp(too_much), accountant)
-    unsolved = [i for i in bounded if any(_is_unsolved(event) for event in schedules[i].events())]
+    unsolved = [
+        i
+        for i in bounded
+        if any(isinstance(e, NoisedEvent) and e.noise_multiplier is None and e.steps for e in schedules[i].events())
+    ]
     if not unsolved:
         return noise
     clients = np.array(unsolved)
@@ -218,10 +203,6 @@ def _smallest_noise(
     above = np.where(root.f_bracket[1] <= 0, root.bracket[1], root.bracket[0])  # the end of the bracket that fits
     noise[clients] = np.exp(np.where(root.f_x <= 0, root.x, above))
     return noise
-
-
-def _is_unsolved(event: Event) -> bool:
-    return isinstance(event, NoisedEvent) and event.noise_multiplier is None and event.steps > 0
 
 
 def _guess(schedule: ClientSchedule) -> float:

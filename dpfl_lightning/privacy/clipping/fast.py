@@ -26,7 +26,6 @@ from dpfl_lightning.privacy.clipping.layer_rules import (
     RULES,
     ByName,
     Inputs,
-    Rule,
     Unsupported,
     any_module_rule,
     conv2d_backward,
@@ -65,10 +64,6 @@ class Unit:
     module: nn.Module
     names: dict[str, str]  # trainable parameters: name in the module -> name in the net
 
-    @property
-    def rule(self) -> Rule:
-        return RULES.get(type(self.module), any_module_rule)
-
     def in_net(self, by_name: ByName, params: Params) -> ByName:
         """Select the gradients of `params` by local name, and return them under their names in the net."""
         return {full: by_name[local] for local, full in self.names.items() if full in params}
@@ -86,8 +81,7 @@ def _units(net: nn.Module, prefix: str = "") -> Iterator[tuple[str, Unit]]:
 class _Seam(torch.autograd.Function):
     """The identity on a layer's output, where a new graph begins; behind it lies a special backward pass of the layer.
 
-    It makes no copy, and later operations may change the output in place. `anchor` requires a gradient, so that the
-    backward pass reaches every seam.
+    It makes no copy; the output may change in place. `anchor` requires a gradient, so that every seam is reached.
     """
 
     @staticmethod
@@ -109,14 +103,10 @@ class FastClippedSum:
     rounding (1e-5 relative in float32), if each parameter is used only in the module that holds it, and each such
     module once in a forward pass. Raises Unsupported if the rules do not support the model's structure.
 
-    Args:
-        net: the module that `sample_loss` runs with `params` in place of its parameters; hooked during a call only.
-        sample_loss: `(params, x [B, *X], y [B]) -> [B]`, one loss for each record; None is cross entropy.
-        chunk: number of records in a pass, >= 1; None is 128 on a CPU, 512 elsewhere. It only affects rounding.
-        channels_last: whether records `[B, C, H, W]` enter a net with max-pooling in that memory format on a CPU.
-            Pooling is then ten times faster, but a net that calls `.view` on a feature map does not support it.
-        sparse: names of convolutions whose output gradients are mostly zeros, as `sparse_layers` finds them on random
-            data. Private records never influence how a pass is computed.
+    A pass processes `chunk` records (None is 128 on a CPU, 512 elsewhere), which only affects rounding.
+    `channels_last` is the memory format in which records `[B, C, H, W]` enter a net with max-pooling on a CPU: ten
+    times faster, but `.view` of a feature map fails. `sparse` names convolutions whose output gradients are mostly
+    zeros on random data (`sparse_layers`): private records never influence how a pass is computed.
 
     Reference: norms of a product: Goodfellow (2015), https://arxiv.org/abs/1510.01799; ghost norms: Li et al. (2022),
     https://arxiv.org/abs/2110.05679; grouped convolutions: Rochette et al. (2019), https://arxiv.org/abs/1912.06015.
@@ -144,8 +134,8 @@ class FastClippedSum:
 
     def under_vmap(self) -> list[str]:
         """Describe the modules without a rule."""
-        others = {name: unit for name, unit in self._units.items() if unit.rule is any_module_rule}
-        return [f"`{name or 'net'}` ({type(unit.module).__name__})" for name, unit in others.items()]
+        others = {name: type(unit.module) for name, unit in self._units.items() if type(unit.module) not in RULES}
+        return [f"`{name or 'net'}` ({kind.__name__})" for name, kind in others.items()]
 
     @torch.no_grad()  # except for the forward pass in `_gradients`
     def __call__(self, params: Params, x: Tensor, y: Tensor, request: ClipRequest) -> tuple[Tensor, Tensor]:
@@ -167,7 +157,6 @@ class FastClippedSum:
         return FastClippedSum(net, sample_loss, self.chunk, self.channels_last, self.sparse)
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return `x` in the memory format that suits every forward pass of the net."""
         if x.device.type != "cpu" or not self.channels_last or x.dim() != 4:
             return x
         if x.shape[1] > 1:
@@ -184,10 +173,8 @@ class FastClippedSum:
     def sparse_layers(self, params: Params, x: Tensor, y: Tensor) -> list[str]:
         """Return the convolutions whose output gradients are mostly zeros on these records, which must be public."""
         signals = self.signals(params, x, y)
-        convolutions = [
-            name for name, unit in self._units.items() if has_special_backward(unit.module) and name in signals
-        ]
-        return [name for name in convolutions if sparse_conv.mostly_zeros(signals[name][-1])]
+        used = [name for name, unit in self._units.items() if has_special_backward(unit.module) and name in signals]
+        return [name for name in used if sparse_conv.mostly_zeros(signals[name][-1])]
 
     def widest_input(self, params: Params, x: Tensor, y: Tensor) -> int:
         """Return the largest number of values that enter a unit for one record."""
@@ -201,7 +188,8 @@ class FastClippedSum:
         for name, dy in dys.items():
             unit = self._units[name]
             if unit_params := {local: wanted[full] for local, full in unit.names.items() if full in wanted}:
-                grads |= unit.in_net(unit.rule(unit.module, unit_params, calls[name], dy), wanted)
+                rule = RULES.get(type(unit.module), any_module_rule)
+                grads |= unit.in_net(rule(unit.module, unit_params, calls[name], dy), wanted)
         if not grads:
             raise Unsupported(f"no loss depends on {', '.join(f'`{name}`' for name in wanted)}")
         return grads
@@ -227,10 +215,9 @@ class FastClippedSum:
 
     @contextmanager
     def _watched(self, wanted: Params, grads: ByName, dys: dict[str, Tensor]) -> Iterator[tuple[Calls, Edges, Tensor]]:
-        """Collect the units' inputs and the edges of their outputs in the graph while a forward pass runs.
+        """Collect the units' inputs and the edges of their outputs in the graph, which begins behind an anchor.
 
-        A convolution on a CPU gets a special backward pass instead of an edge, which fills `grads`, or `dys` without
-        wanted parameters. The graph begins at the first units' outputs, with an anchor behind them.
+        A convolution on a CPU gets a special backward pass instead, which fills `grads`, or `dys` if none is wanted.
         """
         calls: Calls = {}
         edges: Edges = {}
@@ -280,10 +267,9 @@ def clipped_sum_for(
     """Return the fastest clipped sum that is correct for this model, and the reason: "fast: ..." or "vmap: ...".
 
     It is `FastClippedSum` if that agrees with `VmapClippedSum` in every parameter, on three random records, alone and
-    in batches with records that try to influence them, with parameters near the net's, to 1e-8 relative in float64
-    (1e-4 in float32 for a model without float64). Otherwise it is the reference, in which no record can influence
-    another. Dropout layers are off in the check. Without `chunk`, shapes alone decide the number of records in a pass.
-    No record is read, only shape and dtype of the examples `[B, ...]`, B >= 0. Integer labels are drawn from 0 and 1.
+    in batches with records that try to influence them, to 1e-8 relative in float64 (1e-4 in float32 for a model without
+    float64), with dropout off. Otherwise it is the reference, in which no record can influence another. No record is
+    read, only shape and dtype of the examples `[B, ...]`, B >= 0; shapes alone decide a `chunk` of None.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     >>> clipped_sum_for(net, None, torch.empty(0, 2, 2), torch.empty(0, dtype=torch.long))[1]
@@ -328,12 +314,9 @@ def _dropout_of(net: nn.Module) -> list[nn.Module]:
     return [m for m in net.modules() if isinstance(m, nn.modules.dropout._DropoutNd) and id(m) not in inside]
 
 
-Example = tuple[Params, Tensor, Tensor]
-
-
 def _reference_answers(
     net: nn.Module, sample_loss: SampleLoss, x: Tensor, y: Tensor, dtype: torch.dtype
-) -> tuple[SampleLoss, Example, list[Tensor]]:
+) -> tuple[SampleLoss, tuple[Params, Tensor, Tensor], list[Tensor]]:
     """Return the loss with all parameters and buffers in `dtype`, a random example, and the reference's answers."""
     fixed = {**dict(net.named_parameters()), **dict(net.named_buffers())}
     fixed = {name: t.detach().to(dtype) for name, t in fixed.items() if t.is_floating_point()}
@@ -345,7 +328,7 @@ def _reference_answers(
     return loss, example, _answers(VmapClippedSum(loss), *example)
 
 
-def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> Example:
+def random_example(net: nn.Module, x: Tensor, y: Tensor, dtype: torch.dtype) -> tuple[Params, Tensor, Tensor]:
     """Return three random records and parameters moved off zeros and symmetries, on the net's device."""
     gen = torch.Generator().manual_seed(0)
     device = next(net.parameters()).device
@@ -402,10 +385,9 @@ def _reached_in_company(
 
 
 def keep_freed_memory() -> bool:
-    """Let this process keep freed tensors' memory for the next ones. Return whether it does: only glibc has the switch.
+    """Let this process keep up to 512 MiB of freed tensors' memory, and return whether it does (only glibc can).
 
-    By default glibc returns large, short-lived gradients to the system at once, and each chunk pays for fresh pages
-    (1,500 page faults in a pass). The process then keeps at most 512 MiB more.
+    By default glibc returns large, short-lived gradients to the system at once: 1,500 page faults in a pass.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

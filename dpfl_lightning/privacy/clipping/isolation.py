@@ -21,13 +21,12 @@ def in_companies(
 ) -> list[Answer]:
     """Return the results of `look` for watched records in a large ordinary batch and in a small batch with NaN and inf.
 
-    `look` gets records `[N, *X]`, labels `[N]` and the positions `[W]` of the watched records `x` `[W, *X]` in them;
-    the large batch has at most `most` records. If a net or a loss raises an error for the other records, copies of the
-    watched records replace them.
+    `look` gets records `[N, *X]`, N <= `most`, labels `[N]` and the positions `[W]` of the watched records in them. If
+    a net or a loss raises an error for the other records, copies of the watched records replace them.
     """
     answers = []
-    for multiples, records in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
-        records = max(len(x), min(most, records))
+    for multiples, crowd in ((LIVELY, CROWD), (HOSTILE, SMALL_CROWD)):
+        records = max(len(x), min(most, crowd))
         try:
             answers.append(look(*in_company(x, y, multiples, records)))
         except (RuntimeError, ValueError):
@@ -36,11 +35,10 @@ def in_companies(
 
 
 def in_company(x: Tensor, y: Tensor, multiples: tuple[float, ...], records: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Build a batch of N `records` with the W >= 1 watched records `x` at the first position, the last and between.
+    """Return N `records`, their labels, and the positions of the W >= 1 watched `x`, evenly from the first to the last.
 
     The other records are `multiples` of the watched records, and constants. Integer records, which may be rows of a
-    table, are rolled within the record. Labels are permuted. Returns records, labels, and positions of the watched
-    ones.
+    table, are rolled within the record. Labels are permuted.
 
     >>> x, y, places = in_company(torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), (1.0, 10.0), records=6)
     >>> places.tolist(), x[:, 0].tolist(), y.tolist()

@@ -73,8 +73,7 @@ class Grads(ABC):
 def _scaled(values: Tensor) -> tuple[Tensor, Tensor]:
     """Return a tensor `[B, ...]` in the dtype of sums and a scale `[B]`, whose product is `values`.
 
-    Squares of float32 numbers need no scale in float64. Numbers that already have the dtype of sums are divided by the
-    largest one of their record, so that their squares neither under- nor overflow.
+    Squares of float32 numbers need no scale in float64. Other numbers are divided by the largest one of their record.
     """
     converted = values.to(summing_dtype(values))
     if values.dtype != converted.dtype:
@@ -113,8 +112,7 @@ class Outer(Grads):
 
     If positions cancel, rounding leaves more of a gradient than the exact sum. The square of a norm is therefore
     enlarged by the possible rounding error, and by `(U / CANCELLING)^2` with `U = sum_t |l_jt| |r_jt|`, which bounds
-    the rounding of a sum over records (not in float64, which is for checks). This adds 5e-7 of a norm if all T
-    positions agree, T times that if they are unrelated, and more if they cancel.
+    the rounding of a sum over records (not in float64, which is for checks). If all T positions agree, this adds 5e-7.
     """
 
     left: Tensor

@@ -92,9 +92,6 @@ class ClippedSum(Protocol):
         does not mix records (`check_fits` tests it); parameters in float64 whose gradients leave [1e-150, 1e150];
         anything on MPS, which has no float64.
 
-    Raises:
-        UserError: `clip_norm` is not positive, or the batch has too many records for the bound on the sum.
-
     Privacy:
         Sum and norms are private: they must pass a mechanism before the client releases them.
     """
@@ -103,11 +100,9 @@ class ClippedSum(Protocol):
 
     def copy_for(self, net: nn.Module, sample_loss: SampleLoss) -> ClippedSum:
         """Return the same sum for a copy of its net, so that two threads can work: a forward pass modifies the net."""
-        ...
 
     def enter(self, x: Tensor) -> Tensor:
         """Return `x` `[B, *X]` in the memory format that suits the net best; the values are unchanged."""
-        ...
 
 
 def cross_entropy_of(net: nn.Module) -> SampleLoss:
@@ -169,8 +164,8 @@ def record_gradients(sample_loss: SampleLoss) -> Callable[[Params, Tensor, Tenso
 class VmapClippedSum:
     """The reference `ClippedSum`: `vmap(grad(sample_loss))`, one record at a time, at most `chunk` in memory at once.
 
-    It is the ground truth in tests, and serves models that no fast rule covers. Under `vmap` the net sees batches of
-    one record, so no record can influence another record's gradient, whatever the net computes.
+    It serves models that no fast rule covers. Under `vmap` the net sees batches of one record, so no record can
+    influence another record's gradient, whatever the net computes.
 
     >>> net = nn.Linear(2, 2, bias=False)
     >>> params, x, y = {"weight": torch.zeros(2, 2)}, torch.tensor([[3.0, 4.0]]), torch.tensor([0])

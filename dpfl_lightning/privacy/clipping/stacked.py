@@ -30,9 +30,8 @@ def stacked_clipped_sums(sample_loss: SampleLoss) -> StackedSums:
     ) -> tuple[Tensor, Tensor]:
         """Return `[S, P]` in float64, and the norms of the gradients before clipping, `[S, B]`, -1 for padding.
 
-        `params` are `[S, *shape]` by name, the records `x` `[S, B, *X]` and labels `y` `[S, B]`; `mask` `[S, B]` is
-        False for padding, which may be NaN and contributes exactly zero. `clip_norm` `[S]`, float64, is > 0 and may be
-        infinite.
+        `params` are `[S, *shape]` by name, records `x` `[S, B, *X]`, labels `y` `[S, B]`; `mask` `[S, B]` is False for
+        padding, which may be NaN and contributes exactly zero; `clip_norm` `[S]`, float64, is > 0 and may be infinite.
         """
         by_name = gradients(params, x, y)
         grads = [by_name[name].reshape(*mask.shape, -1) for name in params]  # each [S, B, size of the parameter]

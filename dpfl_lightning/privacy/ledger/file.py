@@ -1,5 +1,6 @@
 """File format of a ledger, and its verification: header, charges, chain, head."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -32,8 +33,7 @@ _CHANGED = "A changed ledger proves nothing: use an unchanged copy (MLflow keeps
 class Charge:
     """One release of one client, recorded before it happens.
 
-    `purpose` is that of the client's schedule. `number` counts the client's charges in this round from 0; each has
-    separate noise.
+    `number` counts the client's charges in this round from 0; each has separate noise.
     """
 
     client: int
@@ -47,10 +47,9 @@ class Charge:
 class Header:
     """The meaning of the charges, so that the file can be read alone. Headers are equal if they mean the same.
 
-    `delta` and `epsilon`, the budget (inf means none), are those of each client. `caveats` are those of every guarantee
-    of the run. `identity` is everything that determines the run's releases, ready for JSON, see `federated.identity`; a
-    run can be resumed only with the same one. `run` is a random name, which tells apart two ledgers of one
-    configuration.
+    `delta` and `epsilon`, the budget (inf means none), are those of each client. `identity` is everything that
+    determines the run's releases, ready for JSON: a run can be resumed only with the same one. The random name `run`
+    tells apart two ledgers of one configuration.
     """
 
     accountant: str
@@ -80,17 +79,13 @@ class Head:
 
 @dataclass(frozen=True)
 class Verified:
-    """Result of `verify`: header, end of the file, and content of the head file, which is at most one charge earlier.
-
-    `size` is the number of bytes of all complete lines; `torn` bytes follow, of a line that is being written or that a
-    crash interrupted.
-    """
+    """Result of `verify`: header, end of the file, and content of the head file, at most one charge earlier."""
 
     header: Header
     end: Head
     head: Head | None
-    size: int
-    torn: int
+    size: int  # bytes of all complete lines
+    torn: int  # bytes after them, of a line that is being written or that a crash interrupted
 
 
 def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None = None) -> Verified:
@@ -105,8 +100,8 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
     `result.json`, or in MLflow. Raises UserError, which names the line and the problem, if the file was changed.
     """
     head = read_head(path)  # read first: a run may be writing, and the ledger is never behind its head
-    heads = [(f"`{head_file(path).name}`", head), ("the checkpoint", checkpoint)]
-    known_heads = [(source, known_head) for source, known_head in heads if known_head is not None]
+    sources = {f"`{head_file(path).name}`": head, "the checkpoint": checkpoint}
+    heads = [(source, known_head) for source, known_head in sources.items() if known_head is not None]
     header, lines, size, torn, chain = None, 0, 0, 0, _NO_CHAIN
     with open(path, "rb") as file:
         for line in file:
@@ -119,14 +114,20 @@ def verify(path: Path, take: Callable[[Charge], None], checkpoint: Head | None =
             size, chain = size + len(line), chain_of(line)
             if header is None:
                 header = _first(path, line)
-                _check_run(path, header, known_heads)
+                for source, known_head in heads:
+                    if known_head.run != header.run:
+                        raise UserError(
+                            f"`{path}` must be the ledger of run {known_head.run}, to which {source} belongs, got that "
+                            f"of run {header.run} in line 1. Restore the ledger and the head of this run, or start a "
+                            "new run."
+                        )
             else:
                 take(_charge(path, lines, line, len(header.delta)))
-            for source, known_head in known_heads:
+            for source, known_head in heads:
                 if lines == known_head.lines and chain != known_head.chain:
                     reason = f"a chain that differs from that in {source}: this line or an earlier one was rewritten"
                     raise _changed(path, lines, reason)
-    for source, known_head in known_heads:
+    for source, known_head in heads:
         if lines < known_head.lines:
             raise UserError(
                 f"`{path}` must hold the {known_head.lines} lines that {source} counts, got {lines}: "
@@ -180,19 +181,16 @@ def head_bytes(head: Head) -> bytes:
 
 def read_head(path: Path) -> Head | None:
     """Return the head beside a ledger, None if it was never written. Raises UserError if it is damaged."""
-    path_of_head = head_file(path)
-    try:
-        content = path_of_head.read_bytes()
-    except FileNotFoundError:
-        return None
+    content = b""
+    with contextlib.suppress(FileNotFoundError):
+        content = head_file(path).read_bytes()
     if not content.strip(b"\0"):
         return None
     try:
         return Head(**json.loads(content))
     except (ValueError, TypeError):
-        raise UserError(
-            f"`{path_of_head}` must hold the run, lines and chain of `{path.name}`, got {content[:80]!r}. {_CHANGED}"
-        ) from None
+        must = f"must hold the run, lines and chain of `{path.name}`"
+        raise UserError(f"`{head_file(path)}` {must}, got {content[:80]!r}. {_CHANGED}") from None
 
 
 def read_header(path: Path) -> Header | None:
@@ -246,48 +244,30 @@ def _first(path: Path, line: bytes) -> Header:
 
 
 def _header(fields: dict[str, Any]) -> Header:
-    count = fields["clients"]
-
-    def each(value: Any) -> tuple[float, ...]:
-        values = value if isinstance(value, list) else [value] * count
-        return tuple(math.inf if value is None else float(value) for value in values)
-
     texts = {name: str(fields[name]) for name in ("accountant", "adjacency", "sampling", "run")}
-    header = Header(
-        **texts,
-        delta=each(fields["delta"]),
-        epsilon=each(fields["epsilon"]),
-        caveats=(*fields["caveats"],),
-        identity=dict(fields["identity"]),
-    )
-    if not len(header.delta) == len(header.epsilon) == count:
-        raise ValueError(count)
-    return header
+    numbers, count = {}, fields["clients"]
+    for name in ("delta", "epsilon"):
+        values = fields[name] if isinstance(fields[name], list) else [fields[name]] * count
+        numbers[name] = tuple(math.inf if value is None else float(value) for value in values)
+        if len(values) != count:
+            raise ValueError(count)
+    delta, epsilon = numbers["delta"], numbers["epsilon"]
+    caveats, identity = tuple(fields["caveats"]), dict(fields["identity"])
+    return Header(**texts, delta=delta, epsilon=epsilon, caveats=caveats, identity=identity)
 
 
 def _charge(path: Path, number: int, line: bytes, clients: int) -> Charge:
-    try:
+    with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         charge = _charge_of(json.loads(line))
-        if charge.client not in range(clients):
-            raise ValueError(charge.client)
-        return charge
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _changed(path, number, f"an invalid charge: {line[:80]!r}") from None
+        if charge.client in range(clients):
+            return charge
+    raise _changed(path, number, f"an invalid charge: {line[:80]!r}")
 
 
 def _charge_of(fields: dict[str, Any]) -> Charge:
     fields.pop("chain", None)
     event = fields.pop("event")
     return Charge(**fields, event=_EVENTS[event.pop("kind")](**event))
-
-
-def _check_run(path: Path, header: Header, heads: Sequence[tuple[str, Head]]) -> None:
-    for source, head in heads:
-        if head.run != header.run:
-            raise UserError(
-                f"`{path}` must be the ledger of run {head.run}, to which {source} belongs, got that of run "
-                f"{header.run} in line 1. Restore the ledger and the head of this run, or start a new run."
-            )
 
 
 def _changed(path: Path, number: int, reason: str) -> UserError:

@@ -21,15 +21,10 @@ _sync = getattr(os, "fdatasync", os.fsync)  # it also syncs a file's new length;
 class Ledger:
     """Append-only lines, synced to disk before a client trains; one writer at a time.
 
-    A completed charge is on disk: a crash afterwards never under-reports. An incomplete last line is one whose charge
-    never completed, so nothing was released for it, and it is cut off; a complete line that the head does not count yet
-    is kept and counts as paid. `ledger_file.verify`, which also verifies a ledger to resume, describes further
-    guarantees.
-
-    The file holds public facts, and digests of private records that are keyed by the client: it may be shown to others.
-
-    Raises:
-        UserError: another process writes the same ledger, the ledger was changed, or it belongs to another run.
+    A completed charge is on disk: a crash afterwards never under-reports. Nothing was released for an incomplete last
+    line, which is cut off; a complete line that the head does not count yet counts as paid. `ledger_file.verify`
+    describes further guarantees. The file holds public facts, and keyed digests of private records: it may be shown to
+    others. Raises UserError if another process writes it, it was changed, or it belongs to another run.
     """
 
     def __init__(self, path: Path, header: Header, checkpoint: Head | None = None) -> None:

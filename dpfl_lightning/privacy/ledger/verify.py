@@ -16,11 +16,11 @@ from dpfl_lightning.privacy.accounting.accountant import (
     PURE,
     Accountant,
     Rdp,
+    epsilon_text,
     finite_or_none,
     get_accountant,
     rounded_up,
 )
-from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
 from dpfl_lightning.privacy.accounting.events import Caveat, Event, NoisedEvent, composed
 from dpfl_lightning.privacy.accounting.guarantee import Guarantee, guarantee
 from dpfl_lightning.privacy.ledger.file import Charge, Header, Verified, head_file, verify
@@ -58,10 +58,7 @@ def ledger_of(folder: str | Path) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class Account:
-    """Releases of one client by purpose, and their noised steps.
-
-    `epsilon` is composed again; inf means no guarantee. Several runs together have no budget (inf).
-    """
+    """Releases of one client by purpose, and their noised steps; inf means no guarantee, or no budget."""
 
     releases: dict[str, int]
     steps: int
@@ -72,28 +69,19 @@ class Account:
 
 @dataclasses.dataclass(frozen=True)
 class LedgerReport:
-    """Verified and composed ledgers: an account for each client, and the guarantee with the largest epsilon.
-
-    `overrides` are options that replace those of the headers.
-    """
+    """Verified and composed ledgers: an account for each client, and the guarantee with the largest epsilon."""
 
     ledgers: tuple[tuple[Path, Verified], ...]
     accountant: str
-    overrides: dict[str, Any]
+    overrides: dict[str, Any]  # options that replace those of the headers
     accounts: tuple[Account, ...]
     weakest: Guarantee
 
     def as_dict(self) -> dict[str, Any]:
         """Return a dictionary for JSON; an infinite epsilon or budget is None."""
-        rows = [
-            {
-                "client": client,
-                **vars(account),
-                "epsilon": finite_or_none(account.epsilon),
-                "epsilon_budget": finite_or_none(account.epsilon_budget),
-            }
-            for client, account in enumerate(self.accounts)
-        ]
+        rows = [{"client": client, **vars(account)} for client, account in enumerate(self.accounts)]
+        for row in rows:
+            row |= {key: finite_or_none(row[key]) for key in ("epsilon", "epsilon_budget")}
         return {
             "verified": True,
             "ledgers": [
@@ -122,31 +110,26 @@ class LedgerReport:
                 client,
                 ", ".join(f"{count} {purpose}" for purpose, count in account.releases.items()) or "none",
                 account.steps,
-                epsilon(account.epsilon),
+                epsilon_text(account.epsilon),
                 "none" if math.isinf(account.epsilon_budget) else f"{account.epsilon_budget:g}",
                 f"{account.delta:g}",
             ]
             for client, account in enumerate(self.accounts)
         ]
         over = [str(client) for client, account in enumerate(self.accounts) if account.epsilon > account.epsilon_budget]
-        return "\n".join(
-            [
-                *(line for ledger in self.ledgers for line in _what_was_verified(*ledger)),
-                *([_TOGETHER] if len(self.ledgers) > 1 else []),
-                *(f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()),
-                columns([head, *rows]),
-                *([f"Above its budget: client {', '.join(over)}."] if over else []),
-                f"Largest epsilon: {self.weakest.words()}",
-            ]
-        )
+        lines = [line for ledger in self.ledgers for line in _what_was_verified(*ledger)]
+        lines += [_TOGETHER] if len(self.ledgers) > 1 else []
+        lines += [f"Instead of the ledger's {name}: {value}." for name, value in self.overrides.items()]
+        lines.append(columns([head, *rows]))
+        lines += [f"Above its budget: client {', '.join(over)}."] if over else []
+        return "\n".join([*lines, f"Largest epsilon: {self.weakest.words()}"])
 
 
 def read(paths: Sequence[Path], accountant: str | None = None, delta: float | None = None) -> LedgerReport:
     """Verify ledgers and compose their events together. It only reads, so a run may be writing one of them.
 
-    `paths` are those of different runs of the same clients: client 3 of one must be client 3 of the others, with the
-    same records, which a ledger cannot show. `accountant` and `delta` (of every client, in (0, 1)) replace those of the
-    headers, otherwise the largest delta of a client counts.
+    The runs are those of the same clients, with the same records, which a ledger cannot show. `accountant` and `delta`
+    (of every client, in (0, 1)) replace those of the headers; otherwise the largest delta of a client counts.
     """
     require(delta is None or 0 < delta < 1, "--delta", "be in (0, 1)", delta, "It is usually below 1 / records.")
     kinds: dict[Event, int] = {}  # distinct events, numbered, because most clients' events are equal
@@ -216,24 +199,23 @@ def _promise(events: list[Event], delta: float, epsilon: float, accountant: Acco
 
 def _what_was_verified(path: Path, verified: Verified) -> list[str]:
     end, head, head_name = verified.end, verified.head, head_file(path).name
-    messages = [f"{path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed."]
     if head is None:
-        messages.append(f"There is no {head_name} beside it, so lines cut off its end cannot be detected.")
-    elif head.lines < end.lines:
-        missing = end.lines - head.lines
-        messages.append(f"It agrees with {head_name}, which counts {missing} less: a charge in progress, or a crash.")
+        end_message = f"There is no {head_name} beside it, so lines cut off its end cannot be detected."
+    elif missing := end.lines - head.lines:
+        end_message = f"It agrees with {head_name}, which counts {missing} less: a charge in progress, or a crash."
     else:
-        messages.append(f"Its end agrees with {head_name}: no line was cut off.")
-    if verified.torn:
-        messages.append(
-            f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
-            "Its charge never completed, so nothing was released for it."
-        )
-    messages.append(
-        "A ledger and a head that were both rewritten would also pass: compare this head's chain, "
-        f"{end.chain}, with the one in `result.json` or in MLflow (tag `ledger_head`)."
+        end_message = f"Its end agrees with {head_name}: no line was cut off."
+    torn_message = (
+        f"The last {verified.torn} bytes are an incomplete line: it is being written, or a crash interrupted it. "
+        "Its charge never completed, so nothing was released for it."
     )
-    return messages
+    return [
+        f"{path}: {end.lines} lines, run {end.run}. The chain is intact: no line was changed or removed.",
+        end_message,
+        *([torn_message] if verified.torn else []),
+        "A ledger and a head that were both rewritten would also pass: compare this head's chain, "
+        f"{end.chain}, with the one in `result.json` or in MLflow (tag `ledger_head`).",
+    ]
 
 
 class _Parser(argparse.ArgumentParser):

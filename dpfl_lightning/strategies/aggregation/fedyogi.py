@@ -8,7 +8,7 @@ from dpfl_lightning.strategies.aggregation.fedadam import FedAdam
 class FedYogi(FedAdam):
     """FedYogi: FedAdam with an additive second moment, `v -= (1 - beta2) * update^2 * sign(v - update^2)`.
 
-    One noisy round changes the size of later steps less than in Adam. The options are those of `fedadam`.
+    One noisy round changes the size of later steps less than in Adam.
 
     **Privacy** Post-processing.
 

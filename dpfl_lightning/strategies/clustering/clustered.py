@@ -5,10 +5,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from dpfl_lightning.algorithms.server_training import public_generator
 from dpfl_lightning.algorithms.update_groups import GroupOptions
 from dpfl_lightning.algorithms.update_mixture import Mixture, paper_mixture, robust_mixture, switch_round
 from dpfl_lightning.errors import UserError, require, require_one_of, warn_user
@@ -19,7 +19,6 @@ from dpfl_lightning.federated.server import aggregate
 from dpfl_lightning.federated.server.results import ClientEmbedding
 from dpfl_lightning.federated.server.summary import of_all
 from dpfl_lightning.federated.server.view import ServerState, View
-from dpfl_lightning.privacy.noise import stream_words
 from dpfl_lightning.strategies.clustering import first_round
 from dpfl_lightning.strategies.clustering.cluster_metrics import GroupingStrategy
 from dpfl_lightning.strategies.clustering.model_selection import SELECTIONS, ModelSelection, refuse_unused
@@ -30,15 +29,11 @@ _KEPT = ("responsibilities", "embedding", "separation", "overlap", "confident", 
 
 
 def drawn_groups(responsibilities: Tensor, clients: Sequence[int], round: int, seed: int) -> tuple[int, ...]:
-    """Draw a group for each client of a round from its row of `responsibilities` `[N, M]`, with public randomness.
-
-    A draw depends only on (seed, round, client).
-    """
+    """Draw each client's group from its row of `responsibilities` `[N, M]`; depends only on (seed, round, client)."""
     drawn = []
     for client in clients:
         row = responsibilities[client].double().numpy()
-        key = np.random.SeedSequence(seed, spawn_key=stream_words("stage2", round, client))
-        drawn.append(int(np.random.default_rng(key).choice(len(row), p=row / row.sum())))
+        drawn.append(int(public_generator(seed, "stage2", round, client).choice(len(row), p=row / row.sum())))
     return tuple(drawn)
 
 
@@ -241,10 +236,7 @@ class Clustered(GroupingStrategy):
             setattr(self, name, value.cpu() if isinstance(value, Tensor) else value)
 
     def _check(self, schedule: RunSchedule, view: View) -> None:
-        """Check the number of groups, and that no quotas were planned before this strategy.
-
-        Such quotas would be spent in round 1, in which all clients take part and which is charged separately.
-        """
+        """Check the number of groups, and that no quotas were planned before, which round 1 would spend."""
         key, number, count = f"{_KEY}.num_clusters", self._options.num_groups, view.facts.num_clients
         require(number is None or number <= count, key, f"be at most the {count} clients", number)
         blind = number is None and self._mixture == "robust" and math.inf in view.clip_norm

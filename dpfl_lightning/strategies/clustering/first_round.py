@@ -19,12 +19,8 @@ _FAR = 0.2  # distance of mean clipped gradients / clip norm; distances of real 
 def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float | str | None) -> RunSchedule:
     """Return the schedule in which each client's first round uses full batches, one in each local epoch.
 
-    Rounds that are planned beyond the run's rounds are a reserve, of which the first round gets one.
-
-    Args:
-        noise_multiplier: noise multiplier of the full batches. None is 5, or 3 above a million parameters, which leaves
-            nearly all of the budget to the later rounds; `same` uses one multiplier for all rounds, solved together.
-            Clients without noise add none.
+    Rounds that are planned beyond the run's rounds are a reserve, of which the first round gets one. `noise_multiplier`
+    is the option of `Clustered`; clients without noise add none.
     """
     usual = 5.0 if view.run.num_params <= _MANY else 3.0
 
@@ -46,10 +42,7 @@ def with_full_batch(schedule: RunSchedule, view: View, noise_multiplier: float |
 
 
 def sampling_std(client: int, steps: int, view: View) -> float:
-    """Return an upper bound on the length of the deviation that the sampling of a client's records causes.
-
-    It is the deviation of the client's full-batch update from its group's mean; 0 without clipping (unknown).
-    """
+    """Bound the distance of a client's full-batch update from its group's mean that sampling explains; 0: unknown."""
     if math.isinf(view.clip_norm[client]):
         return 0.0
     return steps * view.learning_rate[client] * view.clip_norm[client] / math.sqrt(view.facts.num_records[client])

@@ -20,10 +20,7 @@ def coordinates(deltas: Tensor) -> np.ndarray:
 
 
 def kmeans(points: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
-    """Return the cluster `[n]` of each of the points `[n, d]`, by k-means++ with the best of 10 starts.
-
-    There are at most n clusters.
-    """
+    """Return the cluster `[n]` of each of the points `[n, d]`, by k-means++ with the best of 10 starts."""
     from sklearn.cluster import KMeans
 
     count = min(num_clusters, len(points))

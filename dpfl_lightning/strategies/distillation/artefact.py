@@ -48,11 +48,7 @@ class DistilledSet:
 
     @classmethod
     def load(cls, folder: str | Path) -> DistilledSet:
-        """Load the set from the folder of a run, or from any other folder with the two files.
-
-        Raises:
-            UserError: a file is missing or damaged, card and images do not belong together, or an image is not finite.
-        """
+        """Load the set from a folder; raises UserError if a file is missing, damaged or of another set."""
         path, card_path = Path(folder) / TENSORS, Path(folder) / CARD
         must = "be a folder with a distilled set"
         advice = f"A finished run of strategy distillation writes {TENSORS} and {CARD}."
@@ -71,7 +67,7 @@ class DistilledSet:
     def grid(self, most: int = 10) -> Tensor | None:
         """Return a picture `[height, width, 1 or 3]` in [0, 1], with a row of at most `most` images for each class.
 
-        The lowest and the highest hundredth of the values are clipped. None if there are not one or three channels.
+        None if there are not one or three channels.
         """
         if self.x.dim() != 4 or self.x.shape[1] not in (1, 3):
             return None

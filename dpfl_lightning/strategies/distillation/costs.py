@@ -24,17 +24,14 @@ class Sent(NamedTuple):
 
 
 def traffic(participations: int, num_params: int, release: int) -> Sent:
-    """Return what is sent in all rounds: in each participation one model down and one release up.
-
-    `release` is the number of parameters with training, and `ClassGradients.size` with distillation.
-    """
+    """Return what is sent in all rounds: in each participation one model down and one `release` of this size up."""
     return Sent(participations * num_params, participations * release)
 
 
 def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], fewest: int) -> int:
-    """Return the number of clients of a round, summed over the rounds, whose clients are the `cohorts`.
+    """Return the number of clients of a round that have releases left, summed over the `cohorts` of all rounds.
 
-    Each of the N clients can pay for its number of `releases`. A round with fewer than `fewest` of them is skipped.
+    A round with fewer than `fewest` of them is skipped.
     """
     taken = [0] * len(releases)
     for cohort in cohorts:
@@ -45,10 +42,9 @@ def participations(cohorts: Iterable[Collection[int]], releases: Sequence[int], 
 
 
 def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str:
-    """Describe what a run sends in total, in rounds of federated training, and from how many trainings it sends less.
+    """Describe what a run sends in total, and from how many trainings it sends less.
 
-    `training_round` is sent in one round of federated training of the same net with this number of clients. n trainings
-    send n times as much as one; a search on a distilled set sends the set and one training.
+    `training_round` is sent in one round of federated training of the same net with this number of clients.
     """
     rounds = f"{distillation.total / training_round.total:,.1f}".removesuffix(".0")
     down, up = (data_size(BYTES * floats) for floats in distillation)
@@ -62,13 +58,8 @@ def traffic_words(distillation: Sent, training_round: Sent, clients: int) -> str
 def paper_epsilon(noise_multiplier: float, delta: float, clip_norm: float = 1.0) -> float:
     """Return eq. 41 of the paper, `sqrt(2 ln(1.25 / delta)) 2 clip_norm / noise_multiplier`, for comparison only.
 
-    It is not a valid epsilon: it counts one release of the whole run, uses the noise multiplier as a standard deviation
-    (so it grows with the clip norm, on which no epsilon depends), and rests on a formula that holds only below 1.
-
-    Args:
-        noise_multiplier: sigma of the paper: noise std / clip norm, on the sum (eq. 10) or on the mean (appendix); > 0.
-        delta: in (0, 1).
-        clip_norm: clip norm of one record's gradient, > 0.
+    It is not a valid epsilon: it counts one release of the whole run, uses the noise multiplier (noise std / clip norm)
+    as a standard deviation, and rests on a formula that holds only below 1.
 
     Reference: Wang and Wang (2024), eqs. 40 and 41; Dwork and Roth (2014), theorem A.1.
     """
@@ -89,10 +80,7 @@ def paper_epsilon_words(noise_multiplier: float, delta: float, clip_norm: float)
 
 
 def card(view: View, result: RunResult, options: Mapping[str, Any], sampling: str) -> dict[str, Any]:
-    """Return the card of a distilled set: how it was made, from which clients, and at what privacy cost.
-
-    `sampling` is the sampling that was used, also where the option is null.
-    """
+    """Return the card of a distilled set: how it was made (with which `sampling`), and at what privacy cost."""
     facts, run = view.facts, view.run.options
     spent = [client["epsilon_spent"] for client in result.clients]
     return {

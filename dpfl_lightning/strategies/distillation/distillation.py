@@ -372,10 +372,14 @@ class Distillation(Strategy, Callback):
         if self._switches["matching"] == "layerwise_cosine" and bool(present.any()):
             self._metrics["matching_loss_per_row"] = float(before[present].mean()) / num_rows(_shapes(view))
         self._age = 0 if reinitialised else self._age + 1
+        theta = state.models[0]
         if reinitialised:
             theta = view.new_model(torch_seed(public_generator(view.seed, "initialisation", view.round)))
+        elif self._switches["net_update"] == "aggregate":
+            theta = theta - self._between.learning_rate * (target * present[:, None]).mean(dim=0)
         else:
-            theta = self._moved_net(state.models[0], target * present[:, None], view)
+            seed = torch_seed(public_generator(view.seed, "net", view.round))
+            theta = trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
         return dataclasses.replace(state, models=theta[None])
 
     def _move_images(
@@ -400,12 +404,6 @@ class Distillation(Strategy, Callback):
                 break
             self._set = moved
         return distances[0]
-
-    def _moved_net(self, theta: Tensor, target: Tensor, view: View) -> Tensor:
-        if self._switches["net_update"] == "aggregate":
-            return theta - self._between.learning_rate * target.mean(dim=0)
-        seed = torch_seed(public_generator(view.seed, "net", view.round))
-        return trained_on(view.module, theta, self._synthetic(view).records, self._between, seed)
 
     def final_models(self, state: ServerState, view: View) -> ClientModels:
         init, order = (torch_seed(public_generator(view.seed, "evaluation", which)) for which in (0, 1))

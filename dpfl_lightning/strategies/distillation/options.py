@@ -39,7 +39,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "image_learning_rate": 0.1,  # the condensation paper's, which needs ten times as many steps
     },
 }
-#: images per class -> (rounds from one initialisation to the next, epochs on the set after a round)
+#: images per class -> (rounds from one initialisation to the next, epochs on the set after a round), as in the
+#: condensation paper
 _LOOPS = {1: (1, 1), 10: (10, 50), 20: (20, 25), 30: (30, 20), 40: (40, 15), 50: (50, 10)}
 
 
@@ -67,10 +68,7 @@ def switches(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def loops(images_per_class: int) -> tuple[int, int]:
-    """Return the condensation paper's loops: rounds between two initialisations, and epochs on the set after a round.
-
-    A number of images that its code does not list uses the values of the next larger one; above 50 those of 50.
-    """
+    """Return the entry of `_LOOPS`, or that of the next larger number of images; above 50 that of 50."""
     return _LOOPS[min((known for known in _LOOPS if known >= images_per_class), default=50)]
 
 

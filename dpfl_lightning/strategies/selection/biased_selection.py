@@ -1,7 +1,4 @@
-"""DPFL-BCS: clients with large budgets and many records take part more often, so the mean update has less noise.
-
-The functions compute how noise grows with participations; `allocation.py` turns this into quotas.
-"""
+"""DPFL-BCS: clients with large budgets and many records take part more often, so the mean update has less noise."""
 
 import dataclasses
 import math
@@ -39,9 +36,8 @@ class ParticipationNoise:
 def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) -> ParticipationNoise:
     """Return the noise that the run's accountant requires of each client, by the number of its participations.
 
-    For full batches the result is exact: the noise of T releases that share a budget is the noise of one release times
-    sqrt(T) (Gaussian) or T (Laplace, delta 0). Otherwise the noise is solved at a quarter and at four times the mean
-    quota, and one exponent is fitted for all clients. The schedule's noise is not solved yet.
+    The result is exact for full batches. Otherwise the noise is solved at a quarter and at four times the mean quota,
+    and one exponent is fitted for all clients.
     """
     exponent = exact_exponent(schedule)
     if exponent is not None:
@@ -57,10 +53,7 @@ def participation_noise(schedule: RunSchedule, view: View, mean_quota: float) ->
 
 
 def exact_exponent(schedule: RunSchedule) -> float | None:
-    """Return the exponent with which noise grows with participations, or None if no formula gives it.
-
-    A formula exists only if nothing but full batches of one kind shares the budgets.
-    """
+    """Return the exponent with which noise grows with participations; None unless only full batches share budgets."""
     lines = [line for client_schedule in schedule.clients for line in client_schedule.planned]
     events = [line.event for line in lines if isinstance(line.event, NoisedEvent)]
     if len(events) > len(schedule.clients):
@@ -107,7 +100,6 @@ class BiasedSelection(QuotaSelection):
     noise limits the accuracy; if the noise is small, the quotas become equal.
 
     Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         dissimilarity: assumed difference of the clients' gradients at the optimum, as a share of the squared clip norm,
             >= 0. Larger values make quotas more equal; 0 gives the least noise (Proposition 1 with caps).
         min_participation: minimum number of rounds in which every client takes part, >= 0.

@@ -69,12 +69,6 @@ class QuotaSelection(Strategy, Callback):
     needs_training = True
     key = "strategies.quota_selection"
 
-    def __init_subclass__(cls) -> None:
-        """Write the options of all selections into the subclass's docstring, which is its help text."""
-        if cls.__doc__:
-            text = (QuotaSelection.__doc__ or "").partition("Args:\n")[2].partition("\n\n")[0].strip()
-            cls.__doc__ = cls.__doc__.replace("clients_per_round, sampler, top_fraction: see `QuotaSelection`.", text)
-
     def __init__(
         self, clients_per_round: int | None = None, sampler: str = "quota_systematic", top_fraction: float | None = None
     ) -> None:

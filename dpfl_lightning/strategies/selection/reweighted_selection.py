@@ -17,10 +17,6 @@ class ReweightedSelection(BiasedSelection):
     quotas: `biased_selection` has less noise because of its bias. Client n trains in T_n of H rounds; clients with
     quota 0 are missing in the mean, and `min_participation: 1` includes all of them.
 
-    Args:
-        clients_per_round, sampler, top_fraction, dissimilarity, min_participation, max_effective_epsilon: as in
-            `biased_selection`.
-
     **Privacy** As `biased_selection`: post-processing of public facts and released updates.
     """
 

@@ -55,7 +55,6 @@ class TwoStageSelection(QuotaSelection):
     most similar clients instead of equal quotas.
 
     Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
         warmup_rounds: number T_0 of rounds in which losses are reported, from 2 to one less than the rounds.
         ratio: cost of one unit of unlikeness (loss) in one participation, divided by the geometric mean of the clients'
             noise factors, >= 0. null fits the paper's five constants to one number, which does not determine them: see
@@ -162,13 +161,12 @@ class TwoStageSelection(QuotaSelection):
             mechanisms = tuple(view.mechanism(client, _LATER) for client in plan.clients)
             return dataclasses.replace(plan, mechanism_of=mechanisms, purpose=_LATER)
         if view.round <= self._warmup and plan.clients:
-            self._reports += self._asked_unsoundly(plan, view) if self._unsound else self._asked_before(plan, view)
+            if self._unsound:
+                self._reports += self._asked_unsoundly(plan, view)
+            else:
+                answers = self._ask(view.state.models, dict(zip(plan.clients, plan.model_of, strict=True)), view)
+                self._reports += [(view.round, client, loss, math.nan) for client, loss in answers.items()]
         return plan
-
-    def _asked_before(self, plan: RoundPlan, view: View) -> list[Report]:
-        row_of = dict(zip(plan.clients, plan.model_of, strict=True))
-        answers = self._ask(view.state.models, row_of, view)
-        return [(view.round, client, loss, math.nan) for client, loss in answers.items()]
 
     def _asked_unsoundly(self, plan: RoundPlan, view: View) -> list[Report]:
         mechanisms = {c: NoMechanism(UNSOUND, self._loss_mechanism(c, view.schedule, view)) for c in plan.clients}

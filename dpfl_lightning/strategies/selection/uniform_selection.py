@@ -16,9 +16,6 @@ class UniformSelection(QuotaSelection):
     is, with `uniform`, DPSGD (DMLDP with Laplace noise, FedSGD without noise); with `epsilon_weighted`, WeiAvg; and
     with `inverse_noise`, the least noise that weights can give.
 
-    Args:
-        clients_per_round, sampler, top_fraction: see `QuotaSelection`.
-
     **Privacy** Post-processing of public facts. Claimed budgets are trusted only with `top_fraction`. The server knows
     which clients take part, so there is no amplification by selection.
     """

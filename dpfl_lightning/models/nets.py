@@ -1,12 +1,13 @@
-"""The papers' plain convolutional nets, the ConvNet family and two linear models, each an `nn.Sequential`."""
+"""The papers' nets: plain and residual convolutional nets, the ConvNet family, linear models, personal input."""
 
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from dpfl_lightning.errors import UserError, nearest, require
+from dpfl_lightning.errors import UserError, require, require_one_of
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {"relu": nn.ReLU, "leaky_relu": nn.LeakyReLU, "sigmoid": nn.Sigmoid}
 POOLINGS: dict[str, Callable[[int], nn.Module] | None] = {"avg": nn.AvgPool2d, "max": nn.MaxPool2d, "none": None}
@@ -44,9 +45,8 @@ def cnn_femnist(input_shape: Sequence[int], num_classes: int) -> nn.Module:
     It has 67,026 parameters for 1x28x28 and 62 classes. Group norm replaces the paper's batch norm, which mixes
     records; the number of parameters is the same.
     """
-    body = []
-    for layers, channels in ((_stage(input_shape[0], 8, 5, padding=2), 8), (_stage(8, 16, 5, padding=0), 16)):
-        body += [layers[0], nn.GroupNorm(2, channels), *layers[1:]]
+    first, second = _stage(input_shape[0], 8, 5, padding=2), _stage(8, 16, 5, padding=0)
+    body = [first[0], nn.GroupNorm(2, 8), *first[1:], second[0], nn.GroupNorm(2, 16), *second[1:]]
     return _classifier("cnn_femnist", body, input_shape, [120, 84, num_classes])
 
 
@@ -74,12 +74,9 @@ def convnet(
     possible with record-level privacy.
     """
     require(width >= 1 and depth >= 1, "model.width, model.depth", "be at least 1", (width, depth))
-    for option, value, known in (
-        ("activation", activation, ACTIVATIONS),
-        ("norm", norm, NORMS),
-        ("pooling", pooling, POOLINGS),
-    ):
-        require(value in known, f"model.{option}", f"be one of {', '.join(known)}", value, nearest(value, known))
+    require_one_of(ACTIVATIONS, "model.activation", activation)
+    require_one_of(NORMS, "model.norm", norm)
+    require_one_of(POOLINGS, "model.pooling", pooling)
     require(norm != "group" or width % 4 == 0, "model.width", "be a multiple of 4 for the norm `group`", width)
     channels, height, across = input_shape
     body: list[nn.Module] = []
@@ -131,3 +128,111 @@ def _classifier(name: str, body: list[nn.Module], input_shape: Sequence[int], wi
 def _stage(channels_in: int, channels_out: int, kernel_size: int, padding: int) -> list[nn.Module]:
     # max(ReLU(x)) = ReLU(max(x)): in this order ReLU processes a quarter of the numbers
     return [nn.Conv2d(channels_in, channels_out, kernel_size, padding=padding), nn.MaxPool2d(2), nn.ReLU()]
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with a shortcut: the identity, or a 1x1 convolution if the shape changes."""
+
+    def __init__(self, channels_in: int, channels_out: int, stride: int, norm: str) -> None:
+        super().__init__()
+        self.residual = nn.Sequential(
+            *_convolution(channels_in, channels_out, 3, stride, norm),
+            nn.ReLU(),
+            *_convolution(channels_out, channels_out, 3, 1, norm),
+        )
+        same = stride == 1 and channels_in == channels_out
+        self.shortcut = nn.Sequential(*([] if same else _convolution(channels_in, channels_out, 1, stride, norm)))
+        self.activation = nn.ReLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, in, H, W] -> [B, out, H / stride, W / stride]."""
+        return self.activation(self.residual(x) + self.shortcut(x))
+
+
+def resnet18(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+    """ResNet-18 with the ImageNet stem and GroupNorm: 11,181,642 parameters for 3 channels and 10 classes.
+
+    `norm` is group (two groups, as many parameters as BatchNorm), or none.
+
+    Reference: He et al. (2016). The noise-aware and clustered papers use it for CIFAR-10, with GroupNorm.
+    """
+    return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (2, 2, 2, 2), num_classes, norm)
+
+
+def resnet34(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+    """ResNet-34, otherwise like `resnet18`.
+
+    `norm: none` with 10 outputs has the 21,272,778 parameters that the noise-aware paper reports for CIFAR-100.
+    """
+    return _resnet(_imagenet_stem(input_shape[0], norm), (64, 128, 256, 512), (3, 4, 6, 3), num_classes, norm)
+
+
+def resnet20(input_shape: Sequence[int], num_classes: int, norm: str = "group") -> nn.Module:
+    """The CIFAR ResNet-20 with 1x1-convolution shortcuts: 272,474 parameters for 3x32x32 and 10 classes.
+
+    Reference: He et al. (2016), section 4.2 with option B; the selection paper's net for CIFAR-10.
+    """
+    stem = [*_convolution(input_shape[0], 16, 3, 1, norm), nn.ReLU()]
+    return _resnet(stem, (16, 32, 64), (3, 3, 3), num_classes, norm)
+
+
+def _imagenet_stem(channels: int, norm: str) -> list[nn.Module]:
+    return [*_convolution(channels, 64, 7, 2, norm), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1)]
+
+
+def _resnet(
+    stem: list[nn.Module], widths: Sequence[int], blocks: Sequence[int], num_classes: int, norm: str
+) -> nn.Sequential:
+    """Return `stem`, stages of basic blocks that halve the image from the second on, image mean, linear layer."""
+    body, channels = list(stem), widths[0]
+    for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+        for block in range(count):
+            stride = 2 if stage > 0 and block == 0 else 1
+            body.append(BasicBlock(channels, width, stride, norm))
+            channels = width
+    net = nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes))
+    return net.apply(_initialise)
+
+
+def _convolution(channels_in: int, channels_out: int, kernel_size: int, stride: int, norm: str) -> list[nn.Module]:
+    require_one_of(("group", "none"), "model.norm", norm)
+    conv = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding=kernel_size // 2, bias=False)
+    return [conv, nn.GroupNorm(2, channels_out)] if norm == "group" else [conv]
+
+
+def _initialise(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Conv2d):
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+
+
+class InputTransform(nn.Module):
+    """`scale * x + shift`: one scale for each channel (of images) or feature, one shift for each number.
+
+    It begins as the identity (Yang et al., 2023, PRIVATEFL): 785 parameters for 1x28x28, 20 for ten features.
+    """
+
+    def __init__(self, input_shape: Sequence[int]) -> None:
+        super().__init__()
+        image = len(input_shape) == 3
+        self.scale = nn.Parameter(torch.ones(input_shape[0], 1, 1) if image else torch.ones(*input_shape))
+        self.shift = nn.Parameter(torch.zeros(*input_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * x + self.shift
+
+
+class PersonalInput(nn.Sequential):
+    """A net with a separate input transformation for each client, whose parameters (`personal`) stay there.
+
+    **Privacy** Personal parameters are part of what a client's step clips and noises: without noise they would carry
+    records from round to round into the shared release, which no composition covers.
+
+    >>> net = PersonalInput(nn.Flatten(), (1, 28, 28))
+    >>> sum(parameter.numel() for parameter in net.parameters()), net.personal
+    (785, ('input.scale', 'input.shift'))
+    """
+
+    personal = ("input.scale", "input.shift")
+
+    def __init__(self, net: nn.Module, input_shape: Sequence[int]) -> None:
+        super().__init__(OrderedDict(input=InputTransform(input_shape), shared=net))
