@@ -4,8 +4,6 @@ python tests/accounting_grid.py            # minutes; writes experiments/results
 python tests/accounting_grid.py --page     # the page alone, from the JSON
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -83,15 +81,17 @@ def cell(rate: float, noise: float, steps: int, delta: float, adjacency: str) ->
 
 def published() -> list[dict]:
     rows = []
+
+    def add(source: str, name: str, setting: str, value: float, ours: float) -> None:
+        rows.append({"source": source, "accountant": name, "setting": setting, "published": value, "ours": ours})
+
     for source, name, rate, noise, steps, delta, value in PUBLISHED:
         ours = get_accountant(name).epsilon([GaussianEvent(rate, noise, steps)], delta)
-        setting = f"q {rate:.4g}, z {noise:.4g}, {steps} steps, delta {delta:.4g}"
-        rows.append({"source": source, "accountant": name, "setting": setting, "published": value, "ours": ours})
+        add(source, name, f"q {rate:.4g}, z {noise:.4g}, {steps} steps, delta {delta:.4g}", value, ours)
     for source, name, rate, steps, delta, epsilon, value in PUBLISHED_NOISE:
         run = ClientSchedule(epsilon, delta, (Planned("train", GaussianEvent(rate, None, steps), 1),))
         ours = calibrate([run], get_accountant(name))[0].noise_multiplier("train")
-        setting = f"z for epsilon {epsilon:g}: q {rate:.4g}, {steps} steps, delta {delta:.4g}"
-        rows.append({"source": source, "accountant": name, "setting": setting, "published": value, "ours": ours})
+        add(source, name, f"z for epsilon {epsilon:g}: q {rate:.4g}, {steps} steps, delta {delta:.4g}", value, ours)
     return rows
 
 
@@ -99,17 +99,18 @@ def deviations(cells: list[dict]) -> list[dict]:
     """Of each accountant and relation: cells, how far above the tight value at most, how many below it."""
     rows = []
     for adjacency, name in itertools.product(ADJACENCIES, ("rdp", "prv", "gdp")):
-        own = [one for one in cells if one["adjacency"] == adjacency and name in one["ours"]]
-        by_rdp = [one for one in own if name == "prv" and not one["how"]["prv"].startswith("PRV")]
-        far = [one for one in own if one["tight_upper"] >= 0.1 and one not in by_rdp]
+        some = [one for one in cells if one["adjacency"] == adjacency and name in one["ours"]]
+        by_rdp = [one for one in some if name == "prv" and not one["how"]["prv"].startswith("PRV")]
+        far = [one for one in some if one["tight_upper"] >= 0.1 and one not in by_rdp]
+        ratios = [one["ours"][name] / one["tight_upper"] - 1 for one in far]
         rows.append(
             {
                 "adjacency": adjacency,
                 "accountant": name,
-                "cells": len(own),
-                "below": sum(one["ours"][name] < one["tight_lower"] for one in own),
-                "median": median(one["ours"][name] / one["tight_upper"] - 1 for one in far),
-                "relative": max(one["ours"][name] / one["tight_upper"] - 1 for one in far),
+                "cells": len(some),
+                "below": sum(one["ours"][name] < one["tight_lower"] for one in some),
+                "median": median(ratios),
+                "relative": max(ratios),
                 "absolute": max(one["ours"][name] - one["tight_upper"] for one in far),
                 "by_rdp": len(by_rdp),
             }
@@ -117,51 +118,54 @@ def deviations(cells: list[dict]) -> list[dict]:
     return rows
 
 
+PAGE_TEXT = """# Accounting, checked
+
+Written by `{command}` from `experiments/results/accounting.json` ({libraries}).
+
+## Against a second library
+
+A grid of sample rates, noise multipliers, steps and deltas under both relations: {settings}.
+*Tight* is the second library's value, from the numerical privacy loss, which it bounds from either side.
+An epsilon below the lower bound would not be true; how far ours are above the upper one is shown where that
+is at least 0.1.
+
+| relation | accountant | settings | below | median above | most above | most, absolute | RDP stands in |
+|---|---|---|---|---|---|---|---|
+{deviations}
+
+`prv` includes its error of 0.01 in epsilon; where its grid would not fit, its numerics fail, or RDP is
+smaller, RDP stands in, and the guarantee says so. `gdp` is for full batches. RDP is far from tight for a few
+releases of small sampled batches, and within some per cent for the many releases of training.
+
+## Against published numbers
+
+| source | accountant | setting | published | ours |
+|---|---|---|---|---|
+{published}
+
+Ours are rounded up, and `prv` is an upper bound within 0.01 of the tight (PLD) value. Opacus' own search for
+a noise multiplier stops up to 0.01 below the target; ours is within 0.1 % of the smallest that fits.
+"""
+
+
 def page(results: dict) -> str:
     """`docs/accounting.md`."""
-    settings = f"{len(results['cells'])} settings with an epsilon up to {LARGEST_EPSILON:g}"
-    lines = [
-        "# Accounting, checked",
-        "",
-        f"Written by `{COMMAND}` from `experiments/results/accounting.json` ({results['libraries']}).",
-        "",
-        "## Against a second library",
-        "",
-        f"A grid of sample rates, noise multipliers, steps and deltas under both relations: {settings}.",
-        "*Tight* is the second library's value, from the numerical privacy loss, which it bounds from either side.",
-        "An epsilon below the lower bound would not be true; how far ours are above the upper one is shown where that",
-        "is at least 0.1.",
-        "",
-        "| relation | accountant | settings | below | median above | most above | most, absolute | RDP stands in |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
+    above = [
         f"| {ADJACENCIES[row['adjacency']]} | {row['accountant']} | {row['cells']} | {row['below']} "
         f"| {row['median']:.1%} | {row['relative']:.1%} | {row['absolute']:.4f} | {row['by_rdp'] or ''} |"
         for row in deviations(results["cells"])
     ]
-    lines += [
-        "",
-        "`prv` includes its error of 0.01 in epsilon; where its grid would not fit, its numerics fail, or RDP is",
-        "smaller, RDP stands in, and the guarantee says so. `gdp` is for full batches. RDP is far from tight for a few",
-        "releases of small sampled batches, and within some per cent for the many releases of training.",
-        "",
-        "## Against published numbers",
-        "",
-        "| source | accountant | setting | published | ours |",
-        "|---|---|---|---|---|",
-    ]
-    lines += [
+    beside = [
         f"| {row['source']} | {row['accountant']} | {row['setting']} | {row['published']:.7g} | {row['ours']:.7g} |"
         for row in results["published"]
     ]
-    lines += [
-        "",
-        "Ours are rounded up, and `prv` is an upper bound within 0.01 of the tight (PLD) value. Opacus' own search for",
-        "a noise multiplier stops up to 0.01 below the target; ours is within 0.1 % of the smallest that fits.",
-        "",
-    ]
-    return "\n".join(lines)
+    return PAGE_TEXT.format(
+        command=COMMAND,
+        libraries=results["libraries"],
+        settings=f"{len(results['cells'])} settings with an epsilon up to {LARGEST_EPSILON:g}",
+        deviations="\n".join(above),
+        published="\n".join(beside),
+    )
 
 
 def main(words: list[str]) -> None:
@@ -169,10 +173,14 @@ def main(words: list[str]) -> None:
         cells = []
         for number, (setting, adjacency) in enumerate(itertools.product(GRID, ADJACENCIES), 1):
             print(f"{number} of {len(GRID) * len(ADJACENCIES)}", file=sys.stderr, end="\r")
-            found = cell(*setting, adjacency)
-            cells += [] if found is None else [found]
+            cells.append(cell(*setting, adjacency))
         libraries = ", ".join(f"{name} {version(name)}" for name in ("opacus", "dp-accounting", "scipy"))
-        results = {"command": COMMAND, "libraries": libraries, "cells": cells, "published": published()}
+        results = {
+            "command": COMMAND,
+            "libraries": libraries,
+            "cells": [one for one in cells if one],
+            "published": published(),
+        }
         RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
 

@@ -3,8 +3,6 @@
 The statistics here are written anew, independent of `dpfl_lightning.auditing.bounds`, so that one judges the other.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -27,13 +25,9 @@ from dpfl_lightning.privacy.ledger.ledger import read_ledger
 
 
 class Releases(Strategy):
-    """Keeps every update that reaches the server.
+    """Keeps every update that reaches the server: `of_round[round]` is `[C, ...]` in the order of the clients.
 
-    Args:
-        fixed: whether the server sends its first model in every round, as a server that attacks might.
-
-    Attributes:
-        of_round: round -> `[C, ...]`, in the order of the clients' numbers.
+    With `fixed` the server sends its first model in every round, as a server that attacks might.
     """
 
     def needs_updates(self, plan, view):
@@ -54,8 +48,7 @@ class Releases(Strategy):
 def cut_after_training(loop: FederatedLoop, round: int) -> dict[int, torch.Tensor]:
     """The power fails in `round` after every client has sent its update.
 
-    Returns:
-        Filled during the run: round -> `[C, P]`, the updates that somebody may have seen.
+    The returned dictionary is filled during the run: round -> `[C, P]`, the updates that an onlooker may have seen.
     """
     train, seen = loop.clients.engine.train, {}
 
@@ -119,10 +112,7 @@ def noise_apart(first: torch.Tensor, second: torch.Tensor, noise_std: float) -> 
 
 
 def independent(apart: float) -> bool:
-    """Whether two releases of at least 80 numbers have noise of their own, by `noise_apart`.
-
-    Independent noise is within these bounds but for once in 10^9 comparisons.
-    """
+    """Whether two releases of at least 80 numbers have independent noise; wrong once in 10^9, by `noise_apart`."""
     return 0.7 < apart < 2.2
 
 
@@ -151,33 +141,23 @@ def finest_bit(releases: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Attack:
-    """How an attack went that guesses "with the record" or "without".
-
-    Args:
-        with_hits: right guesses among `trials` releases with the record.
-        without_hits: right guesses among `trials` releases without it.
-        trials: of each kind.
-    """
+    """Right guesses of an attack among `trials` releases with the record, and among as many without it."""
 
     with_hits: int
     without_hits: int
     trials: int
 
-    @property
-    def successes(self) -> int:
-        return self.with_hits + self.without_hits
-
     def success_low(self, confidence: float = 0.99) -> float:
         """Lower end of the probability to guess right (Clopper and Pearson)."""
-        return rate_low(self.successes, 2 * self.trials, 1 - confidence)
+        return rate_low(self.with_hits + self.without_hits, 2 * self.trials, 1 - confidence)
 
     def epsilon_low(self, delta: float, confidence: float = 0.99) -> float:
         """Lower bound of epsilon: `P(guess | one) <= e^epsilon P(guess | other) + delta` for either guess."""
         each = (1 - confidence) / 4
         pairs = [(self.with_hits, self.without_hits), (self.without_hits, self.with_hits)]
         bounds = [
-            (rate_low(own, self.trials, each) - delta, rate_high(self.trials - other, self.trials, each))
-            for own, other in pairs
+            (rate_low(hits, self.trials, each) - delta, rate_high(self.trials - others, self.trials, each))
+            for hits, others in pairs
         ]
         return max(0.0, *(math.log(low / high) if low > 0 else 0.0 for low, high in bounds))
 
@@ -191,27 +171,24 @@ def rate_high(hits: int, trials: int, significance: float) -> float:
 
 
 def attack(with_record: np.ndarray, without: np.ndarray, learn: int, sure: bool = False) -> Attack:
-    """Guess from a score by a threshold that the first `learn` releases of each kind have taught.
+    """Guess from the scores `[n]` of releases with and without the record, by the best rule of the first `learn`.
 
-    Args:
-        with_record: `[n]` scores of releases with the record; infinite is allowed.
-        without: `[n]`, without it.
-        learn: releases of each kind that teach the threshold and the side, and are not counted.
-        sure: choose the rule whose one guess is hardly ever wrong, however rare it is; else the one that is right most.
+    Those that teach the rule are not counted. With `sure` the rule is the one whose one guess is hardly ever wrong,
+    however rare it is; else the one that is right most often.
     """
     known = np.unique(np.concatenate([with_record[:learn], without[:learn]]))
     rules = [(side, threshold) for side in (1, -1) for threshold in known]
 
-    def right(rule: tuple[int, float], inside: np.ndarray, outside: np.ndarray) -> tuple[int, int]:
+    def hits_of(rule: tuple[int, float], inside: np.ndarray, outside: np.ndarray) -> tuple[int, int]:
         side, threshold = rule
         return int((side * inside >= side * threshold).sum()), int((side * outside < side * threshold).sum())
 
     def worth(rule: tuple[int, float]) -> float:
-        hits = right(rule, with_record[:learn], without[:learn])
-        ratios = [(own + 0.5) / (learn - other + 0.5) for own, other in (hits, hits[::-1])]
+        hits = hits_of(rule, with_record[:learn], without[:learn])
+        ratios = [(right + 0.5) / (learn - others + 0.5) for right, others in (hits, hits[::-1])]
         return max(ratios) if sure else sum(hits)
 
-    return Attack(*right(max(rules, key=worth), with_record[learn:], without[learn:]), len(without) - learn)
+    return Attack(*hits_of(max(rules, key=worth), with_record[learn:], without[learn:]), len(without) - learn)
 
 
 # ---- budgets
@@ -220,10 +197,10 @@ def attack(with_record: np.ndarray, without: np.ndarray, learn: int, sure: bool 
 def overspent(ledger: Path, budgets: Sequence[float], delta: float, accountant: str = "rdp") -> list[str]:
     """The clients whose charges, composed again from the ledger's events alone, exceed their budgets; in words."""
     charges = read_ledger(ledger)
-    found = []
+    words = []
     for client, budget in enumerate(budgets):
         events = [charge.event for charge in charges if charge.client == client]
         spent = get_accountant(accountant).epsilon(events, delta) if events else 0.0
         if not spent <= budget * (1 + 1e-9):
-            found.append(f"client {client} has spent {spent} of {budget}")
-    return found
+            words.append(f"client {client} has spent {spent} of {budget}")
+    return words

@@ -3,8 +3,6 @@
 Minutes. `--save FILE` keeps the findings, `--load FILE` takes them from there, `--page FILE` shows them in the docs.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json
@@ -40,18 +38,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     for flag in ("--save", "--load", "--page"):
         parser.add_argument(flag, type=Path)
     flags = parser.parse_args(argv)
-    found = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
+    results = json.loads(flags.load.read_text()) if flags.load else audit_all(CASES)
     if flags.save:
-        flags.save.write_text(json.dumps(found, indent=1) + "\n")
+        flags.save.write_text(json.dumps(results, indent=1) + "\n")
     if flags.page:
-        fill_page(flags.page, "audit", report(found))
+        fill_page(flags.page, "audit", report(results))
     else:
-        print(report(found))
+        print(report(results))
 
 
 def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
     """Every case by every build; `limits` are further arguments of `audit`."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for case, argv in cases.items():
         for name in (SOUND, *mutants.MUTANTS, *mutants.OF_RULES):
             print(f"{case}: {name}", file=sys.stderr, flush=True)
@@ -59,14 +57,14 @@ def audit_all(cases: dict[str, list[str]], **limits: Any) -> dict[str, Any]:
             mutate, expected = (mutants.MUTANTS | mutants.OF_RULES).get(name, (lambda patch: None, None))
             with MonkeyPatch.context() as patch:
                 mutate(patch)
-                found.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
-    return {"cases": found, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
+                results.setdefault(case, {})[name] = audit(build_loop(options), only=expected, **limits)
+    return {"cases": results, "options": cases, "date": datetime.date.today().isoformat(), "torch": torch.__version__}
 
 
-def report(found: dict[str, Any]) -> str:
+def report(results: dict[str, Any]) -> str:
     """For each case its claims beside the bounds, and what caught each mutant."""
-    parts = [one for case, builds in found["cases"].items() for one in _case(case, found["options"][case], builds)]
-    return "\n\n".join([*parts, f"{found['date']}, torch {found['torch']}."])
+    parts = [one for case, builds in results["cases"].items() for one in _case(case, results["options"][case], builds)]
+    return "\n\n".join([*parts, f"{results['date']}, torch {results['torch']}."])
 
 
 def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
@@ -80,11 +78,11 @@ def _case(case: str, argv: list[str], builds: dict[str, Any]) -> list[str]:
         for finding in build["clients"][0]["findings"]
         if finding["refuted"]
     ]
-    told = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
+    verdict = f"refuted: {'; '.join(sound['refuted'])}" if sound["refuted"] else "nothing is refuted"
     return [
         f"### {case}: `python -m dpfl_lightning.audit {' '.join(argv)}`",
         "\n".join(f"- {claim_words(one)}" for one in sound["clients"]),
-        f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {told}.",
+        f"The build as it is, at {100 * sound['confidence']:g} % for all checks together: {verdict}.",
         markdown(head, rows),
         f"The mutants, and what refutes them (client {first}; the JSON file has the others):",
         markdown(("mutant", "check", "what", "measured", "claimed"), caught),

@@ -1,7 +1,5 @@
 """Small federations for every test."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 
@@ -90,10 +88,10 @@ def break_off(loop, round: int, resume: bool = False):
 
 @pytest.fixture(autouse=True)
 def no_calibrations_of_others(tmp_path_factory, monkeypatch):
-    """What is solved in a test does not depend on what was solved on this machine before."""
+    """Tests do not use calibrations that were cached on this machine before."""
     for user in ("privacy.accounting.client_plan", "federated.server.settings"):
-        own = tmp_path_factory.getbasetemp() / "cache"
-        monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, own=own: own / name)
+        cache = tmp_path_factory.getbasetemp() / "cache"
+        monkeypatch.setattr(f"dpfl_lightning.{user}.cache_folder", lambda name, cache=cache: cache / name)
 
 
 @pytest.fixture(scope="session")

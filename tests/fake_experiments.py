@@ -1,7 +1,5 @@
 """A declared table whose cells are never made."""
 
-from __future__ import annotations
-
 import dataclasses
 
 from experiments.papers.cells import Cell

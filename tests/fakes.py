@@ -1,7 +1,5 @@
 """Views, reports and results without a loop, and strategies that watch or disturb a run."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path
@@ -31,19 +29,10 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         ClientSchedule(budget, 1e-3, (Planned("train", GaussianEvent(10 / size, noise, math.ceil(size / 10)), rounds),))
         for budget, size in zip(budgets, records, strict=True)
     )
-    told = {
-        "output_dir": folder,
-        "rounds": rounds,
-        "first_round": 1,
-        "num_params": 1234,
-        "budgets": budgets,
-        "estimated_seconds": 200.0,
-        "engine": "serial",
-        "device": "cpu",
-        "sampling": "poisson",
-        "accountant": "rdp",
-        "noise": "keyed, not cryptographic",
-        "options": {},
+    usual = {
+        **{"output_dir": folder, "rounds": rounds, "first_round": 1, "num_params": 1234, "budgets": budgets},
+        **{"estimated_seconds": 200.0, "engine": "serial", "device": "cpu", "sampling": "poisson"},
+        **{"accountant": "rdp", "noise": "keyed, not cryptographic", "options": {}},
     }
     return View(
         round=1,
@@ -51,7 +40,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
         facts=Facts(num_records=records, num_classes=10, input_shape=(4,)),
         module=ClientModule(nn.Linear(4, 10)),
         schedule=RunSchedule(schedules, rounds),
-        run=RunInfo(**{**told, **info}),
+        run=RunInfo(**{**usual, **info}),
         clip_norm=(1.0,) * num_clients,
         learning_rate=(0.1,) * num_clients,
         seed=0,
@@ -63,7 +52,7 @@ def a_view(folder: Path, num_clients: int = 3, rounds: int = 10, noise: float = 
     )
 
 
-def a_report(view: View, round: int, **told) -> RoundReport:
+def a_report(view: View, round: int, **changed) -> RoundReport:
     """After `round` rounds a tenth of every client's budget is gone for each; accuracy is round / 20."""
     clients = tuple(range(view.facts.num_clients))
     usual = {
@@ -78,10 +67,10 @@ def a_report(view: View, round: int, **told) -> RoundReport:
         "test_loss": 1 / round,
         "client_accuracy": tuple(round / 20 + client / 1000 for client in clients),
     }
-    return RoundReport(**{**usual, **told})
+    return RoundReport(**{**usual, **changed})
 
 
-def a_result(view: View, **told) -> RunResult:
+def a_result(view: View, **changed) -> RunResult:
     """All rounds done, every budget spent to 99 %."""
     clients = tuple(
         {
@@ -115,17 +104,17 @@ def a_result(view: View, **told) -> RunResult:
         "test_accuracy": 0.5,
         "test_loss": 1.5,
     }
-    return RunResult(**{**usual, **told})
+    return RunResult(**{**usual, **changed})
 
 
 def two_phases(schedule: RunSchedule, selections: int) -> RunSchedule:
     """Of the plain schedule: one full batch instead of the first round, and so many selections."""
 
-    def change(client: int, own: ClientSchedule) -> ClientSchedule:
-        (train,) = own.planned
+    def change(client: int, planned: ClientSchedule) -> ClientSchedule:
+        (train,) = planned.planned
         first = Planned("first", GaussianEvent(1.0, 5.0, steps=1), 1)
         rest = dataclasses.replace(train, count=train.count - 1)
-        return dataclasses.replace(own, planned=(rest, first, Planned("select", SelectionEvent(0.1), selections)))
+        return dataclasses.replace(planned, planned=(rest, first, Planned("select", SelectionEvent(0.1), selections)))
 
     return schedule.replan(change)
 

@@ -1,7 +1,5 @@
 """Clients with a few real digits, and runs that distil them."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -73,7 +71,7 @@ def few(make_loop, *parts, counts=EQUAL, batch_size=None, **options):
 
 
 def distilled(make_loop, population=None, privacy=None, rounds=2, others=(), net=new_net, engine="serial", **options):
-    """A finished run, its strategy."""
+    """A finished run, and its strategy."""
     strategy = Distillation(**{**SMALL, **options})
     population = digits(UNEQUAL) if population is None else population
     sizes = list(population.num_records)
@@ -96,17 +94,14 @@ def images_of(strategy: Distillation) -> torch.Tensor:
     return strategy.state_dict()["images"]
 
 
-def class_means(population: Population, params, client=None) -> list[torch.Tensor]:
-    """The gradient of each class's mean loss over the records of all clients or of one, of matrices only, `[d]`."""
-    rows = torch.cat(population.train_of) if client is None else population.train_of[client]
+def class_means(population: Population, params, rows_of=None) -> list[torch.Tensor]:
+    """The gradient of each class's mean loss over all clients' records, of matrices only, `[d]`."""
+    rows = torch.cat(population.train_of) if rows_of is None else population.train_of[rows_of]
     means = []
     for label in range(CLASSES):
-        records = population.x[rows[population.y[rows] == label]]
-        if len(records) == 0:
-            means.append(None)
-            continue
-        gradients = reference.class_gradient(a_net().net, params, records, label)
-        means.append(torch.cat([g.flatten() for g in gradients if g.dim() >= 2]))
+        of_class = rows[population.y[rows] == label]
+        gradients = reference.class_gradient(a_net().net, params, population.x[of_class], label)
+        means.append(torch.cat([g.flatten() for g in gradients if g.dim() >= 2]) if len(of_class) else None)
     return means
 
 

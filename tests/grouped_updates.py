@@ -1,7 +1,5 @@
 """Updates of a first round in known groups: 21 clients of four groups, 3, 6, 6 and 6, in units of their noise."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

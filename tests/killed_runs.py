@@ -1,6 +1,4 @@
-"""A run that is killed at random moments, in processes of its own, and what an onlooker keeps of it."""
-
-from __future__ import annotations
+"""A run that is killed at random moments, in separate processes, and the releases that an onlooker keeps."""
 
 import multiprocessing
 import os
@@ -30,7 +28,7 @@ RATE = 0.3
 
 
 class Onlooker(Strategy, Callback):
-    """Keeps each update and each round's end in a file of its own, at once."""
+    """Keeps each update and each round's end in a separate file, at once."""
 
     start = 0  # number of the process; of the class, for it is no setting of the run
 
@@ -76,19 +74,12 @@ def one_start(folder: Path, start: int, rounds: int, reserve: int, key: str | No
 
 @dataclass
 class Killed:
-    """What was left of a run that was killed several times.
-
-    Args:
-        folder: of the run, which is finished now.
-        starts: processes that it took.
-        releases: (start, round) -> `[C, P]`.
-        told: (start, round) of the rounds whose end was told.
-    """
+    """A run that was killed several times and is finished: its processes, releases `[C, P]` and reported rounds."""
 
     folder: Path
     starts: int
-    releases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-    told: set[tuple[int, int]] = field(default_factory=set)
+    releases: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # by (start, round)
+    told: set[tuple[int, int]] = field(default_factory=set)  # (start, round) of the rounds whose end was reported
 
     def again(self) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Each round that was released twice, by one start and by a later one."""
@@ -130,12 +121,12 @@ def killed(parent: Path, kills: int, rounds: int, key: str | None, reserve: int 
             process.kill()
         process.join()
         assert process.exitcode in ((0, -9) if start < kills else (0,))
-    found = Killed(folder, kills + 1)
+    run = Killed(folder, kills + 1)
     for path in sorted((parent / "seen").iterdir()):
         if path.suffix != ".part":
             start, round = map(int, path.stem.split("_"))
             if path.suffix == ".told":
-                found.told.add((start, round))
+                run.told.add((start, round))
             else:
-                found.releases[start, round] = torch.load(path, weights_only=True)
-    return found
+                run.releases[start, round] = torch.load(path, weights_only=True)
+    return run

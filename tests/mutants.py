@@ -1,7 +1,5 @@
 """Builds that break their promise, by patching the real code: what an audit must catch."""
 
-from __future__ import annotations
-
 import dataclasses
 import secrets
 import threading
@@ -74,13 +72,13 @@ def realised_mean(patch: MonkeyPatch) -> None:
 
 
 def counted_twice(patch: MonkeyPatch) -> None:
-    """The sampler hands out every record twice."""
+    """The sampler returns every record twice."""
     draw = engine.draw_steps
     patch.setattr(engine, "draw_steps", lambda *args: (np.concatenate([rows, rows]) for rows in draw(*args)))
 
 
 def last_counted_twice(patch: MonkeyPatch) -> None:
-    """The sampler hands out one record of a batch twice."""
+    """The sampler returns one record of a batch twice."""
     draw = engine.draw_steps
     patch.setattr(engine, "draw_steps", lambda *args: (np.concatenate([rows, rows[-1:]]) for rows in draw(*args)))
 
@@ -124,7 +122,9 @@ def floating_point_noise(patch: MonkeyPatch) -> None:
 
     def privatise_rows(self, clipped):
         rows = zip(clipped, self._mechanisms, self._generators, strict=False)
-        return torch.stack([privatise(own, row, generator, self._like.dtype) for row, own, generator in rows])
+        return torch.stack(
+            [privatise(mechanism, row, generator, self._like.dtype) for row, mechanism, generator in rows]
+        )
 
     patch.setattr(Mechanism, "privatise", privatise)
     patch.setattr(MechanismRows, "privatise", privatise_rows)
@@ -205,14 +205,16 @@ def divisor_of_the_records(patch: MonkeyPatch) -> None:
     def task_of(self, plan, row, *args):
         task, start, batches = local_task(self, plan, row, *args)
         records = self.population.num_records[plan.clients[row]]
-        own = dataclasses.replace(task.mechanism, expected_batch_size=max(task.mechanism.sample_rate, 1e-3) * records)
-        return dataclasses.replace(task, mechanism=own), start, batches
+        mechanism = dataclasses.replace(
+            task.mechanism, expected_batch_size=max(task.mechanism.sample_rate, 1e-3) * records
+        )
+        return dataclasses.replace(task, mechanism=mechanism), start, batches
 
     patch.setattr(engine.SerialEngine, "local_task", task_of)
 
 
 def twice_the_rate(patch: MonkeyPatch) -> None:
-    """Records are drawn more often than the accountant was told."""
+    """Records are drawn more often than the accountant assumes."""
     draw = sampling.poisson_rows
     patch.setattr(
         sampling, "poisson_rows", lambda records, rate, generator: draw(records, min(1.0, 2 * rate), generator)
@@ -249,7 +251,7 @@ OF_RULES: dict[str, tuple[Mutate, set[str]]] = {
 
 
 class _Drawn(threading.local):
-    """What the last sum of this thread held: its place in memory, bytes a row, and records of each row."""
+    """The last sum of this thread: its place in memory, bytes a row, and records of each row."""
 
     place, row_bytes, sizes = 0, 1, torch.zeros(1)
 
@@ -266,7 +268,7 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
         return alone(self, clipped, *args) * factor if noise_too else alone(self, clipped * factor, *args)
 
     def clipped_sums(self, theta, draws):
-        drawn.sizes = torch.tensor([max(1.0, len(own)) for own in draws])[:, None, None]
+        drawn.sizes = torch.tensor([max(1.0, len(rows)) for rows in draws])[:, None, None]
         return sums(self, theta, draws)
 
     def privatise_rows(self, clipped):
@@ -281,18 +283,18 @@ def _divide_by_the_batch(patch: MonkeyPatch, noise_too: bool) -> None:
 
 def _remembering(call, drawn):
     def summed(self, params, x, y, request):
-        found, norms = call(self, params, x, y, request)
-        own = torch.zeros(len(y), dtype=torch.long) if request.group is None else request.group
-        drawn.place, drawn.row_bytes = found.data_ptr(), found[0].nbytes
-        drawn.sizes = torch.bincount(own, minlength=request.num_groups)
-        return found, norms
+        sums, norms = call(self, params, x, y, request)
+        group = torch.zeros(len(y), dtype=torch.long) if request.group is None else request.group
+        drawn.place, drawn.row_bytes = sums.data_ptr(), sums[0].nbytes
+        drawn.sizes = torch.bincount(group, minlength=request.num_groups)
+        return sums, norms
 
     return summed
 
 
 def _counted_once(call):
     def summed(self, params, x, y, request):
-        found, _ = call(self, params, x, y, request)
-        return found, torch.zeros(len(y))
+        sums, _ = call(self, params, x, y, request)
+        return sums, torch.zeros(len(y))
 
     return summed

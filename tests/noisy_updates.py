@@ -1,9 +1,6 @@
 """Updates of a round with known noise: the published budgets and batch sizes, one shared direction, Gaussian noise."""
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Sequence
 
 import torch
 from reference import paper_noise_multipliers
@@ -16,14 +13,7 @@ CLIP_NORM = 3.0
 NUM_PARAMS = 28_938  # of the paper's CNN
 
 
-def update_noise_var(
-    noise_multiplier: Sequence[float],
-    batch_size: Sequence[float],
-    steps: Sequence[int],
-    learning_rate: float,
-    clip_norm: float,
-    num_params: int,
-) -> Tensor:
+def update_noise_var(noise_multiplier, batch_size, steps, learning_rate, clip_norm, num_params) -> Tensor:
     """`[C]`: `steps lr^2 P clip^2 z^2 / b^2` (Malekmohammadi et al. 2024, Eqs. 5 and 7), without feedback."""
     z, b, count = (torch.as_tensor(values, dtype=torch.float64) for values in (noise_multiplier, batch_size, steps))
     return count * learning_rate**2 * (num_params * (clip_norm * z / b) ** 2)
@@ -53,7 +43,7 @@ def noisy_updates(
 
     Args:
         signal: length of every client's step along the shared direction; None is 1.5 * learning rate * local steps.
-        own_share: of that length, in a random direction of each client's own.
+        own_share: of that length, in a random direction for each client.
     """
     truth = true_noise_var(dist, learning_rate, num_params)
     steps = torch.tensor([-(-2400 // batch) for batch in BATCH_SIZES[20]], dtype=torch.float64)
@@ -61,9 +51,9 @@ def noisy_updates(
     generator = torch.Generator().manual_seed(seed)
     draw = functools.partial(torch.randn, num_params, generator=generator, dtype=torch.float64)
     shared = torch.nn.functional.normalize(draw(), dim=0)
-    own = torch.stack([torch.nn.functional.normalize(draw(), dim=0) for _ in steps])
+    each = torch.stack([torch.nn.functional.normalize(draw(), dim=0) for _ in steps])
     noise = torch.stack([draw() for _ in steps]) * (truth / num_params).sqrt()[:, None]
-    return lengths[:, None] * (shared + own_share * own) + noise, truth
+    return lengths[:, None] * (shared + own_share * each) + noise, truth
 
 
 def excess(noise_var: Tensor, truth: Tensor) -> float:

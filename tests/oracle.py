@@ -1,7 +1,5 @@
 """A second accounting library (dp-accounting) as the oracle of tests: bounds of the tight epsilon from both sides."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any

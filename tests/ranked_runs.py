@@ -3,8 +3,6 @@
 Rank 0 writes `FOLDER/results.pt`: what each of `RUNS` came to.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import socket
 import sys
@@ -29,17 +27,13 @@ from dpfl_lightning.runtime.launcher import launched
 
 
 def make_loop(
-    folder: Path,
-    *parts: Strategy,
-    module: ClientModule | None = None,
-    population: Population | None = None,
-    **options,
+    folder: Path, *parts: Strategy, module: ClientModule | None = None, population: Population | None = None, **options
 ) -> FederatedLoop:
     privacy = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3, noise_key=FIXED_KEY)
     clients = ClientOptions(count=4, batch_size=16, learning_rate=0.3)
     net = module or ClientModule(small_net())
-    told = {"rounds": 3, "clients": clients, "privacy": privacy, "device": "cpu"} | parts_of(parts) | options
-    return FederatedLoop(population or blobs(), net, output_dir=folder, **told)
+    usual = {"rounds": 3, "clients": clients, "privacy": privacy, "device": "cpu"}
+    return FederatedLoop(population or blobs(), net, output_dir=folder, **(usual | parts_of(parts) | options))
 
 
 def one_step_each(folder: Path) -> FederatedLoop:
@@ -87,8 +81,8 @@ class Selection(Strategy):
     """Asks every client which of two models fits it better."""
 
     def plan_run(self, schedule, view):
-        def change(client, own):
-            return dataclasses.replace(own, planned=(*own.planned, Planned("select", SelectionEvent(0.5), 1)))
+        def change(client, planned):
+            return dataclasses.replace(planned, planned=(*planned.planned, Planned("select", SelectionEvent(0.5), 1)))
 
         return schedule.replan(change)
 
@@ -105,9 +99,9 @@ class Selection(Strategy):
 
 class GradientsOfClasses(Strategy):
     def plan_run(self, schedule, view):
-        def change(client, own):
-            event = dataclasses.replace(own.planned[0].event, sample_rate=1.0, steps=1)
-            return dataclasses.replace(own, planned=(Planned("classes", event, own.planned[0].count),))
+        def change(client, planned):
+            event = dataclasses.replace(planned.planned[0].event, sample_rate=1.0, steps=1)
+            return dataclasses.replace(planned, planned=(Planned("classes", event, planned.planned[0].count),))
 
         return schedule.replan(change)
 
@@ -133,18 +127,8 @@ class WithPersonalBias(ClientModule):
 def slurm(rank: int, hosts: int, ranks_on_each: int, port: int) -> dict[str, str]:
     """The variables of SLURM's `srun` for one rank, with all hosts on this machine."""
     size, host = hosts * ranks_on_each, rank // ranks_on_each
-    names = {
-        "NTASKS": size,
-        "STEP_NUM_TASKS": size,
-        "NTASKS_PER_NODE": ranks_on_each,
-        "NNODES": hosts,
-        "NODEID": host,
-        "NODELIST": "127.0.0.1",
-        "JOB_NAME": "fit",
-        "JOB_ID": 1,
-        "PROCID": rank,
-        "LOCALID": rank % ranks_on_each,
-    }
+    names = {"NTASKS": size, "STEP_NUM_TASKS": size, "NTASKS_PER_NODE": ranks_on_each, "NNODES": hosts, "NODEID": host}
+    names |= {"NODELIST": "127.0.0.1", "JOB_NAME": "fit", "JOB_ID": 1, "PROCID": rank, "LOCALID": rank % ranks_on_each}
     return {"MASTER_PORT": str(port)} | {f"SLURM_{name}": str(value) for name, value in names.items()}
 
 
@@ -178,9 +162,9 @@ PROTECTED = PrivacyOptions(epsilon=[4.0, 6.0, 8.0, 10.0], delta=1e-3)
 def outcome(loop: FederatedLoop) -> dict:
     result = loop.run()
     saved = torch.load(loop.output_dir / "checkpoint.pt", weights_only=True)
-    told = {"accuracy": [client["accuracy"] for client in result.clients], "test": result.test_accuracy}
+    scores = {"accuracy": [client["accuracy"] for client in result.clients], "test": result.test_accuracy}
     saved["clients"].pop("ledger")  # of another run
-    return told | {name: saved[name] for name in ("models", "clients", "callbacks")}
+    return scores | {name: saved[name] for name in ("models", "clients", "callbacks")}
 
 
 def broken_client(folder: Path) -> dict:

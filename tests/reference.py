@@ -1,6 +1,4 @@
-"""Slow and obviously right forms that the package is held to."""
-
-from __future__ import annotations
+"""Slow and obviously right forms that the package is compared with."""
 
 import math
 from collections.abc import Callable

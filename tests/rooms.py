@@ -3,8 +3,6 @@
 `python tests/rooms.py --page docs/architecture.md` draws them into that page.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import functools
@@ -20,11 +18,11 @@ DIVIDED = ("privacy", "federated", "strategies")
 
 def sources(package: Path = PACKAGE) -> dict[str, Path]:
     """Module name -> file, of the whole package."""
-    found = {}
+    files = {}
     for path in sorted(package.rglob("*.py")):
         name = ".".join((package.name, *path.relative_to(package).with_suffix("").parts))
-        found[name.removesuffix(".__init__")] = path
-    return found
+        files[name.removesuffix(".__init__")] = path
+    return files
 
 
 def room_of(module: str, package: Path = PACKAGE) -> str:
@@ -60,13 +58,13 @@ def _imported(path: Path) -> Iterator[str]:
 def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
     """(room, room that it imports from) -> the modules that do so."""
     known = sources(package)
-    found: dict[tuple[str, str], list[str]] = {}
+    users_of: dict[tuple[str, str], list[str]] = {}
     for module, path in known.items():
         for name in imported(path):
             target = name if name in known else name.rpartition(".")[0]
             if target in known and (rooms := (room_of(module, package), room_of(target, package)))[0] != rooms[1]:
-                found.setdefault(rooms, []).append(module)
-    return {rooms: users for rooms, users in found.items() if all(rooms)}
+                users_of.setdefault(rooms, []).append(module)
+    return {rooms: users for rooms, users in users_of.items() if all(rooms)}
 
 
 def drawing(floors: tuple[tuple[str, ...], ...]) -> str:

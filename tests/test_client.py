@@ -1,7 +1,5 @@
 """The client module alone: its seam, its parameters as a vector, and what it refuses."""
 
-from __future__ import annotations
-
 import lightning as L
 import pytest
 import torch
@@ -9,6 +7,7 @@ from conftest import small_net
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from dpfl_lightning.build import ENGINES
 from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
 
@@ -25,6 +24,11 @@ def test_a_bare_trainer_is_refused_for_it_has_no_ledger(tmp_path):
 def test_batch_norm_is_refused_with_what_to_use_instead():
     with pytest.raises(UserError, match=r"BatchNorm2d.*GroupNorm"):
         ClientModule(nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4)))
+
+
+def test_an_unknown_personal_name_is_refused():
+    with pytest.raises(UserError, match="personal"):
+        type("Odd", (ClientModule,), {"personal": ("nope",)})(small_net())
 
 
 def test_flat_and_named_views_are_one_memory():
@@ -49,19 +53,16 @@ def test_frozen_parameters_are_neither_trained_nor_counted():
     )
 
 
-def test_a_loss_of_ones_own_is_what_every_engine_differentiates(make_loop):
+def test_the_loss_of_a_subclass_is_what_every_engine_differentiates(make_loop):
     class Halved(ClientModule):
         def loss(self, output, y):
             return 0.5 * super().loss(output, y)
 
-    from dpfl_lightning.build import ENGINES
-
-    models = []
-    for name in ENGINES:
-        loop = make_loop(module=Halved(small_net()), engine=ENGINES[name](), rounds=1, privacy=None)
+    def moved(kind, **options) -> float:
+        loop = make_loop(module=kind(small_net()), rounds=1, privacy=None, **options)
         loop.run()
-        models.append(loop.state.models[0] - Halved(small_net()).flat)
-    plain = make_loop(module=ClientModule(small_net()), rounds=1, privacy=None)
-    plain.run()
-    assert float(models[0].norm()) < 0.9 * float((plain.state.models[0] - ClientModule(small_net()).flat).norm())
-    assert all(float(model.norm()) > 0 for model in models)
+        return float((loop.state.models[0] - kind(small_net()).flat).norm())
+
+    plain = moved(ClientModule)
+    for name, engine in ENGINES.items():
+        assert 0 < moved(Halved, engine=engine()) < 0.9 * plain, name

@@ -1,6 +1,4 @@
-"""Compiled loops are found again, and never a reason to fail."""
-
-from __future__ import annotations
+"""Compiled loops are cached on disk, and a broken cache is never a reason to fail."""
 
 import errno
 import gc
@@ -57,13 +55,13 @@ def files(folder: Path, kind: str) -> list[Path]:
 
 
 @pytest.mark.e2e
-def test_what_was_compiled_is_found_again_for_the_same_outer_variables_alone(loop, tmp_path):
-    seen = []
+def test_compiled_loops_are_loaded_again_for_the_same_outer_variables_alone(loop, tmp_path):
+    cached = []
     for factor in (2, 2, 3, 2, 3):
-        one = loop(factor)
-        assert times(one) == factor
-        seen.append(from_disk(one))
-    assert seen == [False, True, False, True, True] and len(files(tmp_path, "nbc")) == 2
+        dispatcher = loop(factor)
+        assert times(dispatcher) == factor
+        cached.append(from_disk(dispatcher))
+    assert cached == [False, True, False, True, True] and len(files(tmp_path, "nbc")) == 2
 
 
 @pytest.mark.e2e

@@ -1,7 +1,5 @@
 """The Dockerfile without Docker: linted, checked in parts, and as a slow test run step by step."""
 
-from __future__ import annotations
-
 import fnmatch
 import json
 import os
@@ -47,13 +45,8 @@ def environment() -> dict[str, str]:
     return dict(pair.split("=", 1) for text in texts("ENV") for pair in shlex.split(text))
 
 
-def default_arguments() -> list[str]:
-    return json.loads(one("CMD"))
-
-
-def cuda_check() -> str:
-    (text,) = [text for text in texts("RUN") if "torch.version.cuda" in text]
-    return text
+DEFAULT_ARGUMENTS = json.loads(one("CMD"))
+(CUDA_CHECK,) = [text for text in texts("RUN") if "torch.version.cuda" in text]
 
 
 def in_context(path: Path) -> bool:
@@ -78,14 +71,11 @@ def test_linted():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_what_is_copied_exists_and_is_in_the_context():
+def test_the_context_has_what_is_copied_and_little_else():
     sources = [ROOT / name for text in texts("COPY") for name in text.split()[:-1]]
     assert all(source.exists() and in_context(source) for source in sources)
     needed = ("dpfl_lightning/fit.py", "dpfl_lightning/data/datasets.py", "conf/fmnist.yaml")
     assert all(in_context(ROOT / name) for name in needed)
-
-
-def test_the_context_is_small():
     unneeded = (".git/HEAD", "runs/mine/result.json", ".venv/bin/python", "mlflow.db", "tests/conftest.py")
     assert not any(in_context(ROOT / name) for name in unneeded)
     assert not in_context(ROOT / "dpfl_lightning" / "data" / "__pycache__" / "datasets.pyc")
@@ -96,8 +86,8 @@ def test_the_context_is_small():
 def test_by_default_it_runs_the_main_job(monkeypatch):
     monkeypatch.chdir(ROOT)
     assert json.loads(one("ENTRYPOINT")) == ["python", "-m", "dpfl_lightning.fit"]
-    assert default_arguments() == ["--config", "conf/fmnist.yaml"]
-    assert load(default_arguments())[0].data.name == "fashion_mnist"
+    assert DEFAULT_ARGUMENTS == ["--config", "conf/fmnist.yaml"]
+    assert load(DEFAULT_ARGUMENTS)[0].data.name == "fashion_mnist"
     # relative to the directory it starts in, which got conf/ and links runs/, the default of output_dir
     after = STEPS[max(i for i, (name, _) in enumerate(STEPS) if name == "WORKDIR") :]
     assert ("COPY", "conf conf") in after
@@ -111,15 +101,14 @@ def test_results_are_in_the_volume_of_a_user_without_rights():
     assert environment()["DPFL_DATA"].startswith("/results/")
 
 
-def test_a_gpu_is_offered_to_it():
+def test_a_gpu_is_offered_to_the_image():
     assert environment()["NVIDIA_VISIBLE_DEVICES"] == "all"
     assert "compute" in environment()["NVIDIA_DRIVER_CAPABILITIES"].split(",")
-    assert load(default_arguments())[0].engine.device == "auto"
+    assert load(DEFAULT_ARGUMENTS)[0].engine.device == "auto"
 
 
 @pytest.mark.parametrize(
-    ("cuda", "version", "passes"),
-    [(None, "13.0", True), (None, None, False), ("0", "13.0", True), ("0", None, True)],
+    ("cuda", "version", "passes"), [(None, "13.0", True), (None, None, False), ("0", "13.0", True), ("0", None, True)]
 )
 def test_a_gpu_image_with_a_cpu_torch_fails(cuda, version, passes, tmp_path):
     (tmp_path / "torch.py").write_text(
@@ -128,27 +117,21 @@ def test_a_gpu_image_with_a_cpu_torch_fails(cuda, version, passes, tmp_path):
     (default,) = [text.split("=")[1] for text in texts("ARG") if text.startswith("CUDA=")]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {"PATH": path, "PYTHONPATH": str(tmp_path), "CUDA": cuda or default}
-    done = subprocess.run(["/bin/sh", "-c", cuda_check()], env=env, capture_output=True, text=True)
+    done = subprocess.run(["/bin/sh", "-c", CUDA_CHECK], env=env, capture_output=True, text=True)
     assert (done.returncode == 0) == passes, done.stderr
     if not passes:
         assert "torch 2.0+fake has no CUDA" in done.stderr and "--build-arg CUDA=0" in done.stderr
 
 
-def installed_by_apt() -> list[str]:
+def test_its_debian_packages_exist_and_hold_the_data_set():
     (line,) = [text for text in texts("RUN") if "apt-get install" in text]
     words = line.split("apt-get install")[1].split("&&")[0].split()
-    return [word for word in words if not word.startswith("-")]
-
-
-def test_its_data_set_is_the_package_that_the_reader_knows():
-    assert installed_by_apt() == [SOURCES["fashion_mnist"].package.name]
-
-
-def test_its_debian_packages_exist():
+    packages = [word for word in words if not word.startswith("-")]
+    assert packages == [SOURCES["fashion_mnist"].package.name]
     release = one("FROM").rpartition("-")[2]
     if not any(Path("/var/lib/apt/lists").glob(f"*_{release}_*Packages*")):
         pytest.skip(f"no package lists of Debian {release} here")
-    for package in installed_by_apt():
+    for package in packages:
         shown = subprocess.run(["apt-cache", "show", package], capture_output=True, text=True)
         assert f"Package: {package}\n" in shown.stdout, shown.stderr
 
@@ -157,21 +140,14 @@ def test_its_debian_packages_exist():
 
 
 class Chroot:
-    """A bare Debian with a Python of its own in a folder, in place of the base image."""
+    """A bare Debian with its Python in a folder, in place of the base image."""
 
     path = "/opt/python/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
     def __init__(self, root: Path) -> None:
         self.root = root
         release = one("FROM").rpartition("-")[2]
-        ask = [
-            "apt-get",
-            "indextargets",
-            "--format",
-            "$(REPO_URI)",
-            f"Codename: {release}",
-            "Component: main",
-        ]
+        ask = ["apt-get", "indextargets", "--format", "$(REPO_URI)", f"Codename: {release}", "Component: main"]
         mirrors = subprocess.run(ask, capture_output=True, text=True).stdout.split()
         minimal = ["--variant=minbase", "--include=python3,python3-venv,ca-certificates"]
         subprocess.run(["debootstrap", *minimal, release, root, *mirrors[:1]], check=True)
@@ -229,7 +205,7 @@ def test_all_steps_and_the_main_job_in_a_chroot():
                 assert name in ("FROM", "ARG", "VOLUME", "ENTRYPOINT", "CMD")  # nothing to do
 
         small = ["--rounds", "1", "--data.records_per_client", "140"]
-        main_job = shlex.join([*json.loads(one("ENTRYPOINT")), *default_arguments(), *small])
+        main_job = shlex.join([*json.loads(one("ENTRYPOINT")), *DEFAULT_ARGUMENTS, *small])
         assert chroot.run(main_job, env, cwd, user) == 0
         print(f"--- {time.monotonic() - begun:.0f} s, in a chroot made by debootstrap")
         (result,) = root.glob("results/*/result.json")
@@ -238,4 +214,4 @@ def test_all_steps_and_the_main_job_in_a_chroot():
 
         # the check of a GPU image tells the truth about the torch that pip has chosen here
         has_cuda = chroot.run("python -c 'import sys, torch; sys.exit(torch.version.cuda is None)'", env) == 0
-        assert (chroot.run(cuda_check(), {"CUDA": "1", **env}) == 0) == has_cuda
+        assert (chroot.run(CUDA_CHECK, {"CUDA": "1", **env}) == 0) == has_cuda

@@ -1,6 +1,4 @@
-"""One sentence, the right status, no traceback; a bug keeps its own."""
-
-from __future__ import annotations
+"""A user's mistake is one sentence and a status; a bug keeps its traceback."""
 
 import subprocess
 import sys
@@ -23,6 +21,13 @@ def test_the_nearest_name_or_none():
     assert nearest("xyz", ["rounds", "seed"]) == ""
 
 
+def raising(error):
+    def main(argv):
+        raise error
+
+    return command(main)
+
+
 @pytest.mark.parametrize(
     ("error", "status", "line"),
     [
@@ -32,19 +37,14 @@ def test_the_nearest_name_or_none():
     ],
 )
 def test_a_users_mistake_is_a_line_and_a_status(error, status, line, capsys):
-    def main(argv):
-        raise error
-
-    assert command(main)([]) == status
+    assert raising(error)([]) == status
     assert capsys.readouterr().err == line
 
 
-def test_a_bug_is_not_hidden():
-    def main(argv):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        command(main)([])
+@pytest.mark.parametrize("error", [ZeroDivisionError, BrokenPipeError], ids=["any", "a pipe of the command"])
+def test_a_bug_is_not_hidden(error, capsys):
+    with pytest.raises(error):
+        raising(error)([])
 
 
 def test_a_notice_is_one_line(capsys, monkeypatch):
@@ -60,8 +60,8 @@ def test_a_notice_is_one_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("lines", [1, 100_000])
-def test_a_reader_who_has_seen_enough_is_no_error(lines):
-    """As `| head` does; a line that is still kept back goes out when the command ends."""
+def test_a_closed_pipe_is_no_error(lines):
+    """As `| head` does; a buffered line is written when the command ends."""
     code = (
         "import sys; from dpfl_lightning.errors import command\n"
         f"sys.exit(command(lambda argv: sys.stdin.readline() and print('word\\n' * {lines}))([]))"
@@ -72,11 +72,3 @@ def test_a_reader_who_has_seen_enough_is_no_error(lines):
         process.stdin.write("go\n")
         process.stdin.close()
         assert process.stderr.read() == "" and process.wait() == 141
-
-
-def test_a_pipe_of_ones_own_that_broke_is_a_bug(capsys):
-    def main(argv):
-        raise BrokenPipeError
-
-    with pytest.raises(BrokenPipeError):
-        command(main)([])

@@ -1,7 +1,5 @@
 """What the figures of a finished run draw."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -12,18 +10,18 @@ from dpfl_lightning.reporting.figures import figures
 
 
 @pytest.mark.parametrize(
-    ("told", "words"),
+    ("cluster", "words"),
     [
         ({"separation": 24.27, "confident": True, "num_clusters": 4}, "4 clusters, separation 24.3: confident"),
         ({"separation": None, "confident": False, "num_clusters": 1}, "1 cluster: not distinguishable from noise"),
     ],
 )
-def test_the_picture_of_the_clients_says_what_was_found(tmp_path, told, words):
-    """Two found clusters of three clients: the marker is the cluster, the colour is the true group."""
+def test_the_picture_of_the_clients_has_clusters_and_true_groups(tmp_path, cluster, words):
+    """Two clusters of three clients: the marker is the cluster, the colour is the true group."""
     points = ((0.0, 0.0), (1.0, 1.0), (1.1, 1.0))
-    client_embedding = ClientEmbedding("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **told)
+    client_embedding = ClientEmbedding("Updates", (0, 1, 2), points, (0, 0, 1), (1.0, 0.5, 0.0), **cluster)
     result = a_result(a_view(tmp_path), client_embedding=client_embedding)
-    rows = tuple({**own, "true_group": 1 + (own["client"] == 0)} for own in result.clients)
+    rows = tuple({**row, "true_group": 1 + (row["client"] == 0)} for row in result.clients)
     figure = figures(lambda metric: {}, dataclasses.replace(result, clients=rows))["clients"]
     (axes,) = figure.axes
     assert axes.get_title() == f"Updates\n{words}"
@@ -46,8 +44,8 @@ def test_clients_with_one_curve_share_its_label(tmp_path):
     assert figure.get_supxlabel() == result.guarantee, "an epsilon is shown with what it means"
 
 
-def drawn(view, **told):
-    return figures(lambda metric: {}, a_result(view, metrics=told))
+def drawn(view, **metrics):
+    return figures(lambda metric: {}, a_result(view, metrics=metrics))
 
 
 def test_estimated_noise_is_drawn_against_the_true_one(tmp_path):
@@ -70,8 +68,8 @@ def test_weights_are_drawn_quietest_first_unless_all_are_equal(tmp_path):
     for equal in ([1 / 3] * 3, [None] * 3):
         assert "weights" not in drawn(view, weight=equal)
     result = a_result(view, metrics={"weight": [0.5, 0.2, 1.0]})
-    for own, model in zip(result.clients, (0, 0, 1), strict=True):
-        own["model"] = model
+    for row, model in zip(result.clients, (0, 0, 1), strict=True):
+        row["model"] = model
     (legend,) = [figures(lambda metric: {}, result)["weights"].axes[0].get_legend()]
     assert [text.get_text() for text in legend.get_texts()] == ["model 0", "model 1"]
 
@@ -93,8 +91,8 @@ def test_participations_are_drawn_beside_budgets_unless_all_took_part_alike(tmp_
 
 def test_many_clients_are_drawn_without_their_numbers(tmp_path):
     view = a_view(tmp_path, num_clients=101)
-    own = [0.01 * (client + 1) for client in range(101)]
-    shown = drawn(view, weight=own, estimated_noise_std=own, quota=own, participations=own)
+    values = [0.01 * (client + 1) for client in range(101)]
+    shown = drawn(view, weight=values, estimated_noise_std=values, quota=values, participations=values)
     assert len(shown["participation"].axes[0].patches) == 2
     assert len(shown["weights"].axes[0].patches) == 1 and len(shown["noise_estimated"].axes[0].texts) == 1
 

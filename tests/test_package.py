@@ -1,7 +1,5 @@
 """The public names, and what importing them must not cost."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -29,10 +27,10 @@ def test_the_commands_are_listed_with_the_version(capsys):
     files = {path.stem for path in Path(dpfl_lightning.__file__).parent.glob("*.py")}
     assert set(COMMANDS) == files - {"__init__", "__main__", "build", "errors"}
     assert main([]) == 0
-    said = capsys.readouterr().out
-    assert dpfl_lightning.__version__ in said
+    text = capsys.readouterr().out
+    assert dpfl_lightning.__version__ in text
     for name in COMMANDS:
-        assert re.search(rf"^dpfl {name} +\w.{{20,}}$", said, re.MULTILINE), name
+        assert re.search(rf"^dpfl {name} +\w.{{20,}}$", text, re.MULTILINE), name
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"dpfl_lightning {dpfl_lightning.__version__}\n"
     assert main(["fti"]) == 2
     assert "got 'fti'. Did you mean `dpfl fit`?" in capsys.readouterr().err
@@ -65,15 +63,12 @@ def test_a_wheel_holds_types_presets_and_the_console_command(tmp_path):
     assert {one.name for one in (installed / "conf").iterdir()} == {one.name for one in (ROOT / "conf").iterdir()}
     script = tmp_path / "installed" / "bin" / "dpfl"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
-    run = lambda *words: subprocess.run(  # noqa: E731
-        [sys.executable, script, *words], cwd=tmp_path, env=env, check=True, capture_output=True, text=True
-    )
-    assert run("--version").stdout == f"dpfl_lightning {dpfl_lightning.__version__}\n"
-    by_module = subprocess.run(
-        [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    assert run("fit", "--config", "digits", "--print_config").stdout == by_module.stdout
+    python = {"env": env, "check": True, "capture_output": True, "text": True}
+
+    def dpfl(*words: str) -> str:
+        return subprocess.run([sys.executable, script, *words], cwd=tmp_path, **python).stdout
+
+    assert dpfl("--version") == f"dpfl_lightning {dpfl_lightning.__version__}\n"
+    words = [sys.executable, "-m", "dpfl_lightning.fit", "--config", "conf/digits.yaml", "--print_config"]
+    by_module = subprocess.run(words, cwd=ROOT, **{**python, "env": None}).stdout
+    assert dpfl("fit", "--config", "digits", "--print_config") == by_module

@@ -1,12 +1,9 @@
 """Every block of README.md but the test command runs, long ones shrunken."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -65,12 +62,8 @@ def test_the_main_command(workplace, small_fashion):  # noqa: F811
 
 
 def test_the_commands_one_after_the_other(workplace):
-    commands = [
-        line
-        for text in BASH
-        for line in text.strip().splitlines()
-        if line.startswith(("python -m dpfl_lightning", "python -m experiments.papers"))
-    ]
+    starts = ("python -m dpfl_lightning", "python -m experiments.papers")
+    commands = [line for text in BASH for line in text.strip().splitlines() if line.startswith(starts)]
     assert len(commands) >= 8
     for command in commands:
         short = " --rounds 2" if "--config conf/digits.yaml" in command and ".fit" in command else ""
@@ -87,14 +80,16 @@ def ranks_lines(start: str) -> list[str]:
 
 
 def all_at_once(commands: list[tuple[str, dict[str, str]]], folder: Path) -> str:
-    """What the commands print together; all end well. The ranks that torchrun starts are as cold as a person's."""
-    own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    """What the commands print together; all end well. The ranks that torchrun starts import everything anew."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     python = {"torchrun": ["-m", "torch.distributed.run"], "python": []}
-    words = [python[first] + rest for first, *rest in (shlex.split(one) for one, _ in commands)]
-    started = [warm.Process(*one, cwd=folder, env=own | more) for one, (_, more) in zip(words, commands, strict=True)]
-    said = ["".join(process.communicate(timeout=120)) for process in started]
-    assert [process.returncode for process in started] == [0] * len(started), said
-    return "".join(said)
+    started = []
+    for command, more in commands:
+        first, *rest = shlex.split(command)
+        started.append(warm.Process(*python[first], *rest, cwd=folder, env=environment | more))
+    output = ["".join(process.communicate(timeout=120)) for process in started]
+    assert [process.returncode for process in started] == [0] * len(started), output
+    return "".join(output)
 
 
 SHORT = " --rounds 2 --tracking null"
@@ -110,8 +105,8 @@ def test_ranks_on_two_hosts(workplace):
     """Both on this machine."""
     (command,) = ranks_lines("torchrun --nnodes 2")
     command = command.replace("head:29500", f"127.0.0.1:{ranked_runs.free_port()}")
-    said = all_at_once([(command + SHORT, {})] * 2, workplace)
-    assert said.count(", 4 ranks") == 1
+    output = all_at_once([(command + SHORT, {})] * 2, workplace)
+    assert output.count(", 4 ranks") == 1
 
 
 @pytest.mark.slow
@@ -119,16 +114,14 @@ def test_ranks_by_slurm(workplace):
     """What `srun` would start, with its variables."""
     (line,) = ranks_lines("srun --nodes 2 --ntasks-per-node 2 ")
     command, port = line[line.index("python") :] + SHORT, ranked_runs.free_port()
-    said = all_at_once([(command, ranked_runs.slurm(rank, 2, 2, port)) for rank in range(4)], workplace)
-    assert said.count(", 4 ranks") == 1
+    output = all_at_once([(command, ranked_runs.slurm(rank, 2, 2, port)) for rank in range(4)], workplace)
+    assert output.count(", 4 ranks") == 1
 
 
 def test_the_tracking_page_answers(workplace):
     (command,) = [text.strip() for text in BASH if text.startswith("mlflow ui")]
     run_warm("python -m dpfl_lightning.fit --config conf/digits.yaml --rounds 1", workplace)
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
+    port = ranked_runs.free_port()
     words = shlex.split(command)
     words[0] = str(Path(sys.executable).parent / words[0])
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -148,7 +141,7 @@ def test_the_tracking_page_answers(workplace):
         server.wait()
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=["own data", "own loss", "own strategy"])
+@pytest.mark.parametrize("block", PYTHON, ids=["data", "loss", "strategy"])
 def test_python_blocks(block, workplace):
     (workplace / "block.py").write_text(block)
     run_warm("python block.py", workplace)
@@ -166,15 +159,14 @@ def test_container_commands_name_real_options(monkeypatch):
     """What follows the image's name are options of `fit`; tests/test_dockerfile.py runs the image's steps."""
     monkeypatch.chdir(ROOT)
     (block,) = [text for text in BASH if text.startswith("docker build")]
-    runs = [
-        line.split(" dpfl ", 1) for line in block.splitlines() if line.startswith("docker run") and " dpfl " in line
-    ]
+    lines = [line for line in block.splitlines() if line.startswith("docker run")]
+    runs = [line.split(" dpfl ", 1) for line in lines if " dpfl " in line]
     assert len(runs) == 2
-    for flags, own in runs:
+    for flags, words in runs:
         if "--entrypoint mlflow" in flags:
-            assert shlex.split(own)[:1] == ["ui"] and "sqlite:////results/mlflow.db" in own
+            assert shlex.split(words)[:1] == ["ui"] and "sqlite:////results/mlflow.db" in words
         else:
-            assert load(shlex.split(own))[0].data.name == "digits"
+            assert load(shlex.split(words))[0].data.name == "digits"
 
 
 def test_the_recipe_of_strategies_runs_and_names_every_hook():

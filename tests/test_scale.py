@@ -1,6 +1,4 @@
-"""Memory of large federations and models, each in a process of its own: `pytest -m slow tests/test_scale.py`."""
-
-from __future__ import annotations
+"""Memory of large federations and models, each in a separate process: `pytest -m slow tests/test_scale.py`."""
 
 import json
 import subprocess
@@ -43,6 +41,13 @@ print(json.dumps({"parameters": loop.module.num_params, "finite": finite, "gib":
 """
 
 
+def run(script: str, tmp_path) -> dict:
+    words = [sys.executable, "-c", script, str(tmp_path / "run")]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    print(done.stdout)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_clients():
     assert peak_memory(print, clients=(100, 2000), data="digits")["growth"] < 0.1
@@ -51,12 +56,8 @@ def test_memory_does_not_grow_with_clients():
 @pytest.mark.slow
 def test_all_updates_of_a_model_of_eleven_million_parameters_fit(tmp_path):
     """Twenty updates of 45 MB are 0.9 GB; 24 GiB are plenty."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALL_UPDATES, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
-    print(told)
-    assert told["parameters"] > 11_000_000 and told["finite"] and told["gib"] < 8
+    result = run(ALL_UPDATES, tmp_path)
+    assert result["parameters"] > 11_000_000 and result["finite"] and result["gib"] < 8
 
 
 COHORTS = """
@@ -102,11 +103,7 @@ print(json.dumps({"mib": memory._mib, "finished": result.finished, "releases": r
 @pytest.mark.slow
 def test_cohorts_of_a_hundred_thousand_clients_leave_memory_flat(tmp_path):
     """After the first round; what is planned for each client and its ledger are a few kB."""
-    done = subprocess.run(
-        [sys.executable, "-c", COHORTS, str(tmp_path / "run")], capture_output=True, text=True, check=True
-    )
-    told = json.loads(done.stdout.splitlines()[-1])
-    print(told)
-    assert told["finished"] and told["releases"] == 12 * 100
-    assert max(told["mib"]) < told["mib"][0] + 20 and told["mib"][0] < 1500
+    result = run(COHORTS, tmp_path)
+    assert result["finished"] and result["releases"] == 12 * 100
+    assert max(result["mib"]) < result["mib"][0] + 20 and result["mib"][0] < 1500
     assert (tmp_path / "run/ledger.jsonl").stat().st_size < 8e6

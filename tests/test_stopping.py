@@ -1,7 +1,5 @@
 """SIGTERM, as docker stop, SLURM and systemd send it: real processes, stopped by a real signal."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal
@@ -25,28 +23,39 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[1]
 
 
-def test_sigterm_is_an_exception_once_and_the_old_handler_comes_back():
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.fixture(autouse=True)
+def usual_handlers():
+    """Those of a command in the foreground: a shell lets what it runs in the background ignore Ctrl-C."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_sigterm_is_an_exception_once_and_the_former_handler_is_restored():
     with pytest.raises(Terminated), terminable():
         try:
             signal.raise_signal(signal.SIGTERM)
         finally:
             signal.raise_signal(signal.SIGTERM)  # while the run is saved
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_who_handles_it_already_goes_on_doing_so():
-    heard = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
-    try:
-        with terminable():
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert heard == [signal.SIGTERM]
+def test_a_handler_of_the_process_stays():
+    numbers = []
+    signal.signal(signal.SIGTERM, lambda number, frame: numbers.append(number))
+    with terminable():
+        signal.raise_signal(signal.SIGTERM)
+    assert numbers == [signal.SIGTERM]
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with between_rounds() as check:
+        signal.raise_signal(signal.SIGTERM)
+        check()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
 
 
-def test_only_the_main_thread_may_and_among_ranks_the_launcher_decides(monkeypatch):
+def test_only_the_main_thread_has_the_handler_and_among_ranks_the_launcher_decides(monkeypatch):
     inside = []
 
     def work():
@@ -56,28 +65,18 @@ def test_only_the_main_thread_may_and_among_ranks_the_launcher_decides(monkeypat
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NNODES"):
-        monkeypatch.setenv(name, {"SLURM_NNODES": "1"}.get(name, "2"))
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_LOCALID", "0")
+    slurm = {"STEP_NUM_TASKS": "2", "NTASKS": "2", "NNODES": "1", "PROCID": "0", "LOCALID": "0"}
+    for name, value in slurm.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
     work()
     assert inside == [signal.SIG_DFL] * 2
 
 
-@pytest.fixture
-def usual_handlers():
-    """Those of a command in the foreground: a shell has what it runs in the background ignore Ctrl-C."""
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(usual_handlers, capfd):
-    """Ctrl-C and SIGTERM, in any order; each handler comes back."""
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    for first, ended in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(capfd):
+    """Ctrl-C and SIGTERM, in any order; each handler is restored."""
+    signals = ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated))
+    before = [signal.getsignal(number) for number, _ in signals]
+    for first, ended in signals:
         done = []
         with pytest.raises(ended) as error, terminable(), between_rounds() as check:
             check()
@@ -87,41 +86,30 @@ def test_a_first_signal_waits_for_the_end_of_the_round_and_a_second_does_not(usu
             check()
             done.append("another round")
         assert done == ["the round"] and error.type is ended
-        for second, ended_at_once in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)):
+        for second, ended_at_once in signals:
             with pytest.raises(ended_at_once) as error, terminable(), between_rounds():
                 signal.raise_signal(first)
                 signal.raise_signal(second)
                 done.append("another round")
             assert done == ["the round"] and error.type is ended_at_once
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number, _ in signals] == before
 
 
-def test_who_ignores_signals_goes_on_doing_so():
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    try:
-        with between_rounds() as check:
-            signal.raise_signal(signal.SIGTERM)
-            check()
-            assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def test_helpers_get_it_too():
+def test_helpers_receive_it_too():
     helper = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     with pytest.raises(Terminated), passed_on([helper]):
         raise Terminated
     assert helper.wait(timeout=10) == -signal.SIGTERM
 
 
-def begun(words: list[str], folder: Path, written: str) -> subprocess.Popen:
+def begun(words: list[str], folder: Path, file: str) -> subprocess.Popen:
     """A command that has written that file."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    own = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", *words]
-    process = subprocess.Popen(command, cwd=folder, env=own, start_new_session=True, **pipes)
+    process = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **pipes)
     for _ in range(600):
-        if list(folder.glob(written)):
+        if list(folder.glob(file)):
             return process
         assert process.poll() is None, process.communicate()
         time.sleep(0.1)
@@ -130,12 +118,12 @@ def begun(words: list[str], folder: Path, written: str) -> subprocess.Popen:
 
 def statuses(folder: Path) -> list[str]:
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
-    runs = client.search_runs([one.experiment_id for one in client.search_experiments()])
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     return [run.info.status for run in runs]
 
 
 @pytest.mark.parametrize("engine", ["fast", pytest.param("trainer", marks=pytest.mark.slow)])
-def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
+def test_a_stopped_run_is_saved_and_names_the_command_that_resumes_it(engine, tmp_path):
     words = ["--config", str(ROOT / "conf" / "digits.yaml"), "--engine.name", engine]
     words = ["dpfl_lightning.fit", *words, "--rounds", "500", "--output_dir", "run"]
     process = begun(words, tmp_path, "run/checkpoint.pt")
@@ -150,12 +138,11 @@ def test_a_run_is_saved_and_says_how_to_go_on(engine, tmp_path):
 
 
 @pytest.mark.slow  # two imports of torch and a database
-def test_a_search_is_saved_and_leaves_no_worker_behind(tmp_path):
+def test_a_stopped_search_is_saved_and_leaves_no_worker_behind(tmp_path):
     raw = {**SMALL, "tracking": {"uri": f"sqlite:///{tmp_path}/mlflow.db"}}
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(raw))
     words = shlex.split("--config mine.yaml --output_dir out --workers 2 --sweep.trials 500 --sweep.training.epochs 5")
     process = begun(["dpfl_lightning.sweep", *words], tmp_path, "out/study.db")
-    assert process.stdout is not None
     for _ in range(2):
         while "trial " not in process.stdout.readline():
             assert process.poll() is None

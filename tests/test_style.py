@@ -1,7 +1,5 @@
 """ruff and mypy, as a contributor would run them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

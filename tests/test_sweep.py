@@ -1,12 +1,10 @@
-"""The command as a person meets it: the files in sweeps/, mistakes, what it leaves, and who pays for private trials."""
-
-from __future__ import annotations
+"""The command: the files in sweeps/, mistakes, its results, and who pays for private trials and distilled sets."""
 
 import dataclasses
 import json
 import math
 import os
-import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,10 +16,13 @@ from mlflow.tracking import MlflowClient
 from test_conf import small_fashion  # noqa: F401 (a fixture)
 
 from dpfl_lightning.build import build_population
-from dpfl_lightning.config.load import load
+from dpfl_lightning.config.load import from_mapping, load
 from dpfl_lightning.data.datasets import load as load_data
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.fit import main as fit
 from dpfl_lightning.privacy.accounting.accountant import delta_text, epsilon_text
+from dpfl_lightning.privacy.ledger.verify import read
+from dpfl_lightning.reporting.distilled import load_distilled
 from dpfl_lightning.runtime.threads import cores
 from dpfl_lightning.search.objectives import Cost, objective
 from dpfl_lightning.search.options import SweepOptions
@@ -29,11 +30,10 @@ from dpfl_lightning.search.report import cost_text, set_text, total_cost
 from dpfl_lightning.search.space import check_trials_with
 from dpfl_lightning.search.study import Pruned
 from dpfl_lightning.strategies.distillation.artefact import DistilledSet
-from dpfl_lightning.sweep import Search
+from dpfl_lightning.sweep import Search, with_the_set
 from dpfl_lightning.sweep import main as sweep
 
 SWEEPS = Path(__file__).parents[1] / "sweeps"
-FILES = sorted(SWEEPS.glob("*.yaml"))
 SMALL = {
     "rounds": 2,
     "data": {"name": "digits", "public_records": 90},
@@ -50,13 +50,16 @@ SMALL = {
 }
 
 
-def changed(**own) -> dict:
-    return {**SMALL, "sweep": {**SMALL["sweep"], **own}}
+PRIVATE = {"objective": "private", "training": {}}
+
+
+def changed(**sweep_options) -> dict:
+    return {**SMALL, "sweep": {**SMALL["sweep"], **sweep_options}}
 
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes a search's file; answers the words that run it."""
+    """`write(options, *more)`: the file of a search, and the words that run it."""
 
     def written(raw: dict, *more: str) -> list[str]:
         path = tmp_path / "mine.yaml"
@@ -64,6 +67,31 @@ def write(tmp_path):
         return ["--config", str(path), "--output_dir", str(tmp_path / "out"), *more]
 
     return written
+
+
+@pytest.fixture
+def search(write, tmp_path, capsys):
+    """`search(options, *more)`: runs it, and returns what it prints and `result.json`."""
+
+    def run(raw: dict, *more: str) -> tuple[str, dict]:
+        assert sweep(write(raw, *more)) == 0, capsys.readouterr().err
+        return capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """`refused(words)`: the error of a search that makes no trial."""
+
+    def run(words: list[str]) -> str:
+        assert sweep(words) == 2
+        output = capsys.readouterr()
+        assert output.err.startswith("error: ") and output.err.count("\n") == 1, output.err
+        assert "trial 0" not in output.out
+        return output.err
+
+    return run
 
 
 def shrunken(path: Path, small_fashion: Path) -> list[str]:  # noqa: F811
@@ -78,33 +106,29 @@ def shrunken(path: Path, small_fashion: Path) -> list[str]:  # noqa: F811
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(SWEEPS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_every_file_in_sweeps_runs(path, small_fashion, tmp_path, capsys):  # noqa: F811
     assert path.read_text().startswith("# ")
     assert sweep([*shrunken(path, small_fashion), "--output_dir", str(tmp_path / "out")]) == 0, capsys.readouterr().err
-    said = capsys.readouterr().out
-    first, last = (line for line in said.splitlines() if " of 2) " in line)
-    assert first.startswith("trial 0 (1 of 2)") and first.endswith(" left") and "best.yaml" in said
+    text = capsys.readouterr().out
+    first, last = (line for line in text.splitlines() if " of 2) " in line)
+    assert first.startswith("trial 0 (1 of 2)") and first.endswith(" left") and "best.yaml" in text
     assert last.startswith("trial 1 (2 of 2)") and " left" not in last
-    best, _ = load(["--config", str(tmp_path / "out" / "best.yaml")])
-    assert best.data.public_records > 0
+    assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].data.public_records > 0
     result = json.loads((tmp_path / "out" / "result.json").read_text())
     assert len(result["trials"]) == 2 and result["cost"] is None
 
 
 @pytest.mark.e2e
-def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, capsys):
-    assert sweep(write(SMALL, "--final")) == 0
-    said = capsys.readouterr().out
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
+def test_the_best_is_trained_by_fit_and_nothing_is_trained_again(search, tmp_path):
+    text, result = search(SMALL, "--final")
     best = result["trials"][result["best"][0]]
-    assert best["scores"]["accuracy"] == max(one["scores"]["accuracy"] for one in result["trials"])
+    assert best["scores"]["accuracy"] == max(trial["scores"]["accuracy"] for trial in result["trials"])
     rate = best["params"]["clients.learning_rate"]
     final = yaml.safe_load((tmp_path / "out" / "final" / "options.yaml").read_text())
-    assert final["clients"]["learning_rate"] == rate and "Final test accuracy" in said
+    assert final["clients"]["learning_rate"] == rate and "Final test accuracy" in text
     assert load(["--config", str(tmp_path / "out" / "best.yaml")])[0].clients.learning_rate == rate
-    assert sweep(write(SMALL, "--final")) == 0
-    again = capsys.readouterr().out
+    again, _ = search(SMALL, "--final")
     assert "Resuming a study that has 2 complete" in again and "trial 0 (" not in again
     assert "Final test accuracy" in again and "round 1/2" not in again
 
@@ -139,60 +163,49 @@ def test_the_best_is_trained_by_fit_and_nothing_is_made_twice(write, tmp_path, c
         ({**SMALL, "data": {**SMALL["data"], "use_public": True}}, ["data.use_public", "be false with objective set"]),
     ],
 )  # fmt: skip
-def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, tmp_path, capsys):
-    assert sweep(write(raw)) == 2
-    said = capsys.readouterr()
-    assert said.err.startswith("error: ") and said.err.count("\n") == 1, said.err
-    for word in words:
-        assert word in said.err
-    assert "trial 0" not in said.out and not (tmp_path / "out" / "result.json").exists()
+def test_a_mistake_is_one_line_and_no_trial_is_made(raw, words, write, refused, tmp_path):
+    error = refused(write(raw))
+    assert not [word for word in words if word not in error], error
+    assert not (tmp_path / "out" / "result.json").exists()
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("objective", ["set", "public", "private"])
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)],
-)
-def test_trials_have_the_public_records_of_the_run(objective, key, value, write, tmp_path, capsys):
-    """What is public in a trial alone belongs to clients in the run that follows, and nobody would have paid."""
-    own = {} if objective != "set" else {"training": SMALL["sweep"]["training"]}
-    for more in ({f"data.{key}": value}, {"data": {key: value}}):
-        assert sweep(write(changed(objective=objective, **{"training": {}, **own}, trials_with=more))) == 2
-        said = capsys.readouterr()
-        assert f"`sweep.trials_with.data.{key}` must be that of the run, " in said.err and said.err.count("\n") == 1
-        assert repr(value) in said.err and "trial 0" not in said.out
+def test_trials_have_the_public_records_of_the_run(objective, write, refused):
+    """Records that are public in a trial alone belong to clients in the run that follows, unpaid by anybody."""
+    training = SMALL["sweep"]["training"] if objective == "set" else {}
+    for key, value in (("name", "mnist"), ("folder", "elsewhere"), ("public_records", 1200), ("use_public", True)):
+        for more in ({f"data.{key}": value}, {"data": {key: value}}):
+            error = refused(write(changed(objective=objective, training=training, trials_with=more)))
+            assert f"`sweep.trials_with.data.{key}` must be that of the run, " in error and repr(value) in error
     same = {"data.public_records": 90, "data.partition.name": "overlapping"}
     assert check_trials_with(options_of(SMALL), same) is None
 
 
 @pytest.mark.e2e
-def test_a_study_of_another_space_is_refused(write, capsys):
-    assert sweep(write(SMALL, "--sweep.trials", "1")) == 0
-    assert sweep(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}}))) == 2
-    assert "`sweep.space` must be the same as in study mine of that storage" in capsys.readouterr().err
-    assert sweep(write(SMALL, "--seed", "1")) == 2
-    assert "`seed` must be the same" in capsys.readouterr().err
+def test_a_study_of_another_space_or_seed_is_refused(search, write, refused):
+    search(SMALL, "--sweep.trials", "1")
+    error = refused(write(changed(space={"clients.learning_rate": {"choices": [0.1, 0.2]}})))
+    assert "`sweep.space` must be the same as in study mine of that storage" in error
+    assert "`seed` must be the same" in refused(write(SMALL, "--seed", "1"))
 
 
-def test_what_fails_only_together_is_a_failed_trial(write, tmp_path, capsys):
-    """Norm `group` needs a width that is a multiple of 4, which not every one here is."""
+def test_a_combination_that_cannot_be_built_is_a_failed_trial(search):
+    """Norm `group` needs a width that is a multiple of 4."""
     space = {"model.width": {"choices": [4, 6]}, "model.norm": {"choices": ["group", "none"]}}
     raw = {**changed(space=space, sampler={"name": "grid"}, trials=4), "model": {"name": "convnet", "depth": 1}}
-    assert sweep(write(raw)) == 0
-    said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
-    assert sorted(one["state"] for one in result["trials"]) == ["complete"] * 3 + ["failed"]
-    assert "1 failed: `model.width` must be a multiple of 4" in said and "failed: `model.width`" in said
+    text, result = search(raw)
+    assert sorted(trial["state"] for trial in result["trials"]) == ["complete"] * 3 + ["failed"]
+    assert "1 failed: `model.width` must be a multiple of 4" in text and "failed: `model.width`" in text
 
 
 @pytest.mark.e2e
-def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path, capsys):
-    assert sweep(write(changed(objective="private", training={}, trials=3))) == 0
-    said = capsys.readouterr().out
-    cost = json.loads((tmp_path / "out" / "result.json").read_text())["cost"]
+def test_private_trials_cost_every_client_its_whole_budget_each(search, tmp_path):
+    text, result = search(changed(**PRIVATE, trials=3))
+    cost = result["cost"]
     assert cost["epsilon"] == pytest.approx([6, 12, 24, 24, 48]) and min(cost["epsilon"]) >= 6
     assert cost["delta"] == pytest.approx([3e-3] * 5)
-    assert "PRIVATE: 3 trials" in said and "epsilon 48.0" in said
+    assert "PRIVATE: 3 trials" in text and "epsilon 48.0" in text
     spent = [0.0] * 5
     for number in range(3):
         folder = tmp_path / "out" / "trials" / "mine" / str(number)
@@ -200,7 +213,7 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
         for client in json.loads((folder / "result.json").read_text())["clients"]:
             spent[client["client"]] += client["epsilon_spent"]
             assert client["accuracy"] is None, "no held-out record of a client chooses"
-    assert all(own <= stated for own, stated in zip(spent, cost["epsilon"], strict=True))
+    assert all(sum_of_trials <= stated for sum_of_trials, stated in zip(spent, cost["epsilon"], strict=True))
 
 
 @pytest.mark.e2e
@@ -215,12 +228,10 @@ def test_private_trials_cost_every_client_its_whole_budget_each(write, tmp_path,
         ({"strategies": {"ifca": {"num_clusters": 2, "selection": "paper_argmin"}}}, "which model each client chooses"),
     ],
 )
-def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, caveat, write, tmp_path, capsys):
-    assert sweep(write({**changed(objective="private", training={}), **more, "rounds": 1})) == 0
-    said = capsys.readouterr().out
-    cost = json.loads((tmp_path / "out" / "result.json").read_text())["cost"]
-    assert any(caveat in one for one in cost["caveats"]), cost
-    assert all(said.count(f"Caveat: {one}") == 1 for one in cost["caveats"])
+def test_what_the_epsilons_of_private_trials_do_not_cover_is_named(more, caveat, search, tmp_path):
+    text, result = search({**changed(**PRIVATE), **more, "rounds": 1})
+    caveats = result["cost"]["caveats"]
+    assert any(caveat in words for words in caveats) and all(text.count(f"Caveat: {words}") == 1 for words in caveats)
     for number in range(2):
         run = json.loads((tmp_path / "out" / "trials" / "mine" / str(number) / "result.json").read_text())
         assert caveat in run["guarantee"]
@@ -231,16 +242,15 @@ def test_what_private_trials_epsilons_do_not_cover_is_said_beside_them(more, cav
     ("trials_with", "words"),
     [({"privacy.epsilon": 0.5}, ""), ({"privacy.epsilon": 0.5, "data.records_per_client": 100}, "had other clients")],
 )
-def test_a_run_that_private_trials_chose_is_told_with_them(trials_with, words, write, tmp_path, capsys):
-    raw = changed(objective="private", training={}, trials=2, trials_with=trials_with)
-    assert sweep(write({**raw, "rounds": 1}, "--final")) == 0
-    said, result = capsys.readouterr().out, json.loads((tmp_path / "out" / "result.json").read_text())
-    assert "A later run on the same clients adds its epsilon and delta." in said
+def test_the_final_run_and_private_trials_are_composed(trials_with, words, search, tmp_path):
+    raw = changed(**PRIVATE, trials_with=trials_with)
+    text, result = search({**raw, "rounds": 1}, "--final")
+    assert "A later run on the same clients adds its epsilon and delta." in text
     final = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
     together = max(a + b["epsilon_spent"] for a, b in zip(result["cost"]["epsilon"], final["clients"], strict=True))
     added = result["final"]["with_the_trials"]
     expected = words or f"at most epsilon {epsilon_text(together)} at delta {delta_text(3e-3)} "
-    assert expected in added and added in said and together > 16
+    assert expected in added and added in text and together > 16
 
 
 def test_deltas_are_rounded_up_and_the_headline_holds_for_every_client():
@@ -249,26 +259,24 @@ def test_deltas_are_rounded_up_and_the_headline_holds_for_every_client():
     assert "at most epsilon 4.0000 at delta 0.002 (client 1 " in words and "2.47e-05" in words
 
 
-def test_a_folder_with_trials_of_a_study_that_is_gone_is_refused(write, tmp_path, capsys):
-    raw = changed(objective="private", training={}, trials=1)
-    assert sweep(write({**raw, "rounds": 1})) == 0
+def test_a_folder_with_trials_of_a_deleted_study_is_refused(search, write, refused, tmp_path):
+    raw = {**changed(**PRIVATE, trials=1), "rounds": 1}
+    search(raw)
     (tmp_path / "out" / "study.db").unlink()
-    assert sweep(write({**raw, "rounds": 1})) == 2
-    said = capsys.readouterr()
-    assert "`output_dir` must be the folder of study mine" in said.err and said.err.count("\n") == 1
+    assert "`output_dir` must be the folder of study mine" in refused(write(raw))
 
 
-@pytest.mark.parametrize("name", ["x?y", "x#y", "x%41"])
-def test_a_folder_that_no_address_can_name_is_refused(name, write, tmp_path, capsys):
-    assert sweep([*write(SMALL)[:2], "--output_dir", str(tmp_path / name)]) == 2
-    assert "`output_dir` must have no ?, # or %" in capsys.readouterr().err and not (tmp_path / name).exists()
+def test_a_folder_whose_name_cannot_stand_in_a_url_is_refused(write, refused, tmp_path):
+    for name in ("x?y", "x#y", "x%41"):
+        error = refused([*write(SMALL)[:2], "--output_dir", str(tmp_path / name)])
+        assert "`output_dir` must have no ?, # or %" in error and not (tmp_path / name).exists()
 
 
-def test_a_grid_does_not_go_on_with_what_others_drew(write, capsys):
+def test_a_grid_does_not_continue_a_random_study(search, write, refused):
     space = {"clients.learning_rate": {"choices": [0.1, 0.2, 0.4]}}
-    assert sweep(write(changed(space=space, trials=1))) == 0
-    assert sweep(write(changed(space=space, sampler={"name": "grid"}))) == 2
-    assert "`sweep.sampler.name` must not be grid in a study with 1 trials" in capsys.readouterr().err
+    search(changed(space=space, trials=1))
+    error = refused(write(changed(space=space, sampler={"name": "grid"})))
+    assert "`sweep.sampler.name` must not be grid in a study with 1 trials" in error
 
 
 @pytest.mark.e2e
@@ -283,19 +291,17 @@ def test_another_best_trial_has_its_run_elsewhere(write, tmp_path):
 
 
 @pytest.mark.e2e
-def test_another_study_in_the_same_folder_makes_trials_of_its_own(write, tmp_path, capsys):
-    raw = changed(objective="private", training={}, trials=1)
+def test_two_studies_in_one_folder_have_separate_trials(search, tmp_path):
     for name in ("mine", "other"):
-        assert sweep(write(raw, "--sweep.name", name)) == 0, capsys.readouterr()
+        search(changed(**PRIVATE, trials=1), "--sweep.name", name)
         assert (tmp_path / "out" / "trials" / name / "0" / "result.json").is_file()
 
 
 def test_workers_share_the_cores_in_trials_only(tmp_path):
     run = options_of({**SMALL, "output_dir": str(tmp_path)})
-    own = SweepOptions(**{**SMALL["sweep"], "name": "s", "objective": "private", "training": {}, "trials": 1})
-    search = Search(own, run, workers=2)
-    search.work()
-    assert search.finish() == 0
+    study = Search(SweepOptions(**{**SMALL["sweep"], **PRIVATE, "name": "s", "trials": 1}), run, workers=2)
+    study.work()
+    assert study.finish() == 0
     in_trials = yaml.safe_load((tmp_path / "trials" / "s" / "0" / "options.yaml").read_text())
     assert in_trials["engine"]["workers"] == max(1, cores() // 2)
     assert load(["--config", str(tmp_path / "best.yaml")])[0].engine.workers is None
@@ -308,39 +314,29 @@ def test_a_trial_that_died_counts_with_its_whole_budget():
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["b", "a"]}},
         {"cost": {"epsilon": [1.0, 2.0], "delta": [0.1, 0.1], "caveats": ["c", "b"]}},
     ]
-    assert total_cost(costs) == {
-        "epsilon": [3.0, None],
-        "delta": [pytest.approx(0.3)] * 2,
-        "caveats": ["b", "a", "c"],
-    }
+    assert total_cost(costs) == {"epsilon": [3.0, None], "delta": [pytest.approx(0.3)] * 2, "caveats": ["b", "a", "c"]}
     assert total_cost([{}]) is None
 
 
 def options_of(raw: dict):
-    from dpfl_lightning.config.load import from_mapping
-
     return from_mapping({key: value for key, value in raw.items() if key != "sweep"})
 
 
+def pixels(population, rows) -> set[bytes]:
+    return {row.numpy().tobytes() for row in population.x[rows]}
+
+
 def test_neither_clients_records_nor_the_test_set_choose():
-    """Every objective scores on public records, and none on what it trained on."""
+    """Every objective scores on public records, and none on records that it trained on."""
     run = options_of(SMALL)
-    for own in (
-        SweepOptions(training={"epochs": 2}),
-        SweepOptions(objective="public"),
-        SweepOptions(objective="private"),
-    ):
-        made = objective(own, run)
-        parts = [people for people, _ in made._parts] if own.objective == "set" else [made._people(run)]
-        data = load_data("digits")
-        public = {row.numpy().tobytes() for row in data.x[-90:]}
-        for people in parts:
-            assert people.test is not None
-            assert {row.numpy().tobytes() for row in people.x[people.test]} <= public
-            trained = {row.numpy().tobytes() for rows in people.train_of for row in people.x[rows]}
-            assert (trained <= public) == (own.objective != "private")
-            tested = {row.numpy().tobytes() for row in people.x[people.test]}
-            assert not trained & tested
+    public = {row.numpy().tobytes() for row in load_data("digits").x[-90:]}
+    for kind, options in (("set", {"training": {"epochs": 2}}), ("public", {}), ("private", {})):
+        scorer = objective(SweepOptions(objective=kind, **options), run)
+        populations = [people for people, _ in scorer._parts] if kind == "set" else [scorer._people(run)]
+        for people in populations:
+            tested, trained = pixels(people, people.test), pixels(people, torch.cat(list(people.train_of)))
+            assert tested and tested <= public and not trained & tested
+            assert (trained <= public) == (kind != "private")
 
 
 def a_set(folder: Path, each: int = 4, **card) -> Path:
@@ -351,24 +347,23 @@ def a_set(folder: Path, each: int = 4, **card) -> Path:
     return folder
 
 
-def test_a_distilled_set_is_searched_and_says_what_it_cost(write, tmp_path, capsys):
-    made = {"name": "digits", "public_records": 90}
-    raw = changed(distilled=str(a_set(tmp_path / "set", data=made)), networks=2, pruner={"name": "median"})
-    assert sweep(write(raw)) == 0
-    said = capsys.readouterr().out
-    assert "2 fresh nets on a distilled set (40 records) and scores on 90 public records" in said
-    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001. Searching on it costs nothing more" in said
+def test_a_distilled_set_is_searched_and_its_cost_is_named(search, tmp_path):
+    source = str(a_set(tmp_path / "set", data={"name": "digits", "public_records": 90}))
+    text, _ = search(changed(distilled=source, networks=2, pruner={"name": "median"}))
+    assert "2 fresh nets on a distilled set (40 records) and scores on 90 public records" in text
+    assert "The set cost its clients at most epsilon 8.0000 at delta 0.001. Searching on it costs nothing more" in text
 
 
-def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
+def test_a_set_without_public_records_is_scored_on_images_that_were_held_out(tmp_path):
     run = options_of({**SMALL, "data": {"name": "digits"}})
-    own = SweepOptions(distilled=str(a_set(tmp_path / "set")), networks=3)
-    seen = []
-    for people, (x, _) in objective(own, run)._parts:
-        held = {row.numpy().tobytes() for row in people.x[people.test]}
-        assert not held & {row.numpy().tobytes() for row in x} and len(held) + len(x) == 40
-        seen += held
-    assert len(seen) == len(set(seen)) == 40
+    scored = []
+    scorer = objective(SweepOptions(distilled=str(a_set(tmp_path / "set")), networks=3), run)
+    assert "held-out records" in scorer.words
+    for people, (x, _) in scorer._parts:
+        tested = pixels(people, people.test)
+        assert not tested & {row.numpy().tobytes() for row in x} and len(tested) + len(x) == 40
+        scored += tested
+    assert len(scored) == len(set(scored)) == 40
     with pytest.raises(UserError, match="2 records of each class"):
         objective(SweepOptions(distilled=str(a_set(tmp_path / "set", each=1))), run)
 
@@ -385,9 +380,9 @@ def test_a_set_alone_is_scored_on_images_that_were_held_out(tmp_path):
     ],
 )
 def test_a_set_of_other_records_is_refused(made, words, tmp_path):
-    own = SweepOptions(distilled=str(a_set(tmp_path / "set", data=made)))
+    options = SweepOptions(distilled=str(a_set(tmp_path / "set", data=made)))
     with pytest.raises(UserError, match=words):
-        objective(own, options_of(SMALL))
+        objective(options, options_of(SMALL))
 
 
 def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tmp_path):
@@ -395,57 +390,112 @@ def test_a_set_of_public_records_is_scored_on_those_it_was_not_distilled_from(tm
     folder = str(a_set(tmp_path / "set", data=made))
     (people, _), *_ = objective(SweepOptions(distilled=folder), options_of(SMALL))._parts
     whole = build_population(options_of({**SMALL, "data": made}))
-    distilled = {row.numpy().tobytes() for rows in whole.train_of for row in whole.x[rows]}
-    assert not distilled & {row.numpy().tobytes() for row in people.x[people.test]} and len(people.test) == 90
-    alone = objective(SweepOptions(distilled=folder), options_of({**SMALL, "data": {"name": "digits"}}))
-    assert "held-out records" in alone.words
+    distilled = pixels(whole, torch.cat(list(whole.train_of)))
+    assert not distilled & pixels(people, people.test) and len(people.test) == 90
 
 
-def test_a_set_without_a_bound_says_so():
+def test_the_cost_of_a_set_is_named_with_its_guarantee():
     assert "an epsilon without a bound" in set_text({"epsilon_max": None, "delta_max": 1e-3})
+    guarantee = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
+    text = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": guarantee})
+    assert "at most epsilon 8.0000" in text and text.endswith(f"The set's guarantee: {guarantee}")
 
 
-def test_what_a_sets_epsilon_does_not_cover_is_said_beside_it():
-    promise = "(8, 0.001)-differential privacy per record. Caveat: a record may live at several clients."
-    said = set_text({"epsilon_max": 8.0, "delta_max": 1e-3, "guarantee": promise})
-    assert "at most epsilon 8.0000" in said and said.endswith(f"The set's guarantee: {promise}")
-
-
-def test_a_run_that_is_pruned_ends_there_and_was_charged_before(tmp_path):
+def test_a_pruned_run_ends_at_once_and_was_charged_before(tmp_path):
     run = options_of({**SMALL, "rounds": 3})
     costs: list[Cost] = []
+    train = objective(SweepOptions(objective="private"), run)
     with pytest.raises(Pruned, match="after 1 of 3 rounds"):
-        objective(SweepOptions(objective="private"), run)(
-            run, tmp_path / "run", lambda step, accuracy: True, costs.append
-        )
-    assert len(costs) == 1 and all(math.isfinite(one) for one in costs[0].epsilon)
+        train(run, tmp_path / "run", lambda step, accuracy: True, costs.append)
+    assert len(costs) == 1 and all(math.isfinite(epsilon) for epsilon in costs[0].epsilon)
     assert json.loads((tmp_path / "run" / "result.json").read_text())["rounds"] == 1
 
 
 @pytest.mark.e2e
-def test_each_trial_is_a_run_nested_in_the_searchs(write, new_store, tmp_path, monkeypatch):
+def test_each_trial_is_a_run_nested_in_that_of_the_search(search, new_store, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     uri = new_store(tmp_path)
-    assert sweep(write({**SMALL, "tracking": {"experiment": "e", "uri": uri}}, "--final")) == 0
+    search({**SMALL, "tracking": {"experiment": "e", "uri": uri}}, "--final")
     client = MlflowClient(uri)
     runs = client.search_runs([client.get_experiment_by_name("e").experiment_id])
-    (parent,) = [one for one in runs if "mlflow.parentRunId" not in one.data.tags]
-    nested = [one for one in runs if one.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
-    assert len(runs) == 4 and len(nested) == 3
-    trials = [one for one in nested if "trial" in one.data.tags]
-    assert {one.data.tags["state"] for one in trials} == {"complete"} and len(trials) == 2
-    assert all("clients.learning_rate" in one.data.params and "accuracy" in one.data.metrics for one in trials)
-    assert parent.data.metrics["accuracy"] == max(one.data.metrics["accuracy"] for one in trials)
-    assert {"best.yaml", "result.json", "trials.txt"} <= {one.path for one in client.list_artifacts(parent.info.run_id)}
+    (parent,) = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
+    nested = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
+    trials = [run for run in nested if "trial" in run.data.tags]
+    assert len(runs) == 4 and len(nested) == 3 and len(trials) == 2
+    assert {run.data.tags["state"] for run in trials} == {"complete"}
+    assert all("clients.learning_rate" in run.data.params and "accuracy" in run.data.metrics for run in trials)
+    assert parent.data.metrics["accuracy"] == max(run.data.metrics["accuracy"] for run in trials)
+    artifacts = {item.path for item in client.list_artifacts(parent.info.run_id)}
+    assert {"best.yaml", "result.json", "trials.txt"} <= artifacts
 
 
 @pytest.mark.slow  # three imports of torch
 def test_two_workers_share_the_trials(write, tmp_path):
-    words = shlex.join(write(SMALL, "--sweep.trials", "4", "--workers", "2"))
-    own = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
-    command = f"{sys.executable} -m dpfl_lightning.sweep {words}"
-    done = subprocess.run(shlex.split(command), capture_output=True, text=True, env=own, timeout=300)
+    words = write(SMALL, "--sweep.trials", "4", "--workers", "2")
+    environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "dpfl_lightning.sweep", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert 4 <= len(result["trials"]) <= 5 and all(one["state"] == "complete" for one in result["trials"])
+    assert 4 <= len(result["trials"]) <= 5 and all(trial["state"] == "complete" for trial in result["trials"])
     assert done.stdout.count("Study mine") == 1 and done.stdout.count("Where to look next") == 1
+
+
+# ---- what a set and the run that follows its search cost together
+
+RUN = {key: value for key, value in SMALL.items() if key != "sweep"}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Of a distillation, and of a run of the same clients."""
+    made = []
+    for strategies in ({"distillation": {"net_epochs": 1, "evaluation_epochs": 1}}, {"size_weighted": {}}):
+        folder = tmp_path_factory.mktemp("run")
+        (folder / "mine.yaml").write_text(yaml.safe_dump({**RUN, "strategies": strategies}))
+        assert fit(["--config", str(folder / "mine.yaml"), "--output_dir", str(folder / "out")]) == 0
+        made.append(folder / "out")
+    return made
+
+
+@pytest.mark.e2e
+def test_the_set_and_the_run_are_composed_from_both_ledgers(folders):
+    words = with_the_set(str(folders[0]), load_distilled(folders[0]).card, final(folders[1]))
+    both = read([folder / "ledger.jsonl" for folder in folders])
+    assert words == f"Together with the set, composed from both ledgers: {both.weakest.words()}"
+    alone = [json.loads((folder / "result.json").read_text())["clients"] for folder in folders]
+    for client, account in enumerate(both.accounts):
+        spent = [clients[client]["epsilon_spent"] for clients in alone]
+        assert max(spent) < account.epsilon < math.fsum(spent)
+        assert set(account.releases) == {"class_gradients", "train"}
+
+
+def final(folder, **changed):
+    return dataclasses.replace(from_mapping(RUN), output_dir=str(folder), **changed)
+
+
+def test_runs_that_cannot_be_composed_are_named_with_the_reason(folders, tmp_path):
+    source, run = str(folders[0]), final(folders[1])
+    card = load_distilled(folders[0]).card
+    words = with_the_set(source, card, final(folders[1], seed=1))
+    assert "distributed differently" in words
+    assert words.endswith("Add the epsilon and delta of the set to those of the run.")
+    copy = shutil.copytree(source, tmp_path / "copy")
+    (copy / "ledger.jsonl").unlink()
+    assert "must be a ledger" in with_the_set(str(copy), card, run)
+    for name in ("ledger.jsonl", "ledger.head"):
+        shutil.copy(folders[1] / name, copy)
+    assert "name each run once" in with_the_set(str(copy), card, run)
+    other = {**card, "ledger": {**card["ledger"], "run": "another"}}
+    assert "belongs to another run" in with_the_set(source, other, run)
+    public = {**card, "data": {**card["data"], "use_public": True}}
+    assert with_the_set(None, {}, run) is with_the_set(source, public, run) is None
+
+
+@pytest.mark.e2e
+def test_the_command_names_the_total_after_the_final_run(folders, search, tmp_path):
+    text, result = search(changed(distilled=str(folders[0]), trials=1), "--final")
+    words = result["final"]["with_the_set"]
+    assert words.startswith("Together with the set, composed from both ledgers: (") and words in text
+    final_run = json.loads((tmp_path / "out" / "final" / "result.json").read_text())
+    assert result["final"]["test_accuracy"] == final_run["test_accuracy"]

@@ -4,8 +4,6 @@
 folder and environment; importing torch and Lightning anew takes more than most things that a test wants to see.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

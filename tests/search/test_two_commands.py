@@ -1,7 +1,5 @@
 """Two commands share one search, on SQLite and on a PostgreSQL server: one is killed in a trial, and none is lost."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,13 +28,12 @@ TRIALS = 5
 
 @contextlib.contextmanager
 def postgresql() -> Iterator[str]:
-    """The URL of a server of its own in a temporary folder, reached through a socket there."""
-    found = shutil.which("initdb") or next(
-        map(str, sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))[::-1]), None
-    )
-    if found is None:
+    """The URL of a server in a temporary folder, reached through a socket there."""
+    on_path = shutil.which("initdb")
+    places = [Path(on_path)] if on_path else sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+    if not places:
         pytest.skip("PostgreSQL is not installed (on Debian: apt-get install postgresql)")
-    folder, programs = Path(tempfile.mkdtemp(prefix="pg")), Path(found).resolve().parent
+    folder, programs = Path(tempfile.mkdtemp(prefix="pg")), places[-1].resolve().parent
     normal = {"user": "nobody", "group": "nogroup", "extra_groups": []} if os.geteuid() == 0 else {}
     if normal:
         shutil.chown(folder, "nobody", "nogroup")
@@ -66,86 +62,87 @@ def url(request, tmp_path) -> Iterator[str]:
 
 
 class Command:
-    """`sweep` on the file, shrunken, as a process: its report goes to `folder`, its words to a file beside that."""
+    """`sweep` on the file, shrunken, as a process: its results are in `folder`, its output in a file beside that."""
 
     def __init__(self, url: str, folder: Path, data: Path) -> None:
-        self.folder, self.words = folder, folder.with_suffix(".txt")
-        own = ["--sweep.trials", str(TRIALS), "--sweep.storage", url, "--sweep.heartbeat_seconds", "1"]
+        self.folder, self._output = folder, folder.with_suffix(".txt")
         # a trial takes seconds, so that a command can be killed in one
-        own += ["--sweep.training.epochs", "10", "--output_dir", str(folder)]
-        line = [sys.executable, "-m", "dpfl_lightning.sweep", *shrunken(FILE, data), *own]
-        threads = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
-        with self.words.open("w") as out:
-            self.process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=threads)
+        words = f"--sweep.trials {TRIALS} --sweep.heartbeat_seconds 1 --sweep.training.epochs 10".split()
+        words += ["--sweep.storage", url, "--output_dir", str(folder)]
+        line = [sys.executable, "-m", "dpfl_lightning.sweep", *shrunken(FILE, data), *words]
+        environment = {**os.environ, "PYTHONPATH": str(SWEEPS.parent), "OMP_NUM_THREADS": "1"}
+        with self._output.open("w") as out:
+            self.process = subprocess.Popen(line, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
-    def end(self) -> str:
-        """What it said, when it is done."""
-        assert self.process.wait(timeout=300) == 0, self.words.read_text()
-        return self.words.read_text()
+    def check_runs(self) -> None:
+        assert self.process.poll() is None, self.text
+
+    @property
+    def text(self) -> str:
+        return self._output.read_text()
+
+    def end(self) -> list[dict]:
+        """Its trials, when it is done."""
+        assert self.process.wait(timeout=300) == 0, self.text
+        return json.loads((self.folder / "result.json").read_text())["trials"]
 
 
-def running(url: str) -> list[int]:
+def trials_under_way(url: str) -> list[int]:
     """Trials that have drawn their values and are being made; none before there is a study."""
     try:
         trials = optuna.load_study(study_name=FILE.stem, storage=url).get_trials(deepcopy=False)
     except KeyError:
         return []
-    return [one.number for one in trials if one.state == TrialState.RUNNING and "host" in one.user_attrs]
+    return [trial.number for trial in trials if trial.state == TrialState.RUNNING and "host" in trial.user_attrs]
 
 
-def kill_within_a_trial(one: Command, url: str) -> None:
+def kill_within_a_trial(command: Command, url: str) -> None:
     """Stopped first, so that it is certain: with both commands at a trial, each has one."""
     deadline = time.monotonic() + 120
     while True:
-        assert time.monotonic() < deadline, one.words.read_text()
-        assert one.process.poll() is None, one.words.read_text()
-        if len(running(url)) < 2:
+        command.check_runs()
+        assert time.monotonic() < deadline, command.text
+        if len(trials_under_way(url)) < 2:
             time.sleep(0.1)
             continue
-        one.process.send_signal(signal.SIGSTOP)
-        if len(running(url)) == 2:
-            one.process.kill()  # a stopped process dies, too
-            one.process.wait()
+        command.process.send_signal(signal.SIGSTOP)
+        if len(trials_under_way(url)) == 2:
+            command.process.kill()  # a stopped process dies, too
+            command.process.wait()
             return
-        one.process.send_signal(signal.SIGCONT)
+        command.process.send_signal(signal.SIGCONT)
 
 
 @pytest.mark.slow  # two processes that import torch, and trials of seconds
 @pytest.mark.filterwarnings("ignore:.*experimental")
 def test_a_command_that_is_killed_in_a_trial_loses_nothing(url, small_fashion, tmp_path):  # noqa: F811
     first = Command(url, tmp_path / "one", small_fashion)
-    while not running(url):  # the second one joins in
-        assert first.process.poll() is None, first.words.read_text()
+    while not trials_under_way(url):  # then the second one joins in
+        first.check_runs()
         time.sleep(0.2)
     second = Command(url, tmp_path / "two", small_fashion)
     try:
         kill_within_a_trial(second, url)
-        said = first.end()
+        trials = first.end()
     finally:
-        for one in (first, second):
-            one.process.kill()
-    result = json.loads((first.folder / "result.json").read_text())
-    states = Counter("made again" if one["made_again"] else one["state"] for one in result["trials"])
-    assert states == {"made again": 1, "complete": TRIALS}, said
-    (lost,) = (one for one in result["trials"] if one["made_again"])
-    complete = [one["params"] for one in result["trials"] if one["state"] == "complete"]
+        for command in (first, second):
+            command.process.kill()
+    complete = [trial["params"] for trial in trials if trial["state"] == "complete"]
+    (lost,) = [trial for trial in trials if trial["made_again"]]
+    assert len(complete) == TRIALS == len(trials) - 1, first.text
     assert lost["reason"] == "its worker died" and lost["params"] in complete
-    assert len({tuple(one.values()) for one in complete}) == TRIALS, "each point of the grid once"
-    assert "its worker died; it will be repeated" in said and said.count("Pareto front") >= 1
+    assert len({tuple(params.values()) for params in complete}) == TRIALS, "each point of the grid once"
+    assert "its worker died; it will be repeated" in first.text and "Pareto front" in first.text
     assert yaml.safe_load((first.folder / "best.yaml").read_text())["model"]["name"] == "convnet"
-    # the command again finds everything done
     third = Command(url, tmp_path / "three", small_fashion)
-    assert f"{TRIALS} complete" in third.end()
-    assert json.loads((third.folder / "result.json").read_text())["trials"] == result["trials"]
+    assert third.end() == trials and f"{TRIALS} complete" in third.text, "everything is done"
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*experimental")
 def test_two_commands_share_the_trials(url, small_fashion, tmp_path):  # noqa: F811
     both = [Command(url, tmp_path / name, small_fashion) for name in ("one", "two")]
-    said = [one.end() for one in both]
-    results = [json.loads((one.folder / "result.json").read_text()) for one in both]
-    assert results[0] == results[1]
-    assert all(one["state"] == "complete" for one in results[0]["trials"])
-    made = [len(re.findall(r"^trial +\d+ \(", words, re.MULTILINE)) for words in said]
-    assert sum(made) == len(results[0]["trials"]) in (TRIALS, TRIALS + 1) and min(made) >= 1
+    trials, same = [command.end() for command in both]
+    assert trials == same and all(trial["state"] == "complete" for trial in trials)
+    made = [len(re.findall(r"^trial +\d+ \(", command.text, re.MULTILINE)) for command in both]
+    assert sum(made) == len(trials) in (TRIALS, TRIALS + 1) and min(made) >= 1

@@ -107,8 +107,7 @@ class LocalClients:
         key = "" if self.privacy is None else self.privacy.noise_key
         if key is None:
             return Streams()
-        configured = json.dumps(configuration(plan, self.privacy), sort_keys=True)
-        return Streams.simulated(key, plan.seed, configured.replace('"label_noise"', '"mislabelled"'))
+        return Streams.simulated(key, plan.seed, json.dumps(configuration(plan, self.privacy), sort_keys=True))
 
     def change(self, schedule: RunSchedule) -> None:
         self.budgets.change(schedule)

@@ -29,7 +29,7 @@ class GroupRecorder(Recorder):
     `clusters_perfect` is 1 or 0; `curves` are name -> {round: per cent}.
     """
 
-    _kept = ("_curve", "_curves")
+    _kept: tuple[str, ...] = ("_curve", "_curves")
 
     def __init__(self) -> None:
         super().__init__()
