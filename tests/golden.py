@@ -6,8 +6,6 @@ in both, by commands alone, as simulations with one noise key. Compared are dige
 The data is random; the cache of calibrations is empty at the start. It takes a few minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import hashlib

@@ -1,7 +1,5 @@
 """No record moves a sum by more than the clip norm: tiny norms, and nets that mix records of large batches."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

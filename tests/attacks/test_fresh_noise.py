@@ -1,7 +1,5 @@
 """No noise protects two different values: separate runs, seeds, questions, edits, copies and restored folders."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

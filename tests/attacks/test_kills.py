@@ -1,7 +1,5 @@
 """Kills at random moments: nothing is overspent, no noise is used twice, and at most the broken round is lost."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from attack_tools import independent, noise_apart, overspent

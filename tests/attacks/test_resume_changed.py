@@ -1,7 +1,5 @@
 """A run that goes on is the run that began: every change of what it releases is refused, or only makes it shorter."""
 
-from __future__ import annotations
-
 import dataclasses
 import shutil
 from collections.abc import Callable

@@ -5,8 +5,6 @@ elsewhere (Haney et al. 2022, https://arxiv.org/abs/2207.13793). The attacker he
 zeros, so that a release is the noisy sum but for public powers of two, and looks at the lowest set bits alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """The scores of an audit, judged by another library: `CanaryScoreAuditor` of jax_privacy."""
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import os

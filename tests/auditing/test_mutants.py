@@ -1,7 +1,5 @@
 """The audit refutes broken builds, whichever engine runs them, and no sound one."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

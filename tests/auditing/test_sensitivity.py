@@ -1,7 +1,5 @@
 """One planted record moves no engine's sum by more than the clip norm, by whatever layer rule."""
 
-from __future__ import annotations
-
 import mutants
 import pytest
 import torch

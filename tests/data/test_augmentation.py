@@ -1,7 +1,5 @@
 """Differentiable augmentations: one for all images of a class, a function of the record alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Accountants against Opacus, a second library, exact values and frozen numbers."""
 
-from __future__ import annotations
-
 import math
 import time
 

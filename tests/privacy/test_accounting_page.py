@@ -1,7 +1,5 @@
 """`docs/accounting.md` says what its JSON says, and its JSON is what the code computes."""
 
-from __future__ import annotations
-
 import json
 
 import accounting_grid

@@ -1,7 +1,5 @@
 """The statistics of an audit: golden values, coverage, and bounds that stay below the truth."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Cached noise: found again by other processes, worth nothing when damaged, harmless when it lies."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import random

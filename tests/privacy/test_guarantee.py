@@ -1,7 +1,5 @@
 """What a guarantee says: what it covers, what it does not, and in which frame."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """The ledger: synced, one writer, counters; and whatever is done to its file is found."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Mechanism: what leaves a client are integers on a public grid; divisor, noise level, sensitivity."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Random numbers: published words of the cipher, the right distributions far into their tails, and no stream twice."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import os

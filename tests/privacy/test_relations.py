@@ -1,7 +1,5 @@
 """Replaced records, Laplace noise, selections and the paper's accountant: exact values and a second library."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

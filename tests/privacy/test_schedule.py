@@ -1,7 +1,5 @@
 """Calibration: never over the budget, never more noise than it asks for, frozen tables."""
 
-from __future__ import annotations
-
 import math
 import time
 from dataclasses import replace

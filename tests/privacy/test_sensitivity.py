@@ -1,7 +1,5 @@
 """What one record adds never exceeds the clip norm, in float32 and on hostile values, by every rule and engine."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The backward pass for gradients that are mostly zeros against torch's, record by record."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Strategies are compared under one noise."""
 
-from __future__ import annotations
-
 import pytest
 
 

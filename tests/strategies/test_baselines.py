@@ -1,7 +1,5 @@
 """Baselines of clustering by updates: loss clustering, k-means of each round, true groups, and clients on their own."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

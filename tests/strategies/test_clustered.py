@@ -1,7 +1,5 @@
 """Robust clustered DPFL in runs: three stages, what they cost, and clients that are missing."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Distillation in runs: federated equals centralised, rounds, options."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """What distillation sends and when it pays; the paper's epsilon and true ones."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """What distillation releases, what it costs, and what it gives away."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

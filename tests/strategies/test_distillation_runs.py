@@ -1,7 +1,5 @@
 """Distillation runs: resumed, the set with its card, and rounds of fewer clients than `min_participants`."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """Faster layers for the server's work: the numbers and both orders of derivatives of the net as it is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

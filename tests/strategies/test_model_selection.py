@@ -1,7 +1,5 @@
 """Choices among models: private in the exact sense, planned, charged when they happen, remembered."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

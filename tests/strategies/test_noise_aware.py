@@ -1,7 +1,5 @@
 """Noise-aware weights in runs: when they are estimated, from what, and what does not change them."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Noise estimators on updates whose noise is known, and that knowledge itself against the paper's tables."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Options that are out of range: one sentence that names the key."""
 
-from __future__ import annotations
-
 import pytest
 
 from dpfl_lightning import strategies

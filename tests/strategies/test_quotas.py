@@ -1,7 +1,5 @@
 """Quotas against the paper's closed form and dynamic programming; samplers of cohorts."""
 
-from __future__ import annotations
-
 import math
 import time
 

@@ -1,7 +1,5 @@
 """Principal component pursuit against the textbook algorithm, and shortcuts that would be wrong."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Selection strategies in runs: quotas and noise by formula, budgets spent to the last, slots kept, resumed."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import warnings

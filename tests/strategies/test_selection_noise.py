@@ -1,7 +1,5 @@
 """The selection paper's analysis: noise, ratio of bias and noise, and estimates from noised losses."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Server optimisers, robust means and PFA, held to their formulas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

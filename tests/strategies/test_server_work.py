@@ -1,7 +1,5 @@
 """Distances of gradients against slow forms, images that move towards a target, and nets trained on a set."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """Two stages: reports planned and charged, budgets split and then spent to the last, quotas that follow from losses."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

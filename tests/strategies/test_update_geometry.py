@@ -1,7 +1,5 @@
 """Noise of the first round, separation and overlap: formulas against simulation, and the geometry of noisy updates."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

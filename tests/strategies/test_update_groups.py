@@ -1,7 +1,5 @@
 """Groups and memberships: found where they are, and not found in noise or in sampled records."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
