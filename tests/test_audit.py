@@ -31,7 +31,7 @@ SURE = ["--confidence", "0.9999", "--releases", "30", "--rounds", "2"]  # a soun
 @pytest.fixture
 def one_engine(monkeypatch):
     """Sums of the others are compared in `tests/auditing`."""
-    monkeypatch.setattr(exact, "engines", lambda: ["fast"])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
 
 
 def test_json_is_the_last_line_and_nothing_is_refuted(capsys):

@@ -45,7 +45,7 @@ CHECKS += ["round", "one run", "one run's curve"]
 
 def audited(engine: str, monkeypatch, only=None, **privacy) -> dict:
     """By the sums of this one engine, which the other tests compare with all the others'."""
-    monkeypatch.setattr(exact, "engines", lambda: [engine])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", [engine])
     releases = 30
     if engine == "trainer":  # it takes 20 ms for each; three of 83 numbers tell half the noise by 9 standard errors
         monkeypatch.setattr(noisy, "VALUES", 160)
@@ -122,7 +122,7 @@ def test_a_broken_build_with_laplace_noise_is_refuted(engine, mutate, expected, 
 
 def test_hardly_any_laplace_noise_shows_to_the_canary(monkeypatch):
     """A 128th of the planned noise: the likelihood ratio says so, by 300 releases of each kind."""
-    monkeypatch.setattr(exact, "engines", lambda: [])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", [])
     for _ in range(7):
         mutants.half_the_noise(monkeypatch)
     found = audit(loop_of("fast", **LAPLACE), [0], CONFIDENCE, only={"canary"})
@@ -132,7 +132,7 @@ def test_hardly_any_laplace_noise_shows_to_the_canary(monkeypatch):
 
 def test_half_the_noise_shows_to_the_canary_as_well(monkeypatch):
     """By the bound alone: with releases enough to tell 1.5 mu, 2 mu is missed once in 10^6."""
-    monkeypatch.setattr(exact, "engines", lambda: [])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", [])
     mutants.half_the_noise(monkeypatch)
     found = audit(loop_of("fast"), [1], CONFIDENCE, only={"canary"})
     (figures,) = [one["figures"] for one in found["clients"][0]["findings"] if one["check"] == "canary"]
@@ -142,7 +142,7 @@ def test_half_the_noise_shows_to_the_canary_as_well(monkeypatch):
 
 def test_hardly_any_noise_shows_in_one_run(monkeypatch):
     """162 canaries, nearly all of them guessed; at delta 1e-3 the plain bound needs the usual 95 % to say so."""
-    monkeypatch.setattr(exact, "engines", lambda: [])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", [])
     for _ in range(8):
         mutants.half_the_noise(monkeypatch)
     options, _ = load(["--config", str(DIGITS), "--privacy.epsilon", "0.5"])
@@ -155,7 +155,7 @@ def test_hardly_any_noise_shows_in_one_run(monkeypatch):
 
 def test_what_the_engines_are_told_is_what_the_plan_says(monkeypatch):
     """A mechanism with less noise than was accounted: the claim comes from the schedule, not from the mechanism."""
-    monkeypatch.setattr(exact, "engines", lambda: [])
+    monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", [])
     real = View.mechanism
 
     def quieter(self, client, purpose="train"):
@@ -176,7 +176,7 @@ def test_nothing_private_is_read(monkeypatch):
     for value in (1.0, float("nan")):
         loop = loop_of("fast")
         loop.population = dataclasses.replace(loop.population, x=loop.population.x * value)
-        monkeypatch.setattr(exact, "engines", lambda: ["fast"])
+        monkeypatch.setattr("dpfl_lightning.auditing.run.ENGINES", ["fast"])
         found = audit(loop, [0], CONFIDENCE, most_releases=4, only=EXACT)
         findings = found["clients"][0]["findings"]
         assert [one["check"] for one in findings] == [check for check in CHECKS if check in EXACT]
