@@ -352,7 +352,7 @@ FILE_MISTAKES = [
     ("privacy: {reserve_rounds: -1}", "`privacy.reserve_rounds` must be >= 0"),
     ("evaluation: {every: 0}", "`evaluation.every` must be >= 1"),
     ("engine: {workers: 0}", "`engine.workers` must be >= 1"),
-    ("engine: {name: quick}", "one of fast, serial, stacked, trainer, got 'quick'"),
+    ("engine: {name: quick}", "`engine.name` must be one of ", "fast, serial", "got 'quick'"),
     ("tracking: {experiment: 5}", "`tracking.experiment` must be text, got 5"),
     ("rounds: [1", "must be valid YAML", "on line "),
     ("seed: 1\nrounds: 1\nseed: 2\n", "the key seed a second time on line 3"),

@@ -74,6 +74,10 @@ def pooled_module() -> ClientModule:
     return ClientModule(nn.Sequential(*layers, nn.Linear(64, 3)))
 
 
+def test_every_engine_has_its_registered_name():
+    assert {name: kind.name for name, kind in ENGINES.items()} == {name: name for name in ENGINES}
+
+
 @pytest.mark.parametrize("engine", OTHERS)
 def test_engine_equals_the_reference(engine, make_loop):
     assert_as_serial(engine, make_loop)

@@ -104,7 +104,8 @@ def test_every_cell_is_one_that_fit_takes():
             for cell in trained(experiment.restricted(None, ends), scale):
                 run = options(cell)
                 strategies.build(run.strategies)
-                assert CHECKS[cell.experiment.partition(".")[0]](cell, run, cell.scale == "small"), cell
+                check = CHECKS.get(cell.experiment.partition(".")[0])
+                assert check is None or check(cell, run, cell.scale == "small"), cell
 
 
 def _noise_aware(cell: Cell, run: Options, small: bool) -> bool:
