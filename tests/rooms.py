@@ -51,8 +51,19 @@ def _imported(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level or not node.module:
+                raise ValueError(f"{path} line {node.lineno}: write the whole name of the module")
+            homes = _homes() if node.module == PACKAGE.name else {}
+            yield from (f"{homes.get(alias.name, node.module)}.{alias.name}" for alias in node.names)
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Name that the package itself exports -> the module that it comes from."""
+    assigned = (node for node in ast.parse((PACKAGE / "__init__.py").read_text()).body if isinstance(node, ast.Assign))
+    homes = next(ast.literal_eval(node.value) for node in assigned if ast.unparse(node.targets[0]) == "_HOME")
+    return {name: f"{PACKAGE.name}.{home}" for name, home in homes.items()}
 
 
 def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:

@@ -1,5 +1,6 @@
 """Imports point from higher floors to lower ones, and each third-party library is imported in one place."""
 
+import ast
 from graphlib import TopologicalSorter
 
 import pytest
@@ -60,6 +61,23 @@ def test_the_servers_side_does_not_import_the_clients_side():
         if pair[0].startswith(SERVER_SIDE) and pair[1].startswith(CLIENT_SIDE)
     }
     assert crossing == {}
+
+
+def test_the_servers_side_imports_nothing_by_a_text():
+    for name, path in sources().items():
+        if name.removeprefix(f"{PACKAGE.name}.").startswith(SERVER_SIDE) and name != f"{PACKAGE.name}.strategies":
+            names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
+            by_text = {"importlib", "importlib.import_module", f"{PACKAGE.name}.config.registry.imported"}
+            assert not by_text & set(imported(path)) and "__import__" not in names, name
+
+
+def test_names_that_the_package_exports_count_as_imports_of_their_modules(tmp_path):
+    file = tmp_path / "some.py"
+    file.write_text("from dpfl_lightning import Population")
+    assert imported(file) == ("dpfl_lightning.data.Population",)
+    (other := tmp_path / "other.py").write_text("from .data import Population")
+    with pytest.raises(ValueError, match="whole name"):
+        imported(other)
 
 
 @pytest.mark.parametrize("folder", ["dpfl_lightning", "experiments"])

@@ -98,8 +98,8 @@ class Streams:
     """Creates the random generators of a run.
 
     Without `simulation`, every generator has a fresh key from the operating system, so no noise is ever drawn twice:
-    after a crash, from a copied folder, with edited code, in another run or process. A secret of 32 bytes makes a
-    reproducible simulation, which protects nobody.
+    not after a crash, not from a copied folder, not with edited code and not in another run or process. A secret of 32
+    bytes makes a reproducible simulation, which protects nobody.
     """
 
     def __init__(self, simulation: bytes | None = None) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from dpfl_lightning.build import FederatedLoop
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.errors import UserError
+from dpfl_lightning.federated.client.answers import rows_of
 from dpfl_lightning.federated.client.engines.serial import SerialEngine
 from dpfl_lightning.federated.client.module import ClientModule
 from dpfl_lightning.federated.messages.query import MeanLoss
@@ -94,6 +95,11 @@ def test_seeds_with_a_key_promise_nothing(tmp_path, monkeypatch, request):
 
 class Another(MeanLoss):
     """Another question, of the same fields."""
+
+
+@rows_of(Another)
+def _constant(query, client, module, x, y):
+    return torch.ones(len(x), 1)
 
 
 @pytest.mark.parametrize("kinds", [(MeanLoss, MeanLoss), (MeanLoss, Another)], ids=["twice the same", "two classes"])

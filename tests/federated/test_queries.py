@@ -193,6 +193,10 @@ def _steal(query, client, module, x, y):
     return torch.cat([x, y[:, None]], dim=1)
 
 
+class Spies(Steals):
+    """A subclass, which could run other code beside the records."""
+
+
 class OldStyle:
     """A question that answers by itself, and says what that costs."""
 
@@ -262,6 +266,7 @@ def test_a_question_that_cannot_be_priced_or_answered_is_refused_before_anything
         (SelectionEvent(0.1), OldStyle, "a question to clients must be a `Query`, got OldStyle"),
         (noise.event(1), lambda to: Unknown(mechanism_of=dict.fromkeys(to, noise)), unknown + "`rows_of"),
         (bare.event(1), lambda to: Unknown(mechanism_of=dict.fromkeys(to, bare)), unknown + "`plain_answer_of"),
+        (noise.event(1), lambda to: Spies(mechanism_of=dict.fromkeys(to, noise)), "cannot answer Spies"),
     ):
         asks = Asks(event, question)
         loop = make_loop(parts=[SizeWeighted(), asks])

@@ -1,5 +1,6 @@
 """What was planned is what happens: rates given to the sampler and noisy steps taken, of every engine."""
 
+import dataclasses
 import math
 import tempfile
 from collections import Counter
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 from dpfl_lightning.build import ENGINES
 from dpfl_lightning.config.options import ClientOptions, PrivacyOptions
 from dpfl_lightning.data import Population
+from dpfl_lightning.errors import UserError
 from dpfl_lightning.federated.client.module import ClientModule
+from dpfl_lightning.federated.server.strategy import Strategy
 from dpfl_lightning.privacy import sampling
 from dpfl_lightning.privacy.accounting.accountant import get_accountant
 from dpfl_lightning.privacy.mechanism import Gaussian, MechanismRows
@@ -57,6 +60,24 @@ def population_of(sizes) -> Population:
     generator = torch.Generator().manual_seed(0)
     pairs = [(torch.randn(n, 6, generator=generator), torch.arange(n) % 3) for n in sizes]
     return Population.from_datasets(pairs, test=pairs[0], held_out=0.2, num_classes=3)
+
+
+class Generous(Strategy):
+    """Plans another budget than the client's."""
+
+    def __init__(self, **budget):
+        self._budget = budget
+
+    def plan_run(self, schedule, view):
+        return schedule.replan(lambda client, planned: dataclasses.replace(planned, **self._budget))
+
+
+@pytest.mark.parametrize("budget", [{"target_epsilon": 100.0}, {"target_epsilon": math.inf}, {"delta": 0.01}])
+def test_a_strategy_cannot_raise_a_budget(budget, make_loop):
+    loop = make_loop(parts=[Generous(**budget)])
+    with pytest.raises(UserError, match="`plan_run` must plan at most the budget of client 0"):
+        loop.run()
+    assert not list(loop.output_dir.glob("ledger*"))
 
 
 QUICK = sorted(set(ENGINES) - {"trainer"})

@@ -32,13 +32,13 @@ from dpfl_lightning.privacy.noise import RandomGenerator
 
 #: computes from (query, client, module, x, y), where x and y are records and their labels
 Computation = Callable[..., Tensor]
+_ROWS: dict[type[Query], Computation] = {}
+_PLAIN_ANSWERS: dict[type[Query], Computation] = {}
 
 
-def _unregistered(query: Query, client: int, module: ClientModule, x: Tensor, y: Tensor) -> Tensor:
-    raise TypeError(f"clients cannot answer {type(query).__name__}")
-
-
-_ROWS, _PLAIN_ANSWERS = functools.singledispatch(_unregistered), functools.singledispatch(_unregistered)
+def _register(kind: type[Query], registry: dict[type[Query], Computation], function: Computation) -> Computation:
+    registry[kind] = function
+    return function
 
 
 def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
@@ -47,7 +47,7 @@ def rows_of(kind: type[Query]) -> Callable[[Computation], Computation]:
     The function returns a row of statistics `[b, k]` for each record of `x [b, *X]`, `y [b]`. It is called under
     `torch.func.vmap` with one record at a time (b = 1), so that no row can depend on another record.
     """
-    return _ROWS.register(kind)
+    return functools.partial(_register, kind, _ROWS)
 
 
 def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
@@ -55,19 +55,22 @@ def plain_answer_of(kind: type[Query]) -> Callable[[Computation], Computation]:
 
     **Privacy** None: the client's epsilon becomes infinite.
     """
-    return _PLAIN_ANSWERS.register(kind)
+    return functools.partial(_register, kind, _PLAIN_ANSWERS)
 
 
 def check_answerable(query: ChargedQuery) -> None:
-    """Raise TypeError unless a function is registered for the type of the query."""
+    """Raise TypeError unless a function is registered for the type of the query itself.
+
+    A subclass of a registered type is refused: its attributes could run other code beside the records.
+    """
     for mechanism in query.mechanism_of.values():
         _computation(query, mechanism)
 
 
 def _computation(query: ChargedQuery, mechanism: object) -> Computation:
     plain, kind = isinstance(mechanism, NoMechanism), type(query.question)
-    function = (_PLAIN_ANSWERS if plain else _ROWS).dispatch(kind)
-    if function is _unregistered:
+    function = (_PLAIN_ANSWERS if plain else _ROWS).get(kind)
+    if function is None:
         register = f"{'plain_answer_of' if plain else 'rows_of'}({kind.__name__})"
         raise TypeError(f"clients cannot answer {kind.__name__}: register a function with `{register}`")
     return function
