@@ -236,7 +236,7 @@ class Search:
             "objective": self.sweep.objective,
             "best": [one.number for one in front],
             "cost": cost,
-            "told": lines,
+            "report": lines,
             "trials": [report.as_dict(one) for one in trials],
         }
         print("\n" + "\n".join(lines))

@@ -24,8 +24,8 @@ from dpfl_lightning.config.options import (
     PrivacyOptions,
     TrackingOptions,
     all_keys,
+    changed_options,
     check,
-    departures,
 )
 from dpfl_lightning.config.registry import REGISTRIES, help_text
 from dpfl_lightning.config.yaml_text import parse_yaml
@@ -213,7 +213,7 @@ OPTIONS = st.builds(
 @given(options=OPTIONS)
 def test_options_survive_being_written(options: Options):
     assert from_mapping(parse_yaml(to_yaml(options), "text")) == options
-    assert from_mapping(departures(options)) == options
+    assert from_mapping(changed_options(options)) == options
 
 
 def test_saved_and_printed_options_are_loaded_again(tmp_path, printed):
@@ -225,19 +225,19 @@ def test_saved_and_printed_options_are_loaded_again(tmp_path, printed):
     assert from_mapping(yaml.safe_load(printed("--print_config", *words))) == options
 
 
-def test_departures_from_the_defaults():
-    assert departures(Options()) == {}
+def test_changed_options_differ_from_the_defaults():
+    assert changed_options(Options()) == {}
     changed = {"model": {"name": "x", "y": 1}, "clients": {"count": 4}, "privacy": None, "tracking": None}
-    assert departures(Options(**{**changed, "clients": ClientOptions(count=4)})) == changed
+    assert changed_options(Options(**{**changed, "clients": ClientOptions(count=4)})) == changed
 
 
 @pytest.mark.parametrize("path", sorted(CONF.glob("*.yaml")), ids=lambda path: path.name)
-def test_a_file_in_conf_says_what_it_shows_and_writes_only_departures(path: Path):
+def test_a_file_in_conf_says_what_it_shows_and_writes_only_changed_options(path: Path):
     text = path.read_text()
     assert text.startswith("# ")
     options, _ = load(["--config", str(path)])
-    assert departures(from_mapping(parse_yaml(text, "text"))) == departures(options)
-    assert yaml.safe_load(yaml.safe_dump(departures(options))) == parse_yaml(text, "text")
+    assert changed_options(from_mapping(parse_yaml(text, "text"))) == changed_options(options)
+    assert yaml.safe_load(yaml.safe_dump(changed_options(options))) == parse_yaml(text, "text")
 
 
 # ---- help

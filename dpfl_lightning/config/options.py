@@ -248,10 +248,10 @@ class Options:
     output_dir: str | None = None
 
 
-def departures(options: Options) -> dict[str, Any]:
+def changed_options(options: Options) -> dict[str, Any]:
     """Return the options that differ from their defaults, nested.
 
-    >>> departures(Options(rounds=3, data=DataOptions(name="digits")))
+    >>> changed_options(Options(rounds=3, data=DataOptions(name="digits")))
     {'rounds': 3, 'data': {'name': 'digits'}}
     """
     differing, defaults = {}, dataclasses.asdict(Options())

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dpfl_lightning.config.options import Options, departures
+from dpfl_lightning.config.options import Options, changed_options
 from dpfl_lightning.config.yaml_text import dump
 from dpfl_lightning.privacy.accounting.accountant import delta_text, rounded_up
 from dpfl_lightning.privacy.accounting.accountant import epsilon_text as epsilon
@@ -138,7 +138,7 @@ def best_yaml(options: Options, best: Trial, name: str, complete: int, words: st
     """Return the options of the best trial as a configuration, with a comment that states where it comes from."""
     scores = ", ".join(_shown(score, value) for score, value in best.scores.items())
     head = f"# Trial {best.number} of study {name}, the best of {complete}: {scores}; {words}."
-    return "\n".join([*textwrap.wrap(head, 118, subsequent_indent="# "), dump(departures(options))])
+    return "\n".join([*textwrap.wrap(head, 118, subsequent_indent="# "), dump(changed_options(options))])
 
 
 def as_dict(trial: Trial) -> dict[str, Any]:

@@ -79,6 +79,20 @@ def test_an_optimizer_goes_with_noise_aware_weights(name, make_loop):
     assert result.finished and len(received) == 2 and all(bool(one.isfinite().all()) for one in received)
 
 
+@pytest.mark.parametrize("kind", [Median, TrimmedMean])
+def test_a_robust_mean_is_not_scaled_by_weights_that_it_ignores(kind, make_loop):
+    robust, scaled = kind(), []
+    combined, combine = [], robust.combine
+    robust.__dict__["combine"] = lambda *args: combined.append(combine(*args)) or combined[-1]
+    base = NoiseAware()
+    base.__dict__["scale"] = lambda *args: scaled.append(args)
+    loop = make_loop(blobs(records=40), parts=[base, robust], rounds=1)
+    before = loop.module.flat.clone()
+    loop.run()
+    assert not scaled
+    torch.testing.assert_close(loop.state.models[0], before + combined[0][0])
+
+
 def test_two_optimizers_are_refused(make_loop):
     with pytest.raises(UserError, match="`step` must be answered by one strategy, got FedAdam and ServerMomentum"):
         make_loop(parts=[SizeWeighted(), FedAdam(), ServerMomentum()])

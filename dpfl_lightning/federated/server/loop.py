@@ -97,8 +97,8 @@ class ServerLoop(Run):
             raw_weights = aggregate.raw_weights(self.strategies, plan, updates, view)  # [K, C]
         weights = aggregate.normalised(raw_weights)  # a row of zeros leaves its model unchanged
         combined = sole_answer(self.strategies, "combine", updates, weights, view)
-        combined = aggregate.combine(raw_weights, updates) if combined is None else combined
-        combined = fold(self.strategies, "scale", combined, view)
+        if combined is None:
+            combined = fold(self.strategies, "scale", aggregate.combine(raw_weights, updates), view)
         stepped = sole_answer(self.strategies, "step", state, combined, view)
         state = aggregate.step(state, combined) if stepped is None else stepped
         state = fold(self.strategies, "after_step", state, updates, view)

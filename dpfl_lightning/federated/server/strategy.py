@@ -81,7 +81,7 @@ class Strategy:
         return None
 
     def scale(self, combined: Tensor, view: View) -> Tensor:
-        """The combined update `[K, P]`, scaled. All strategies are called in order, before `step`."""
+        """The weighted sum `[K, P]`, scaled. All strategies are called in order, unless one overrides `combine`."""
         return combined
 
     def step(self, state: ServerState, combined: Tensor, view: View) -> ServerState | None:
