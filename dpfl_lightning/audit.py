@@ -1,4 +1,4 @@
-"""`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and planted records."""
+"""`python -m dpfl_lightning.audit`: test whether a build keeps its epsilon, with real engines and random records."""
 
 import argparse
 import json

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from dpfl_lightning.errors import UserError, require
+from dpfl_lightning.federated.messages.facts import ClientSettings
 from dpfl_lightning.federated.messages.plan import ClassGradients, LocalTraining, RoundPlan
 from dpfl_lightning.federated.messages.query import Query, event_of
 from dpfl_lightning.federated.messages.schedule import RunSchedule
@@ -26,6 +27,15 @@ from dpfl_lightning.privacy.mechanism import Gaussian, Laplace
 
 _KNOWN = {RoundPlan, LocalTraining, ClassGradients, ClassAugmentation, Gaussian, Laplace, type(None)}
 _SHOWN = "shown"  # purpose of what is shown without noise, in the ledger
+
+
+def check_budgets(schedule: RunSchedule, settings: Sequence[ClientSettings]) -> None:
+    """Raise UserError if the schedule of a run plans more than the budget of a client: strategies may only lower it."""
+    for client, (client_settings, planned) in enumerate(zip(settings, schedule.clients, strict=True)):
+        budget, target = (client_settings.epsilon, client_settings.delta), (planned.target_epsilon, planned.delta)
+        must = f"plan at most the budget of client {client}, (epsilon, delta) = {budget}"
+        within = target[0] <= budget[0] and target[1] <= budget[1]
+        require(within, "plan_run", must, target, "A strategy may lower a budget, not raise it.")
 
 
 class Budgets:

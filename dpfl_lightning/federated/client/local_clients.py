@@ -9,9 +9,9 @@ from torch import Tensor
 
 from dpfl_lightning.config.options import PrivacyOptions
 from dpfl_lightning.data import Population
-from dpfl_lightning.errors import require, warn_user
+from dpfl_lightning.errors import warn_user
 from dpfl_lightning.federated.client.answers import check_answerable
-from dpfl_lightning.federated.client.budgets import Budgets
+from dpfl_lightning.federated.client.budgets import Budgets, check_budgets
 from dpfl_lightning.federated.client.dummy_data import check_fits, seconds_per_record
 from dpfl_lightning.federated.client.engines.engine import Engine
 from dpfl_lightning.federated.client.evaluation import evaluate
@@ -79,11 +79,7 @@ class LocalClients:
         return 0 if header is None else int(header.identity.get("rounds", 0))
 
     def begin(self, folder: Path, plan: RunPlan, saved: Mapping[str, Any] | None, ended: bool) -> None:
-        for client, (settings, planned) in enumerate(zip(plan.settings, plan.schedule.clients, strict=True)):
-            budget, target = (settings.epsilon, settings.delta), (planned.target_epsilon, planned.delta)
-            kept = target[0] <= budget[0] and target[1] <= budget[1]
-            must = f"plan at most the budget of client {client}, (epsilon, delta) = {budget}"
-            require(kept, "plan_run", must, target, "A strategy may lower a budget, not raise it.")
+        check_budgets(plan.schedule, plan.settings)
         self.folder = ClientFolder(folder)
         earlier, data_key = self.folder.header(), self.folder.data_key(ended)
         self.engine.setup(self.module, self.population, self.streams(plan), self.sampling)

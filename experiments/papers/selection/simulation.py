@@ -62,10 +62,10 @@ class Problem:
         y = draw.integers(_CLASSES, size=_RECORDS)
         x = 0.35 * draw.standard_normal((_CLASSES, _FEATURES))[y] + draw.standard_normal((_RECORDS, _FEATURES))
         x = np.hstack([x / np.linalg.norm(x, axis=1, keepdims=True), np.full((_RECORDS, 1), 0.3)])
-        dealt = _RECORDS - _TEST
-        rows_of = partition("dirichlet", y[:dealt], CLIENTS, draw, alpha=setting.alpha, min_records=8)
+        num_train = _RECORDS - _TEST
+        rows_of = partition("dirichlet", y[:num_train], CLIENTS, draw, alpha=setting.alpha, min_records=8)
         epsilon = draw.uniform(setting.low, setting.high, CLIENTS)
-        return cls(x, y, rows_of, np.arange(dealt, _RECORDS), epsilon)
+        return cls(x, y, rows_of, np.arange(num_train, _RECORDS), epsilon)
 
     @property
     def records(self) -> Vector:
